@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from gregale.audit import audit
-from gregale.audit.loops import _turns
+from gregale.audit.loops import _iterations
 
 HEAD = """HloModule hand, num_partitions=8
 
@@ -169,7 +169,7 @@ def test_turns_are_those_of_the_loop_itself(direction, start, step, limit):
     counter, turns = start, 0
     while goes_on(counter) and turns <= 100:
         counter, turns = counter + step, turns + 1
-    found = _turns(direction, start, step, limit)
+    found = _iterations(direction, start, step, limit)
     if turns > 100:
         assert found is None
     elif turns > 0:

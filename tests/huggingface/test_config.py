@@ -65,7 +65,7 @@ LLAMA = {**SIZES, "model_type": "llama"}
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
                 "rope_scaling": {"type": "linear", "factor": 2.0},
             },
-            "rope_parameters and rope_scaling are both there, and differ",
+            "rope_parameters and rope_scaling are both set, and differ",
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by kinds of layers, which no llama has"),

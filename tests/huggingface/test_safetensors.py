@@ -28,7 +28,7 @@ def entry(begin: object, end: object, *shape: object) -> dict:
         ({"a": entry(0, 4, 1), "b": entry(0, 8, 2)}, "b begins at byte .*, and the one before it ends at"),
         ({"a": entry(4, 8, 1)}, "a begins at byte .*, and the one before it ends at"),
         ({"a": entry(0, 2**43, 2**41)}, r"is cut off: by its header it has 8,796,093,0\d\d,\d+ bytes"),
-        ({"a": entry(0, 8, -1, -2)}, "the shape and the place of a are not all whole numbers from 0"),
+        ({"a": entry(0, 8, -1, -2)}, "the shape and the offsets of a are not all whole numbers from 0"),
         ({"a": entry(-8, 0, 2)}, "are not all whole numbers"),
         ({"a": entry(0, 8, 2.5)}, "are not all whole numbers"),
         ({"a": entry(0, 8, float("inf"))}, "are not all whole numbers"),

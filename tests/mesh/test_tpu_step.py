@@ -81,7 +81,7 @@ def test_its_total_is_the_compilers_own_peak(target, tmp_path):
     lowered = jax.jit(lambda x: jax.numpy.sum(jax.numpy.tanh(x @ x) @ x)).lower(x)
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), **DUMPED})
     reported = read_dump(tmp_path, 0, None, "step").memory.peak
-    assert reported == pytest.approx(compiler_memory(compiled, tells_peak=True).peak, rel=0.01)
+    assert reported == pytest.approx(compiler_memory(compiled, has_peak=True).peak, rel=0.01)
     assert reported > 2**30
 
 

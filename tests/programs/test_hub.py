@@ -496,7 +496,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub
     ("status", "code", "words"),
     [
         (404, "RepoNotFound", "the hub has no repository org/other that your token may read"),
-        (403, "GatedRepo", "only to who has accepted its conditions"),
+        (403, "GatedRepo", "requires that you accept the conditions of"),
         (404, "RevisionNotFound", "org/other has no branch, tag or commit v9"),
         (418, "", r"the hub did not give it \(HfHubHTTPError: .*418.*the cache does not have it"),
     ],

@@ -15,9 +15,9 @@ from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, weighed_candidates
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_candidates
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.search import ENOUGH, Asked, _Compiler, scheduled_seconds, search
+from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, scheduled_seconds, search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.programs.plan.text import print_search
 from gregale.runs.config import TrainConfig
@@ -38,7 +38,7 @@ def lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(lines):
-    return search(CONFIG, 257, TARGET, Asked(None, None, lines.append))
+    return search(CONFIG, 257, TARGET, SearchOptions(None, None, lines.append))
 
 
 def printed(found) -> str:
@@ -48,7 +48,7 @@ def printed(found) -> str:
 
 
 def test_the_fastest_of_those_that_fit_is_chosen(found):
-    compiled = [each for each in found.weighed if each.peak is not None]
+    compiled = [each for each in found.scored if each.peak is not None]
     assert len(compiled) == ENOUGH
     assert all(each.fits for each in compiled)
     assert found.best == min(compiled, key=lambda each: each.seconds)
@@ -58,10 +58,10 @@ def test_the_fastest_of_those_that_fit_is_chosen(found):
 
 
 def test_all_policies_microbatches_and_gathers_are_weighed(found):
-    assert len(found.weighed) == 6 * 2 * 2 == len({each.candidate for each in found.weighed})
-    assert {each.candidate.microbatches for each in found.weighed} == {1, 2}, "two rows on a device"
-    assert {each.candidate.unroll for each in found.weighed} == {1}, "as configured: nothing here tells them apart"
-    times = [each.closed_form_seconds for each in found.weighed]
+    assert len(found.scored) == 6 * 2 * 2 == len({each.candidate for each in found.scored})
+    assert {each.candidate.microbatches for each in found.scored} == {1, 2}, "two rows on a device"
+    assert {each.candidate.unroll for each in found.scored} == {1}, "as configured: nothing here tells them apart"
+    times = [each.closed_form_seconds for each in found.scored]
     assert times == sorted(times)
 
 
@@ -87,7 +87,7 @@ def test_json_has_it_all(found, monkeypatch, capsys):
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: found)
     assert main(["plan", str(QUICKSTART), *SMALL, "--search", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["best"] == report["candidates"][[each == found.best for each in found.weighed].index(True)]
+    assert report["best"] == report["candidates"][[each == found.best for each in found.scored].index(True)]
     assert report["best"].keys() >= {"remat", "microbatches", "unroll", "gather", "peak", "seconds", "fits"}
     assert report["fits"]
 
@@ -96,12 +96,12 @@ def test_json_has_it_all(found, monkeypatch, capsys):
 def nothing():
     """A search for a chip whose memory no candidate fits."""
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
-    return search(CONFIG, 257, tight, Asked(None, None, str))
+    return search(CONFIG, 257, tight, SearchOptions(None, None, str))
 
 
 def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing):
-    compiled = [each for each in nothing.weighed if each.peak is not None]
-    assert [each.closed_form_peak for each in compiled] == [min(each.closed_form_peak for each in nothing.weighed)]
+    compiled = [each for each in nothing.scored if each.peak is not None]
+    assert [each.closed_form_peak for each in compiled] == [min(each.closed_form_peak for each in nothing.scored)]
     assert nothing.best is None
     assert nothing.remedies
     text = printed(nothing)
@@ -114,7 +114,7 @@ def test_remedies_of_a_search_are_compiled():
     """On a chip that another mesh fits; what is estimated to fit and does not is told so."""
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000))
     plan = plan_step(CONFIG, 257, tight, MEMORY)
-    first, *others = _Compiler(plan.setup, 257, tight, Asked(None, None, str)).remedies(plan)
+    first, *others = _Compiler(plan.setup, 257, tight, SearchOptions(None, None, str)).remedies(plan)
     assert first.change == "mesh.replica: 1, mesh.data: 4"
     assert (first.fits, first.compiled) == (True, True)
     assert first.peak_bytes == plan_step(first.config, 257, tight, MEMORY).memory.peak <= 700_000
@@ -133,7 +133,7 @@ def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
             raise UserError("compute.remat is offload: not here.")
 
     monkeypatch.setattr("gregale.programs.plan.candidates.execution", refuse)
-    weighed, left_out = weighed_candidates(setup_for(CONFIG, 257, TARGET), TARGET, 1, None)
+    weighed, left_out = scored_candidates(setup_for(CONFIG, 257, TARGET), TARGET, 1, None)
     assert left_out == ["compute.remat is offload: not here."], "once"
     assert len(weighed) == 5 * 2 * 2
 
@@ -150,7 +150,7 @@ def test_what_is_asynchronous_inside_a_slice_is_hidden(found):
 
 
 def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
-    compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, Asked(None, None, str))
+    compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, SearchOptions(None, None, str))
 
     def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
         return ScoredCandidate(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)

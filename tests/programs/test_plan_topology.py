@@ -102,7 +102,7 @@ def test_what_a_user_sees_where_a_step_has_to_fit(capsys):
     assert planned("--require-fit") == 3
     text = capsys.readouterr().out
     assert "It does not fit: 132.89 GiB of 15.75 GiB" in text
-    assert "The compiler refuses 'step'. What takes most, by its report:\n  64.00 GiB: " in text
+    assert "The compiler rejects 'step'. Its largest buffers:\n  64.00 GiB: " in text
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_program_that_is_refused_for_another_reason_is_one_clear_line():
     )
     program = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=NamedSharding(mesh, P()))
-    with pytest.raises(UserError, match=r"the compiler does not take the program 'step': .*vmem") as error:
+    with pytest.raises(UserError, match=r"the compiler rejects the program 'step': .*vmem") as error:
         compiled_for(target, "step", program.lower(x), 0)
     assert "\n" not in str(error.value)
 

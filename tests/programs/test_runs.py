@@ -82,7 +82,7 @@ def test_json_has_all_figures(listed):
 
 
 def test_nothing_there_is_said(listed, tmp_path, capsys):
-    assert "no run is like this" in listed("--name", "none")
+    assert "no run matches" in listed("--name", "none")
     assert main(["runs", str(tmp_path)]) == 0
     assert "no run yet" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "none")]) == 2

@@ -82,7 +82,7 @@ def test_a_run_on_a_mesh_samples_the_same_on_one_device(whole, sampler):
 
 
 def test_blocks_are_as_large_as_a_reader_has_patience_for(monkeypatch):
-    """Sizes double while a block takes no time, stay where it takes most of the patience, and halve beyond it."""
+    """Sizes double while a block takes no time, stay where it takes most of the maximum delay, and halve beyond it."""
     now = 0.0
     monkeypatch.setattr("gregale.programs.sample.sampler.perf_counter", lambda: now)
     sizes = steady(0.1)

@@ -1,4 +1,4 @@
-"""Go through a program as it runs, from the entry into everything that is called."""
+"""Provides the instructions of a program in execution order, from the entry into all called computations."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ _CALLING = ("fusion", "call", "async-start", "custom-call")
 
 @dataclass(frozen=True)
 class Context:
-    """What surrounds a computation: loops (outermost first), a branch that may not be taken, an asynchronous call."""
+    """Surroundings of a computation: loops (outermost first), a conditional branch, an asynchronous call."""
 
     loops: tuple[Loop, ...] = ()
     conditional: bool = False
@@ -21,7 +21,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Site:
-    """An instruction as it is reached from the entry. One that is reached on two ways has two sites."""
+    """An instruction with its call path from the entry. An instruction with two call paths has two sites."""
 
     instruction: Instruction
     frame: Frame
@@ -29,7 +29,7 @@ class Site:
 
 
 def walk(module: Module, given_times: Mapping[str, int]) -> Iterator[Site]:
-    """Every instruction that the program runs, in the order of the schedule; `given_times` as for `read_loop`."""
+    """Yield the instructions that the program runs, in schedule order; `given_times` as for `read_loop`."""
     yield from _inside(module, Frame(module.computations[module.entry]), Context(), given_times)
 
 
@@ -42,7 +42,7 @@ def _inside(module: Module, frame: Frame, context: Context, given: Mapping[str, 
 
 
 def _calls(module: Module, site: Site, given: Mapping[str, int]) -> list[tuple[str, Context]]:
-    """The computations that an instruction runs, each with its context."""
+    """Return the computations that an instruction runs, each with its context."""
     instruction, context = site.instruction, site.context
     match instruction.opcode:
         case "while":

@@ -1,14 +1,14 @@
-"""What a chip can do: memory, compute and links, from its vendor's published figures.
+"""Provides the memory, compute and links of chips, from the vendors' published numbers.
 
-Vendors print some figures in their own way; here all follow one rule:
+Vendors use different conventions for some numbers; here all follow these rules:
 
-- Memory printed as N GB is taken as N * 2**30 bytes, for stacked memory comes in binary sizes. Some of it is kept by
-  the system: the TPU compiler of JAX 0.10 offers 15.75 GiB of a v5e's 16, 31.25 of a v6e's 32 and 2 * 94.75 of a v7x's
-  192, and an A100 of 40 GB shows 42.4e9 bytes.
-- FLOP/s are dense bfloat16 products; NVIDIA's figures "with sparsity" are halved.
-- Links count one direction, all links of a chip together; figures for both directions are halved.
-- The way to the host's memory is PCIe: of a GPU as its datasheet has it. For TPUs Google publishes nothing; 15 GB/s a
-  chip is what "How to Scale Your Model" (jax-ml.github.io/scaling-book) reckons with.
+- Memory of N GB counts as N * 2**30 bytes, because stacked memory has binary sizes. The system reserves some of it:
+  the TPU compiler of JAX 0.10 offers 15.75 GiB of a v5e's 16, 31.25 of a v6e's 32 and 2 * 94.75 of a v7x's 192, and
+  an A100 of 40 GB reports 42.4e9 bytes.
+- FLOP/s are dense bfloat16 products; NVIDIA's numbers "with sparsity" are halved.
+- Links count one direction, all links of a chip together; numbers for both directions are halved.
+- The path to the host's memory is PCIe, for a GPU from its datasheet. For TPUs Google publishes no number; 15 GB/s per
+  chip is the value in "How to Scale Your Model" (jax-ml.github.io/scaling-book).
 """
 
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ TPU_HOST = 15 * GIGA
 
 @dataclass(frozen=True)
 class Chip:
-    """Figures of one chip.
+    """Properties of one chip.
 
     Attributes:
-        name: as `chip` knows it.
+        name: argument of `chip`.
         memory_bytes: high-bandwidth memory.
-        flops_per_second: peak of dense bfloat16 products, a multiply-add being two operations.
+        flops_per_second: peak of dense bfloat16 products; a multiply-add is two operations.
         memory_bytes_per_second: bandwidth of that memory.
         link: the interconnect inside a slice or a box, "ICI" or "NVLink".
-        link_bytes_per_second: what a chip can send over that interconnect, all its links together.
-        network_bytes_per_second: what a chip can send over the data-centre network, its share of the host's; None
-            where it is not published.
-        host_bytes_per_second: what a chip moves to its host's memory, or from it.
-        devices: JAX devices that one chip shows as, each with its part of memory and compute.
-        cycles_per_second: of the clock in which the TPU compiler estimates; the peak over two operations and the
-            multipliers of all matrix units. None where the compiler gives no such estimates.
-        source: the documents the figures are from.
+        link_bytes_per_second: send rate of a chip over that interconnect, all its links together.
+        network_bytes_per_second: send rate of a chip over the data-centre network, its share of the host's; None if
+            it is not published.
+        host_bytes_per_second: rate of a chip to its host's memory, or from it.
+        devices: JAX devices of one chip, each with its share of memory and compute.
+        cycles_per_second: the clock of the TPU compiler's estimates; the peak over two operations and the multipliers
+            of all matrix units. None if the compiler has no such estimates.
+        source: the documents with the numbers.
     """
 
     name: str
@@ -172,7 +172,7 @@ CHIPS = {
     )
 }
 
-# By `jax.Device.device_kind`. What is not here has another peak than its namesake (an H100 on PCIe), or none is known.
+# By `jax.Device.device_kind`. Other kinds have a different peak (an H100 on PCIe) or an unknown one.
 OF_KIND = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -191,13 +191,13 @@ OF_KIND = {
 
 
 def of_device(kind: str) -> Chip | None:
-    """The chip that a JAX device is, or is a part of, by its `device_kind`; None if it is not known."""
+    """Return the chip of a JAX device by its `device_kind`; None if it is unknown."""
     name = OF_KIND.get(kind)
     return None if name is None else CHIPS[name]
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name, in any mixture of upper and lower case.
+    """Return the chip with a name, case-insensitive.
 
     Raises:
         UserError: the chip is not in the table.

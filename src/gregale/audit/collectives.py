@@ -1,4 +1,4 @@
-"""Find every collective of a program, with what it moves, between which devices, and how often."""
+"""Provides the collectives of a program, with their payloads, device groups and counts."""
 
 import math
 import re
@@ -26,7 +26,7 @@ _PAIRS = r"source_target_pairs=\"?(\{[\d,{}\s]*\})"
 _SLICE_TARGET = r"_xla_megascale_target=(\"[^\"]*\"|\{\{.*?\}\})"
 _SLICE_KIND = r'_xla_megascale_transfer_type="(\w+)"'
 _OVERLAPPED = "async_collective_fusion_config"
-_WAITED_FOR = re.compile(r'"is_sync": ?true')  # XLA:GPU writes starts and ends also of what it waits for
+_WAITED_FOR = re.compile(r'"is_sync": ?true')  # XLA:GPU also splits synchronous collectives into start and done
 _SLICE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
@@ -39,17 +39,17 @@ class Collective:
     Attributes:
         kind: `all-reduce`, `reduce-scatter`, `all-gather`, `all-to-all`, `ragged-all-to-all`, `collective-permute`,
             `collective-broadcast`, or `send` for a transfer between devices that none of these describes.
-        dtype: of the payload, as XLA prints it (`f32`, `bf16`, `u8`).
-        shapes: sizes of the arrays that one device puts in, before the collective.
+        dtype: payload dtype as XLA prints it (`f32`, `bf16`, `u8`).
+        shapes: sizes of one device's input arrays.
         bytes: payload on one device for one execution: the operand, except for `all-gather`, where it is the gathered
             result. So each kind counts the full (not the scattered) array once.
-        bytes_sent: what one device sends in one execution by a ring of n devices: 2 (n-1)/n of `bytes` for
+        bytes_sent: bytes that one device sends in one execution in a ring of n devices: 2 (n-1)/n of `bytes` for
             `all-reduce`, (n-1)/n for `reduce-scatter`, `all-gather` and `all-to-all`, all of it for the others.
-        axes: mesh axes that it crosses, in mesh order; `("unknown",)` where its groups are no grid in the mesh; `()`
-            where no device talks to another.
-        touched: every mesh axis along which devices that talk to each other differ, known also if `axes` is not.
-        partial: its groups cover only a part of some axis, as when an axis spans slices and the compiler does the
-            part inside a slice and the part between slices apart.
+        axes: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
+            without communication between devices.
+        touched: all mesh axes along which devices of a group differ, known also if `axes` is not.
+        partial: its groups cover only a part of some axis, as when an axis spans slices and the compiler
+            separates the part inside a slice from the part between slices.
         loops: the `while` loops around it, outermost first; `()` outside of loops.
         link: `inside slice` or `between slices`.
         group_size: devices that take part together.
@@ -77,17 +77,17 @@ class Collective:
 
     @property
     def loop(self) -> tuple[str, ...]:
-        """Names of the loops around it, outermost first."""
+        """Return the names of the loops around it, outermost first."""
         return tuple(loop.name for loop in self.loops)
 
     @property
     def times(self) -> int | None:
-        """Executions in one run of the program: the product of the loops' trip counts; None if one is unknown."""
+        """Return executions per run of the program, the product of the loops' trip counts; None if one is unknown."""
         counts = [loop.times for loop in self.loops]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
     def to_dict(self) -> dict:
-        """The keys that other tools rely on."""
+        """Return the JSON keys that other tools rely on."""
         return {
             "kind": self.kind,
             "dtype": self.dtype,
@@ -100,7 +100,7 @@ class Collective:
 
 
 def find_collectives(module: Module, placement: Placement, given_times: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Every collective that the program runs, in the order of its schedule; see `gregale.audit.audit`."""
+    """Return all collectives that the program runs, in schedule order; see `gregale.audit.audit`."""
     found: list[Collective] = []
     for site in walk(module, given_times):
         kind = _kind(site)
@@ -110,7 +110,7 @@ def find_collectives(module: Module, placement: Placement, given_times: Mapping[
 
 
 def _kind(site: Site) -> str | None:
-    """Which collective an instruction starts, or None. A transfer to the host is none."""
+    """Return the kind of the collective that an instruction starts, or None, also for a transfer to the host."""
     instruction = site.instruction
     kind = instruction.opcode.removesuffix("-start")
     if kind == "send":
@@ -127,7 +127,7 @@ def _kind(site: Site) -> str | None:
 
 
 def _is_scattered(site: Site) -> bool:
-    """XLA:TPU writes a reduce-scatter as a fusion of an all-reduce and the slice that the device keeps."""
+    """Return whether XLA:TPU wrote a reduce-scatter as a fusion of an all-reduce and the slice that a device keeps."""
     computation, call = site.frame.computation, site.frame.call
     if call is None or call.opcode != "fusion" or computation.root is None:
         return False
@@ -144,10 +144,10 @@ def _is_scattered(site: Site) -> bool:
 
 
 def _is_continuation(site: Site) -> bool:
-    """Whether the collective was started elsewhere.
+    """Return whether another instruction started the collective.
 
-    XLA:TPU repeats an overlapped collective in the fusion that starts it, in those that go on with it and in the one
-    that ends it, all with one channel. It runs once, so only the start counts.
+    XLA:TPU repeats an overlapped collective in the fusions that start, continue and end it, all with one channel. It
+    runs once, so only the start counts.
     """
     instruction = site.instruction
     if _OVERLAPPED not in instruction.attributes:
@@ -189,7 +189,7 @@ def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Cr
 
 
 def _sent_share(kind: str, group_size: int) -> float:
-    """The part of the payload that one device of a ring sends."""
+    """Return the share of the payload that one device of a ring sends."""
     match kind:
         case "all-reduce":
             return 2 * (group_size - 1) / group_size
@@ -199,10 +199,10 @@ def _sent_share(kind: str, group_size: int) -> float:
 
 
 def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
-    """The arrays that one device puts in, by dtype."""
+    """Return one device's input arrays by dtype."""
     shapes = site.frame.computation.operand_shapes(site.instruction)
     if kind == "ragged-all-to-all":
-        shapes = shapes[:1]  # then come the output buffer, offsets and sizes
+        shapes = shapes[:1]  # the others are the output buffer, offsets and sizes
     payloads: dict[str, list[Shape]] = {}
     for shape in shapes:
         payloads.setdefault(shape.dtype, []).append(shape)

@@ -1,4 +1,4 @@
-"""Where the devices of a program stand in a mesh, and which mesh axes a group of them crosses."""
+"""Provides the mesh positions of a program's devices, and the mesh axes that device groups cross."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ INSIDE, BETWEEN = "inside slice", "between slices"
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a set of groups means on a mesh.
+    """Mesh axes of a set of device groups.
 
     Attributes:
-        axes: the mesh axes that the groups cross, in mesh order; `("unknown",)` where they are no grid in the mesh.
-        touched: every axis along which members of a group differ, known also where `axes` is not.
+        axes: the mesh axes that the groups cross, in mesh order; `("unknown",)` if they are no grid in the mesh.
+        touched: all axes along which devices of a group differ, known also if `axes` is not.
         partial: the groups cover only a part of some axis.
         group_size: devices in a group.
-        link: whether a group has devices of more than one slice.
+        link: `BETWEEN` if a group has devices of more than one slice, else `INSIDE`.
     """
 
     axes: tuple[str, ...]
@@ -34,9 +34,9 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of a program in a mesh: device i of a jitted program is the i-th of `mesh.devices`.
+    """The devices of a program in a mesh: device i of a jitted program is number i of `mesh.devices`.
 
-    With several TPU slices one program runs in each slice, and its device i is the i-th of that slice.
+    With several TPU slices one program runs in each slice, and its device i is number i of that slice.
     """
 
     mesh: jax.sharding.Mesh
@@ -44,47 +44,47 @@ class Placement:
 
     @cached_property
     def slice_of(self) -> np.ndarray:
-        """The slice of each device of the mesh, flattened; of GPUs, which have none, the box, which is a process."""
+        """Return the slice of each device of the flattened mesh; for GPUs the box, which is a process."""
         devices = self.mesh.devices.flat
         slices = "process_index" if getattr(devices[0], "platform", "") == "gpu" else "slice_index"
         return np.array([getattr(device, slices, 0) or 0 for device in devices])
 
     @cached_property
     def _position_of_id(self) -> dict[int, int]:
-        return {device.id: place for place, device in enumerate(self.mesh.devices.flat)}
+        return {device.id: index for index, device in enumerate(self.mesh.devices.flat)}
 
     @cached_property
     def _programs(self) -> list[np.ndarray]:
-        """For each program that runs at the same time: the mesh position of each of its devices."""
+        """Return for each concurrent program the mesh positions of its devices."""
         if self.program_devices == self.mesh.size:
             return [np.arange(self.mesh.size)]
         return [np.flatnonzero(self.slice_of == index) for index in np.unique(self.slice_of)]
 
     @property
     def fits(self) -> bool:
-        """Whether the mesh, or each slice of it, has as many devices as the program."""
+        """Return whether the mesh, or each slice of it, has as many devices as the program."""
         return all(len(program) == self.program_devices for program in self._programs)
 
     def by_number(self, groups: Groups) -> Groups | None:
-        """Groups of mesh positions for groups of the program's device numbers; None where the mesh has no such one."""
+        """Return groups of mesh positions for groups of the program's device numbers; None for an unknown number."""
         highest = max((number for group in groups for number in group), default=0)
         if any(highest >= len(program) for program in self._programs):
             return None
         return tuple(tuple(int(program[number]) for number in group) for program in self._programs for group in groups)
 
     def by_id(self, groups: Groups) -> Groups | None:
-        """Groups of mesh positions for groups of `jax.Device.id`; None where the mesh has no such device."""
-        places = self._position_of_id
-        if any(number not in places for group in groups for number in group):
+        """Return groups of mesh positions for groups of `jax.Device.id`; None for an unknown device."""
+        positions = self._position_of_id
+        if any(number not in positions for group in groups for number in group):
             return None
-        return tuple(tuple(places[number] for number in group) for group in groups)
+        return tuple(tuple(positions[number] for number in group) for group in groups)
 
     def crossing(self, groups: Groups | None, pairs: bool = False) -> Crossing:
-        """What groups of mesh positions cross.
+        """Return the mesh axes that groups of mesh positions cross.
 
         Args:
-            groups: the groups, or None where they are not known: then they may cross anything.
-            pairs: they are the moves of a permutation, each from one device to another, which need be no grid.
+            groups: the groups; None: unknown, so that they may cross all axes.
+            pairs: the groups are the (source, target) pairs of a permutation, which need not be a grid.
         """
         sizes = self.mesh.devices.shape
         if groups is None:
@@ -108,14 +108,14 @@ class Placement:
 
 
 def _coordinates(groups: Groups, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """Mesh coordinates [axis, group, member], one array for each size of group."""
+    """Return mesh coordinates [axis, group, device], one array for each group size."""
     lengths = sorted({len(group) for group in groups})
     tables = [np.array([group for group in groups if len(group) == length], int) for length in lengths if length]
     return [np.stack(np.unravel_index(table, sizes)) for table in tables]
 
 
 def touched_axes(groups: Groups, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes along which the members of some group have different coordinates."""
+    """Return the axes along which the devices of some group have different coordinates."""
     differs = np.zeros(len(sizes), bool)
     for coordinates in _coordinates(groups, sizes):
         differs |= (coordinates != coordinates[:, :, :1]).any((1, 2))
@@ -123,10 +123,10 @@ def touched_axes(groups: Groups, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def are_grids(groups: Groups, sizes: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Whether every group is a product of as many coordinates along each of `axes` as every other group.
+    """Return whether each group is a product of coordinates along `axes`, with equal counts in all groups.
 
-    Whole axes are such grids, and so is a part of an axis, into which the compiler cuts a collective between and
-    inside slices. A group of (0, 0) and (1, 1) is none.
+    Whole axes are such grids, and so is a part of an axis, as when the compiler splits a collective into parts inside
+    and between slices. A group of (0, 0) and (1, 1) is no grid.
     """
     tables = _coordinates(groups, sizes)
     if not axes:

@@ -1,6 +1,6 @@
-"""Which devices of a program talk to each other in a collective, as XLA prints it.
+"""Provides the parser of a collective's device groups, as XLA prints them.
 
-Groups have three forms: explicit `{{0,1},{2,3}}`, iota `[4,2]<=[2,2,2]T(1,0,2)`, and by the compiler's own mesh
+Groups have three forms: explicit `{{0,1},{2,3}}`, iota `[4,2]<=[2,2,2]T(1,0,2)`, and by the compiler's mesh
 `mesh['a'=2,'b'=4] {'a'}`. The numbers are the program's device numbers;
 `gregale.audit.device_axes` maps them to a mesh.
 """
@@ -26,7 +26,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
-    """The numbers 0, 1, ... reshaped to `source`, transposed by `order` and reshaped to `shape`."""
+    """Return the numbers 0, 1, ... reshaped to `source`, transposed by `order` and reshaped to `shape`."""
     sizes = _integers(source or shape)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     if order:
@@ -35,7 +35,7 @@ def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
 
 
 def _mesh_groups(mesh: re.Match) -> Groups:
-    """The groups that vary over the axes in the braces; `'a':(2)4` is the factor 4 of axis `a` after a factor 2."""
+    """Return the groups over the axes in the braces; `'a':(2)4` is the factor 4 of axis `a` after a factor 2."""
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh.group(1))}
     count = math.prod(sizes.values())
     listed = mesh.group(2)
@@ -54,19 +54,19 @@ def _mesh_groups(mesh: re.Match) -> Groups:
             inside.append(len(factors) - 1)
             done = before * part
         factors.append(size // done)
-    outside = [place for place in range(len(factors)) if place not in inside]
+    outside = [index for index in range(len(factors)) if index not in inside]
     arranged = numbers.reshape(factors).transpose(outside + inside)
-    return tuple(map(tuple, arranged.reshape(-1, math.prod(factors[place] for place in inside)).tolist()))
+    return tuple(map(tuple, arranged.reshape(-1, math.prod(factors[index] for index in inside)).tolist()))
 
 
 def _uses(used: str, axis: str, size: int) -> list[tuple[int, int]]:
-    """(size before it, size) of each part of an axis that the groups vary over; a whole axis is (1, size)."""
+    """Return (size before it, size) of each part of an axis in the groups; a whole axis is (1, size)."""
     uses = [(before, part) for name, before, part in _AXIS_USE.findall(used) if name == axis]
     return [(int(before or 1), int(part or size)) for before, part in uses]
 
 
 def parse_groups(text: str, devices: int) -> Groups:
-    """The groups that a `replica_groups` attribute lists, in any of the three forms; `{}` is one group of all."""
+    """Return the groups of a `replica_groups` attribute in any of the three forms; `{}` is one group of all."""
     text = text.strip()
     if mesh := _MESH.match(text):
         return _mesh_groups(mesh)
@@ -77,12 +77,12 @@ def parse_groups(text: str, devices: int) -> Groups:
 
 
 def parse_pairs(text: str) -> Groups:
-    """The (source, target) pairs of a permutation, printed `{{0,1},{1,0}}` or `{{0->1},{1->0}}`."""
+    """Return the (source, target) pairs of a permutation, printed `{{0,1},{1,0}}` or `{{0->1},{1->0}}`."""
     return tuple((int(source), int(target)) for source, target in _PAIR.findall(text))
 
 
 def parse_slice_target(text: str) -> Groups:
-    """The device ids of a transfer between TPU slices, by `jax.Device.id`.
+    """Return the groups of `jax.Device.id` of a transfer between TPU slices.
 
     Printed as lists of ids, as pairs `{{100000->200000}}`, or as `{1,2}x{0:3}`: for each device 0 to 3 of a slice, the
     group of that device in slices 1 and 2. A device id is 100000 times the slice (from one) plus the device.

@@ -1,8 +1,8 @@
-"""The text of a compiled program as computations and instructions.
+"""Provides the parser of a compiled program's text into computations and instructions.
 
-XLA prints one instruction a line, `%name = shape opcode(operands), attributes`, and one computation between
-`%name (parameters) -> shape {` and `}`. The metadata of a Pallas kernel goes on over further lines, which may begin
-with `}` too. Only what the audit needs is taken apart; the rest of an instruction is kept as text.
+XLA prints one instruction per line, `%name = shape opcode(operands), attributes`, and one computation between
+`%name (parameters) -> shape {` and `}`. The metadata of a Pallas kernel continues on further lines, which may also
+begin with `}`. The parser splits only the parts that the audit needs; the rest of an instruction stays text.
 """
 
 import math
@@ -24,19 +24,19 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 @dataclass(frozen=True)
 class Shape:
-    """An array as it lies on one device: the dtype as XLA prints it, and the sizes."""
+    """An array on one device: the dtype as XLA prints it, and the sizes."""
 
     dtype: str
     sizes: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the elements, without padding; types narrower than a byte are packed."""
+        """Return the bytes of the elements without padding; types narrower than a byte are packed."""
         return math.ceil(math.prod(self.sizes) * bits(self.dtype) / 8)
 
 
 def bits(dtype: str) -> int:
-    """Bits an element: `bf16` has 16, `u4` has 4, `f8e4m3fn` has 8, `pred` is stored as a byte."""
+    """Return the bits of an element: 16 for `bf16`, 4 for `u4`, 8 for `f8e4m3fn` and `pred`."""
     if dtype == "pred":
         return 8
     width = _BITS.search(dtype)
@@ -44,7 +44,7 @@ def bits(dtype: str) -> int:
 
 
 def shapes_in(text: str) -> tuple[Shape, ...]:
-    """The arrays of a printed shape in order, tuples flattened and tokens left out."""
+    """Return the arrays of a printed shape in order, with flattened tuples and without tokens."""
     return tuple(
         Shape(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
         for dtype, sizes in _SHAPE.findall(text)
@@ -54,7 +54,7 @@ def shapes_in(text: str) -> tuple[Shape, ...]:
 
 @dataclass
 class Instruction:
-    """One instruction of a computation; `attributes` is what follows the operands, as printed."""
+    """One instruction of a computation; `attributes` is the text after the operands."""
 
     name: str
     opcode: str
@@ -64,29 +64,29 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of the result."""
+        """Return the arrays of the result."""
         return shapes_in(self.shape_text)
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of the operands."""
+        """Return the names of the operands."""
         if "%" in self.operand_text or not self.operand_text:
             return tuple(_OPERAND.findall(self.operand_text))
         return tuple(part.split()[-1] for part in self.operand_text.split(",") if part.strip())
 
     @property
     def op_name(self) -> str:
-        """Where the instruction comes from in the traced program, such as `jit(step)/while/body/dot_general`."""
+        """Return the scope in the traced program, such as `jit(step)/while/body/dot_general`."""
         match = _OP_NAME.search(self.attributes)
         return match.group(1) if match else ""
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression in the attributes."""
+        """Return the first group of a regular expression in the attributes."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else None
 
     def called(self, key: str) -> str | None:
-        """The computation that an attribute such as `body` or `calls` names."""
+        """Return the computation that an attribute such as `body` or `calls` names."""
         return self.attribute(rf"\b{key}=%?([\w.\-]+)")
 
 
@@ -99,7 +99,7 @@ class Computation:
     root: Instruction | None = None
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The arrays that the instruction reads."""
+        """Return the arrays that the instruction reads."""
         named = [self.instructions[name] for name in instruction.operands if name in self.instructions]
         if named:
             return tuple(shape for operand in named for shape in operand.shapes)
@@ -108,7 +108,7 @@ class Computation:
 
 @dataclass
 class Module:
-    """A compiled program: its computations, where it starts, and how many devices run it."""
+    """A compiled program: its computations, its entry, and its numbers of replicas and partitions."""
 
     computations: dict[str, Computation]
     entry: str
@@ -117,7 +117,7 @@ class Module:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in _PARENTHESIS.finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -148,7 +148,7 @@ def _parse_instruction(line: str) -> tuple[Instruction, bool] | None:
 
 
 def _instructions(text: str) -> Iterator[str]:
-    """The lines of a text, those of one instruction joined: until every brace that it opened is closed."""
+    """Yield the lines of a text, with the lines of one instruction joined until its braces are closed."""
     parts: list[str] = []
     depth = 0
     for line in text.splitlines():
@@ -164,13 +164,13 @@ def _instructions(text: str) -> Iterator[str]:
 
 
 def _opened(line: str) -> int:
-    """Braces that a line opens and does not close; those in strings are none."""
+    """Return the number of braces that a line leaves open, without those in strings."""
     bare = _STRING.sub("", line) if '"' in line else line
     return bare.count("{") - bare.count("}")
 
 
 def parse(text: str) -> Module:
-    """Read what `compiled.as_text()` gives. The time is linear in the length of the text."""
+    """Parse the text of `compiled.as_text()`. The time is linear in the length of the text."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in _instructions(text):

@@ -1,6 +1,6 @@
-"""How often a `while` runs, from what the compiler printed.
+"""Provides the trip counts of `while` loops from the compiled text.
 
-XLA:CPU and XLA:GPU print `known_trip_count`. XLA:TPU does not, so the count is worked out from the loop itself: a
+XLA:CPU and XLA:GPU print `known_trip_count`. XLA:TPU does not, so this module derives the count from the loop: a
 counter in the loop's tuple that starts at a constant, grows by a constant and is compared with a constant.
 """
 
@@ -19,9 +19,9 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while` of the program: its printed name, the scope it was traced in, and how often its body runs.
+    """A `while` of the program: its printed name, its traced scope, and its trip count.
 
-    `times` is for one execution of the loop, and None where it is not known.
+    `times` is for one execution of the loop, and None if unknown.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Frame:
-    """A computation as it is reached from the entry: the instruction that called it, and the frame of that one."""
+    """A computation with its call path from the entry: the calling instruction, and that instruction's frame."""
 
     computation: Computation
     call: Instruction | None = None
@@ -46,9 +46,9 @@ class Affine(NamedTuple):
 
 
 def _affine(module: Module, computation: Computation, name: str, arguments: tuple[Affine | None, ...] = ()):
-    """The named value as an `Affine`, or None where it is anything else.
+    """Return the named value as an `Affine`, or None for any other value.
 
-    In a loop's body or condition the one parameter is the loop's tuple; in a fused computation `arguments` are the
+    In a loop's body or condition the only parameter is the loop's tuple; in a fused computation `arguments` are the
     values of the parameters.
     """
     instruction = computation.instructions.get(name)
@@ -85,7 +85,7 @@ def _combine(left: Affine | None, right: Affine | None, sign: int) -> Affine | N
 
 
 def _initial(module: Module, loop: Instruction, frame: Frame, slot: int) -> int | None:
-    """The constant with which an element of a loop's tuple starts, looked up through the enclosing loops."""
+    """Return the initial constant of an element of a loop's tuple, resolved through the enclosing loops."""
     initial = frame.computation.instructions.get(loop.operands[0])
     if initial is None or initial.opcode != "tuple":
         return None
@@ -94,14 +94,14 @@ def _initial(module: Module, loop: Instruction, frame: Frame, slot: int) -> int 
         return value.offset if value else None
     if frame.call is None or frame.caller is None or frame.call.opcode != "while":
         return None
-    if _after_one_turn(module, frame.call, value.slot) != Affine(value.slot, 0):
+    if _after_one_iteration(module, frame.call, value.slot) != Affine(value.slot, 0):
         return None
     outer = _initial(module, frame.call, frame.caller, value.slot)
     return None if outer is None else outer + value.offset
 
 
-def _after_one_turn(module: Module, loop: Instruction, slot: int) -> Affine | None:
-    """An element of the loop's tuple after the body, in terms of the tuple before it."""
+def _after_one_iteration(module: Module, loop: Instruction, slot: int) -> Affine | None:
+    """Return an element of the loop's tuple after the body, in terms of the tuple before it."""
     body = module.computations[loop.called("body") or ""]
     if body.root is None or body.root.opcode != "tuple":
         return None
@@ -109,7 +109,7 @@ def _after_one_turn(module: Module, loop: Instruction, slot: int) -> Affine | No
 
 
 def _comparison(module: Module, loop: Instruction) -> tuple[str, Affine | None, Affine | None] | None:
-    """Direction and both sides of the comparison that keeps the loop running."""
+    """Return direction and both sides of the comparison that continues the loop."""
     condition = module.computations[loop.called("condition") or ""]
     computation, root, arguments = condition, condition.root, ()
     if root is not None and root.opcode == "fusion":
@@ -122,8 +122,8 @@ def _comparison(module: Module, loop: Instruction) -> tuple[str, Affine | None, 
     return root.attribute(r"direction=(\w+)") or "", left, right
 
 
-def _turns(direction: str, start: int, step: int, limit: int) -> int | None:
-    """How often `counter DIRECTION limit` holds for counter = start, start + step, ..."""
+def _iterations(direction: str, start: int, step: int, limit: int) -> int | None:
+    """Return how often `counter DIRECTION limit` holds for counter = start, start + step, ..."""
     distance = limit - start
     if step == 0 or (direction in ("LT", "LE") and step < 0) or (direction in ("GT", "GE") and step > 0):
         return None
@@ -144,24 +144,24 @@ def _derived_times(module: Module, loop: Instruction, frame: Frame) -> int | Non
     direction, left, right = comparison
     if direction not in _FLIPPED:
         return None
-    for way, counter, limit in ((direction, left, right), (_FLIPPED[direction], right, left)):
+    for relation, counter, limit in ((direction, left, right), (_FLIPPED[direction], right, left)):
         if counter is None or counter.slot is None or limit is None:
             continue
-        turned = _after_one_turn(module, loop, counter.slot)
+        turned = _after_one_iteration(module, loop, counter.slot)
         if turned is None or turned.slot != counter.slot or turned.offset == 0:
             continue
         start, end = _initial(module, loop, frame, counter.slot), limit.offset
         if limit.slot is not None:
-            fixed = _after_one_turn(module, loop, limit.slot) == Affine(limit.slot, 0)
+            fixed = _after_one_iteration(module, loop, limit.slot) == Affine(limit.slot, 0)
             first = _initial(module, loop, frame, limit.slot) if fixed else None
             end = None if first is None else first + limit.offset
         if start is not None and end is not None:
-            return _turns(way, start + counter.offset, turned.offset, end)
+            return _iterations(relation, start + counter.offset, turned.offset, end)
     return None
 
 
 def _scope(module: Module, loop: Instruction) -> str:
-    """Where the loop was traced; a loop that the compiler rewrote still has it in its condition."""
+    """Return the loop's traced scope; a loop that the compiler rewrote still has it in its condition."""
     if loop.op_name:
         return loop.op_name
     root = module.computations[loop.called("condition") or ""].root
@@ -169,12 +169,12 @@ def _scope(module: Module, loop: Instruction) -> str:
 
 
 def read_loop(module: Module, loop: Instruction, frame: Frame, given: Mapping[str, int]) -> Loop:
-    """The loop that a `while` instruction is.
+    """Return the loop of a `while` instruction.
 
     Args:
         module: the program.
         loop: the `while`.
-        frame: the computation that holds it, as it was reached.
+        frame: the computation with the `while`, and its call path.
         given: counts for loops whose count is neither printed nor derivable, by the loop's printed name or by a part
             of its own scope (`microbatches` for `jit(step)/microbatches/while`, not for a loop inside that one).
     """

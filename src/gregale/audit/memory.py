@@ -1,4 +1,4 @@
-"""Memory of a step on one device: what the compiler says, and an estimate in closed form."""
+"""Provides the memory of a step on one device: the compiler's report, and an estimate in closed form."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabili
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
-INPUT_GRADIENTS = 5  # by query, key, value, gate and up apart, where the compiler does not add them up first
+INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
 
 @dataclass(frozen=True)
 class CompilerMemory:
-    """Bytes on one device as the compiler has planned them.
+    """Bytes on one device by the compiler's plan.
 
-    `peak` is the compiler's own, and else arguments + results + temporaries, less the results that are written over
-    arguments: a bound, for not all of them are there at once.
+    `peak` is the compiler's, or else arguments + results + temporaries without the results that overwrite arguments:
+    an upper bound, because not all of them exist at the same time.
     """
 
     arguments: int
     results: int
     temporaries: int
     aliased: int
-    told_peak: int | None = None
+    reported_peak: int | None = None
 
     @property
     def peak(self) -> int:
-        if self.told_peak is not None:
-            return self.told_peak
+        if self.reported_peak is not None:
+            return self.reported_peak
         return self.arguments + self.results + self.temporaries - self.aliased
 
 
-def compiler_memory(compiled: jax.stages.Compiled, tells_peak: bool = False) -> CompilerMemory:
-    """What the compiler says of a program.
+def compiler_memory(compiled: jax.stages.Compiled, has_peak: bool = False) -> CompilerMemory:
+    """Return the compiler's memory report of a program.
 
-    - `tells_peak`: its peak is to be believed; XLA:CPU leaves the temporaries out of it
+    - `has_peak`: the report's peak is valid; XLA:CPU omits the temporaries
     """
     found: Any = compiled.memory_analysis()
     return CompilerMemory(
@@ -53,12 +53,12 @@ def compiler_memory(compiled: jax.stages.Compiled, tells_peak: bool = False) -> 
         results=found.output_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         aliased=found.alias_size_in_bytes,
-        told_peak=found.peak_memory_in_bytes if tells_peak else None,
+        reported_peak=found.peak_memory_in_bytes if has_peak else None,
     )
 
 
 def bytes_on_device(tree: Tree) -> int:
-    """Bytes of a tree of `ShapeDtypeStruct`s with shardings on one device."""
+    """Return the bytes on one device of a tree of `ShapeDtypeStruct`s with shardings."""
     return sum(
         prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -73,10 +73,10 @@ class Estimate:
     Attributes:
         arguments: parameters, optimizer state and batch.
         buffers: gradients summed over microbatches.
-        saved: what layers keep for the backward pass.
-        tables: embedding and head, as far as they are gathered before the loop; with `per_step` all weights.
-        working: the largest set that is alive at once beside them: one layer's backward pass, or the loss.
-        update: what the optimizer takes beside the buffers, when all that was there for the gradients is gone.
+        saved: activations that layers keep for the backward pass.
+        tables: embedding and head, if they are gathered before the loop; with `per_step` all weights.
+        working: the largest other set that exists at one time: one layer's backward pass, or the loss.
+        update: temporaries of the optimizer besides the buffers, after the gradients' temporaries are freed.
     """
 
     arguments: int
@@ -92,17 +92,17 @@ class Estimate:
 
 
 def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: int = 0) -> Estimate:
-    """Memory of a PSDP step in closed form; `arguments` are the bytes of state and batch on one device.
+    """Return the memory of a PSDP step in closed form; `arguments` are the bytes of state and batch on one device.
 
-    The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if that
-    needs whole matrices: it takes `update` beside the updates. Attention that is no kernel is taken as what XLA makes
-    of it by itself: scores are held for all heads of a microbatch, in float32 and, for the products, in the compute
-    dtype; XLA:CPU holds four arrays of them in float32, and the mask.
+    The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if it
+    needs whole matrices: it needs `update` besides the updates. Attention without a kernel counts as XLA compiles it:
+    scores of all heads of a microbatch, in float32 and, for the products, in the compute dtype. XLA:CPU holds four
+    arrays of scores in float32, and the mask.
     """
     buffers = FLOAT32 * sum(step.gradient_values(weight, backend.lanes) for weight in step.weights)
     uses = [each for each in step.single() if step.uses(each)]
     gathered = step.weights if step.per_step else uses if backend.hoists_gathers else []
-    # A compiler that widens bfloat16 keeps both forms of what it gathered before the loop.
+    # A compiler that widens bfloat16 keeps both forms of weights that it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
         arguments=arguments,
@@ -115,25 +115,26 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
 
 
 def _scores(step: StepShape) -> int:
-    """Attention scores of one layer on one device: [rows, heads, position, position]; a kernel holds none."""
+    """Return the size of a layer's scores [rows, heads, position, position] on a device; 0 for a kernel."""
     if not step.scores:
         return 0
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
 def _of_heads(step: StepShape, backend: Backend) -> int:
-    """Values that a device holds of a token's query heads, or of what is attended to by them."""
+    """Return a device's values of a token's query heads, or of their outputs."""
     lanes = 1 if step.scores else backend.lanes
     return step.heads // step.mesh["model"] * -(-step.head_size // lanes) * lanes
 
 
 def _saved(step: StepShape, backend: Backend) -> int:
-    """What one layer saves on the device for its backward pass, in all of a microbatch's tokens.
+    """Return the bytes that one layer saves on the device for its backward pass, over a microbatch's tokens.
 
-    With `none` that is everything that JAX differentiates: gate, up, and four products of them; four arrays of the
+    With `none` these are all arrays that JAX differentiates: gate, up, and four products of them; four arrays of the
     residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
     weights, if they are gathered by layer.
-    Rules of a platform's own keep three for the four products; the CPU's no float32 around norms, and no scores.
+    A platform's rules keep three arrays for the four products; the CPU's rules keep no float32 around norms, and no
+    scores.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
@@ -160,18 +161,18 @@ def _saved(step: StepShape, backend: Backend) -> int:
 
 
 def _a_layer(step: StepShape) -> int:
-    """Values of one layer's weights on a device that has gathered them."""
+    """Return the values of one layer's gathered weights on a device."""
     return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
 
 
 def offloaded_bytes(step: StepShape) -> int:
-    """What one layer moves to the host's memory for its backward pass."""
+    """Return the bytes that one layer moves to the host's memory for its backward pass."""
     widths = {"offload": step.embed, "context_offload": step.heads * step.head_size // step.mesh["model"]}
     return step.tokens * widths.get(step.remat, 0) * step.compute_bytes
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
-    """The backward pass of one layer: its weights, their gradients, and the activations around scores or MLP."""
+    """Return the bytes of one layer's backward pass: weights, gradients, and activations around scores or MLP."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     weights = _a_layer(step)
     scores = _scores(step)
@@ -185,10 +186,10 @@ def _layer(step: StepShape, backend: Backend) -> int:
 
 
 def _beside_layers(step: StepShape, backend: Backend) -> int:
-    """What is there in the backward pass of every layer.
+    """Return the bytes that exist during the backward pass of each layer.
 
-    The weights that were cast ahead; this microbatch's gradients of all layers, before they are added to the others';
-    and the head's gradient, whole until its sum over devices is waited for.
+    These are the weights that were cast before the loop; this microbatch's gradients of all layers, before their
+    addition to the buffers; and the head's complete gradient, until its sum over devices is done.
     """
     cast = backend.narrows_ahead and not step.per_step and step.compute_bytes < FLOAT32
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
@@ -200,9 +201,9 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
 
 
 def _loss(step: StepShape, backend: Backend) -> int:
-    """The loss: a block's logits, a group's gradients by them, the head, its gradient, that of the hidden state.
+    """Return the bytes of the loss: a block's logits, a group's logit gradients, head, gradients of head and stream.
 
-    Several groups are added up in a table of their own, in float32.
+    A separate float32 table sums several groups.
     """
     blocks, head, hidden = step.loss_blocks, step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)

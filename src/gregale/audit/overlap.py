@@ -1,10 +1,10 @@
-"""How long a program takes, and how much of its communication it hides, by the compiler's own estimates of time.
+"""Provides the time of a program, and the share of its communication that it hides, by the compiler's estimates.
 
-`schedule_of(text, collectives, rates, {})` goes through the program as it is scheduled, with a clock. An instruction
-takes the cycles that the compiler estimates for it; a Pallas kernel, for which it estimates none, takes what
-`gregale.audit.pallas_cost` says; a collective takes what a device sends over the link's rate, one after another on each
-link, from where it is started. Where its result is waited for, what is left of it is exposed, and the clock stands
-still for so long; all of a collective that is not asynchronous is exposed.
+`schedule_of(text, collectives, rates, {})` simulates the program's schedule with a clock. An instruction takes the
+cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
+`gregale.audit.pallas_cost`; a collective takes its bytes sent over the link's rate, one after another on each link,
+from its start. At the instruction that waits for its result, the remaining time is exposed and advances the clock. A
+synchronous collective is fully exposed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns cycles, kernels and bytes into seconds.
+    """Rates that convert cycles, kernels and bytes to seconds.
 
-    - `cycles_per_second`: of a device's clock
-    - `bytes_per_second`: that a device sends over each link
-    - `kernels`: of Pallas kernels
+    - `cycles_per_second`: a device's clock
+    - `bytes_per_second`: a device's send rate over each link
+    - `kernels`: rate of Pallas kernels
     """
 
     cycles_per_second: float
@@ -40,7 +40,7 @@ class Rates:
 
 @dataclass
 class Overlap:
-    """Seconds that collectives take over one link in a run of the program, and how many of them nothing hides."""
+    """Seconds of collectives over one link in a run of the program, and the exposed seconds among them."""
 
     seconds: float = 0.0
     exposed: float = 0.0
@@ -52,11 +52,11 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run of a program.
+    """A timed run of a program.
 
-    - `seconds`: from begin to end
-    - `kernels`: seconds of them in Pallas kernels
-    - `links`: by link, what is sent
+    - `seconds`: total time
+    - `kernels`: seconds in Pallas kernels
+    - `links`: seconds of collectives by link
     """
 
     seconds: float
@@ -65,19 +65,19 @@ class Schedule:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed."""
+        """Return the seconds without computation."""
         return sum(link.exposed for link in self.links.values())
 
     @property
     def compute(self) -> float:
-        """Seconds of what the compiler estimates."""
+        """Return the seconds of instructions with compiler estimates."""
         return self.seconds - self.kernels - self.exposed
 
 
 def ends(text: str) -> dict[str, str | None]:
-    """For every asynchronous collective the instruction that waits for its result, both by name.
+    """Return for each asynchronous collective the instruction that waits for its result, both by name.
 
-    A collective is named as in `gregale.audit.Collective.name`. None: nothing waits for it in its computation.
+    The names of collectives are those of `gregale.audit.Collective.name`. None: no instruction waits.
     """
     return _ends(parse(text))
 
@@ -85,12 +85,12 @@ def ends(text: str) -> dict[str, str | None]:
 def schedule_of(
     text: str, collectives: Iterable[Collective], rates: Rates, given_times: Mapping[str, int]
 ) -> Schedule | None:
-    """A run of the program; None where the text has no estimates of cycles, as before code is made.
+    """Return a timed run of the program; None if the text has no estimates of cycles, as before code generation.
 
     Args:
         text: `compiled.as_text()`.
-        collectives: those of its audit; a link without a rate is left out.
-        rates: of the devices.
+        collectives: the collectives of its audit; the run omits links without a rate.
+        rates: rates of the devices.
         given_times: as for `gregale.audit.audit`.
     """
     if _CYCLES.search(text) is None:
@@ -102,7 +102,7 @@ def schedule_of(
 
 
 def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[str, float]]:
-    """The link and the seconds of each collective, by its name; one that is reached on two ways is there twice."""
+    """Return the link and the seconds of each collective by name; two call paths share a name."""
     parts: dict[str, dict[str, float]] = {}
     links: dict[str, str] = {}
     for each in collectives:
@@ -114,7 +114,7 @@ def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[
 
 @dataclass
 class _Run:
-    """One execution of a computation: its time, that of its kernels, and by link what is sent and what is exposed."""
+    """One execution of a computation: its time, the time of its kernels, and seconds of collectives by link."""
 
     clock: float = 0.0
     kernels: float = 0.0
@@ -123,7 +123,7 @@ class _Run:
     waited_for: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     def send(self, link: str, seconds: float) -> float:
-        """Puts a transfer on a link behind those that are there, and returns when it is done."""
+        """Queue a transfer on a link, and return its end time."""
         self.links.setdefault(link, Overlap()).seconds += seconds
         self.free[link] = max(self.clock, self.free.get(link, 0.0)) + seconds
         return self.free[link]
@@ -143,7 +143,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A program with what is needed to run it against a clock."""
+    """A program with the inputs of its simulation."""
 
     module: Module
     ends: Mapping[str, str | None]
@@ -152,7 +152,7 @@ class _Timed:
     given_times: Mapping[str, int]
 
     def run(self, frame: Frame) -> _Run:
-        """A transfer that is on its way while a loop runs does not delay those of the loop."""
+        """Simulate a computation; an open transfer does not delay the transfers of a loop."""
         run = _Run()
         for instruction in frame.computation.instructions.values():
             for link, until in run.waited_for.pop(instruction.name, []):
@@ -187,7 +187,7 @@ class _Timed:
         return self.run(Frame(self.module.computations[instruction.called(key) or ""], instruction, frame))
 
     def _communicate(self, run: _Run, instruction: Instruction) -> None:
-        """Starts the collectives that an instruction has; waits at once for those that are not asynchronous."""
+        """Start the collectives of an instruction, and wait at once for the synchronous ones."""
         for name in [instruction.name, *(each.name for each in _inside(self.module, instruction))]:
             if name not in self.needed:
                 continue
@@ -210,7 +210,7 @@ def _ends(module: Module) -> dict[str, str | None]:
 
 
 def _started(module: Module, instruction: Instruction) -> list[str]:
-    """The names of the collectives that an instruction starts."""
+    """Return the names of the collectives that an instruction starts."""
     if instruction.opcode == "send" or (instruction.opcode.endswith("-start") and instruction.opcode != "copy-start"):
         return [instruction.name, *(each.name for each in _inside(module, instruction))]
     if instruction.opcode == "fusion" and (inner := _marked(module, instruction, _STARTED)):
@@ -219,18 +219,18 @@ def _started(module: Module, instruction: Instruction) -> list[str]:
 
 
 def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The instructions of the computation that an instruction calls."""
+    """Yield the instructions of the computation that an instruction calls."""
     called = module.computations.get(instruction.called("calls") or "")
     yield from called.instructions.values() if called else ()
 
 
 def _marked(module: Module, instruction: Instruction, target: str) -> list[Instruction]:
-    """The custom calls to `target` in a fusion."""
+    """Return the custom calls to `target` in a fusion."""
     return [each for each in _inside(module, instruction) if f'"{target}"' in each.attributes]
 
 
 def _end(module: Module, computation: Computation, start: Instruction) -> str | None:
-    """The instruction that waits for the result of what another one starts."""
+    """Return the instruction that waits for the result of `start`."""
     carries, passed = {start.name}, False
     rendezvous = start.attribute(_RENDEZVOUS)
     for instruction in computation.instructions.values():
@@ -239,7 +239,7 @@ def _end(module: Module, computation: Computation, start: Instruction) -> str | 
             continue
         if instruction.opcode == "recv" and rendezvous is not None:
             if instruction.attribute(_RENDEZVOUS) == rendezvous:
-                carries = {instruction.name}  # what was sent is waited for where the others' parts are received
+                carries = {instruction.name}  # the receipt of the others' parts waits for the send
         elif carries & set(instruction.operands):
             if rendezvous is not None and instruction.opcode == "send-done":
                 continue

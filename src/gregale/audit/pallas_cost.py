@@ -1,7 +1,7 @@
-"""The time of Pallas kernels, of which the TPU compiler estimates none: their products at the matrix unit's peak.
+"""Provides the time of Pallas kernels, which the TPU compiler does not estimate: products at the matrix unit's peak.
 
-`Peak(flops_per_second, windows).seconds(computation, instruction)` knows JAX's splash attention by its kernels' names,
-and counts what the mask shows: pairs of a query and a key that it sees.
+`Peak(flops_per_second, windows).seconds(computation, instruction)` recognises JAX's splash attention by its kernel
+names, and counts the pairs of a query and a key that the mask allows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from gregale.audit.hlo import Computation, Instruction, Shape
 
 # Products of [position, position, head_size] in a kernel: scores and outputs; in the backward pass scores, the weights'
-# gradients, and the gradients by values and keys, or by queries. A fused one does what both do, the first two once.
+# gradients, and the gradients by values and keys, or by queries. A fused kernel computes both, the first two once.
 PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 FUSED = 5
 _KERNEL = re.compile("|".join(PRODUCTS))
@@ -22,24 +22,24 @@ _KERNEL = re.compile("|".join(PRODUCTS))
 
 @dataclass(frozen=True)
 class Peak:
-    """What kernels are timed by.
+    """Rate of kernels.
 
-    - `flops_per_second`: of a device
-    - `windows`: of layers, in equal shares, for a kernel does not tell whose it is: keys that a query sees at most,
-      itself included; None: all before it
+    - `flops_per_second`: peak of a device
+    - `windows`: maximum number of keys that a query sees, including itself; None: all earlier ones. Each window has an
+      equal share of the layers, because a kernel does not name its layer
     """
 
     flops_per_second: float
     windows: Sequence[int | None] = (None,)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
-        """Of one run of an instruction; 0 if it is no kernel that is known."""
+        """Return the seconds of one run of an instruction; 0 if it is no known kernel."""
         found = _KERNEL.search(instruction.op_name)
         if instruction.opcode != "custom-call" or found is None:
             return 0.0
         products = PRODUCTS[found[0]]
         if found[0] == "splash_mha_dkv" and len([each for each in instruction.shapes if wide(each)]) > 2:
-            products = FUSED  # gives the gradients by queries too
+            products = FUSED  # also returns the gradients by queries
         query = next(
             shape for shape in computation.operand_shapes(instruction) if len(shape.sizes) >= 3 and wide(shape)
         )
@@ -49,14 +49,14 @@ class Peak:
 
 
 def wide(shape: Shape) -> bool:
-    """Whether it is [..., heads, position, head_size]; masks have bytes, block numbers integers, scratch two axes."""
+    """Return whether a shape is [..., heads, position, head_size], and not a mask, block numbers or scratch."""
     return len(shape.sizes) >= 3 and shape.dtype.startswith(("bf", "f"))
 
 
 def visible(positions: int, windows: Sequence[int | None]) -> float:
-    """Pairs of a query and a key that it sees, under a causal mask: the sum of min(i, window) for i to positions.
+    """Return the pairs of a query and a visible key under a causal mask: the sum of min(i, window) for i to positions.
 
-    The mean over the windows.
+    The result is the mean over the windows.
     """
     reaches = [min(positions, window or positions) for window in windows]
     return sum(reach * (reach + 1) / 2 + (positions - reach) * reach for reach in reaches) / len(reaches)

@@ -1,4 +1,4 @@
-"""The bytes that a pipelined stack of layers has to send in a step, in closed form, counted as in `audit.traffic`."""
+"""Provides the bytes that a pipelined stack of layers sends in a step, in closed form as in `audit.traffic`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ HANDED_ON = 4  # outputs, a column of inputs, and the cotangents of both
 
 
 def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
-    """What the layers send in all microbatches of a step.
+    """Return the transfers of the layers in all microbatches of a step.
 
-    In each pass weights change from the order of devices of their rows to that of their stages, and gradients back;
-    weights are gathered over `data` for the window; each iteration hands on activations.
+    In each pass weights move from the device order of their rows to that of their stages, and gradients back. Weights
+    are gathered over `data` for the window. Each iteration sends activations to the next stage.
     """
     stages, passes, iterations = step.mesh[STAGE], step.microbatches, step.microbatches * pipeline.iterations
     layers_of_a_stage = step.layers // (pipeline.repeats * stages)
     tokens = step.tokens * stages // pipeline.microbatches
     activations = activation_bytes(step, backend) * stages // pipeline.microbatches
     handed_on = HANDED_ON * iterations
-    if pipeline.drain == 1:  # it is no loop: nobody needs its last outputs, and the cotangent of these is zero
+    if pipeline.drain == 1:  # not a loop: its last outputs are unused, and their cotangent is zero
         handed_on -= 2 * passes - backend.hoists_gathers
     sums = sums_of_a_layer(step, backend)
     if layers_of_a_stage > 1 and step.remat in RECOMPUTED_SUMS and not step.norms_after:
-        sums += 1  # the next layer is recomputed from the whole output
+        sums += 1  # the next layer is recomputed from the complete output
     norms = head_norm_sums(step) * FLOAT32 * tokens
     return [
         *(each for weight in step.stacked() for each in _weight(step, weight, pipeline, backend)),
@@ -50,7 +50,7 @@ def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> lis
 
 
 def _weight(step: StepShape, weight: NamedArray, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
-    """One weight of all layers: to its stages and back, gathered, and its gradient summed."""
+    """Return the transfers of one weight of all layers: to its stages and back, its gathers, its gradient sums."""
     width, passes, iterations = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches, pipeline.iterations
     split = step.split_by(weight, step.layout.params)
     moved = step.on_device(weight, step.layout.params) * width
@@ -76,7 +76,7 @@ def _weight(step: StepShape, weight: NamedArray, pipeline: PipelineShape, backen
 
 
 def _gathers(passes: int, pipeline: PipelineShape, backend: Backend) -> int:
-    """How often a weight is gathered in a step; a gather that is the same in every pass may be done once."""
+    """Return the number of gathers of a weight in a step; the compiler may do a gather that all passes share once."""
     same = 1 if backend.hoists_gathers else passes
     with_one_repeat = same if pipeline.repeats == 1 else passes
     match pipeline.gather:

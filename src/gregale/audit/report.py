@@ -1,4 +1,4 @@
-"""The audit of a program: its collectives, and their sums by mesh axis and by link."""
+"""Provides the audit of a program: its collectives, and their sums by mesh axis and by link."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from gregale.errors import UserError
 
 @dataclass(frozen=True)
 class Audit:
-    """Every collective of a compiled program, in the order of its schedule."""
+    """All collectives of a compiled program, in schedule order."""
 
     collectives: tuple[Collective, ...]
 
     def over(self, axis: str) -> tuple[Collective, ...]:
-        """The collectives between devices that differ along a mesh axis, whatever else they cross.
+        """Return the collectives between devices that differ along a mesh axis, also if they cross other axes.
 
-        One whose axes are unknown is among them if any of its groups has devices that differ along the axis.
+        They include those with unknown axes if a group has devices that differ along the axis.
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
     def inside_loops(self, part: str = "") -> tuple[Collective, ...]:
-        """The collectives inside a `while` loop, or inside one whose scope has a part of this name.
+        """Return the collectives inside a `while` loop, or inside a loop whose scope has a part with this name.
 
-        `inside_loops("microbatches")` gives what runs in a scan under `jax.named_scope("microbatches")`, in the loops
-        within it too. XLA:TPU peels turns off loops: what a peeled turn does in a loop of its own is given as well;
-        what it does outside of any loop is not, but it is the same as the loop's.
+        `inside_loops("microbatches")` returns those in a scan under `jax.named_scope("microbatches")`, including inner
+        loops. XLA:TPU peels iterations off loops: the result includes a peeled iteration's inner loops, but not its
+        collectives outside of loops, which equal those of the loop.
         """
         return tuple(
             collective
@@ -39,15 +39,15 @@ class Audit:
         )
 
     def unknown(self) -> tuple[Collective, ...]:
-        """The collectives whose groups are no grid in the mesh."""
+        """Return the collectives whose groups are no grid in the mesh."""
         return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
 
     def loops(self) -> tuple[Loop, ...]:
-        """The loops around the collectives, each once."""
+        """Return the loops around the collectives, each once."""
         return tuple(dict.fromkeys(loop for collective in self.collectives for loop in collective.loops))
 
     def bytes_per_step(self, axis: str | None = None) -> int:
-        """Payload bytes on one device in one run of the program, loops counted, over one axis or over all.
+        """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.
 
         Raises:
             UserError: a loop around one of the collectives has an unknown trip count.
@@ -55,15 +55,15 @@ class Audit:
         return total_bytes(self.collectives if axis is None else self.over(axis))
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], int | None]:
-        """Payload bytes a step for each set of axes that some collective crosses; None where a count is unknown."""
+        """Return payload bytes per step for each set of axes that a collective crosses; None for unknown counts."""
         return _sums((collective.axes, collective) for collective in self.collectives)
 
     def bytes_by_link(self) -> dict[str, int | None]:
-        """Payload bytes a step inside a slice and between slices; None where a count is unknown."""
+        """Return payload bytes per step inside a slice and between slices; None for unknown counts."""
         return _sums((collective.link, collective) for collective in self.collectives)
 
     def to_dict(self) -> dict:
-        """For JSON: `collectives`, and `bytes_per_step` by `axes` (joined with commas) and by `link`."""
+        """Return for JSON `collectives`, and `bytes_per_step` by `axes` (joined with commas) and by `link`."""
         return {
             "collectives": [collective.to_dict() for collective in self.collectives],
             "bytes_per_step": {
@@ -73,7 +73,7 @@ class Audit:
         }
 
     def table(self) -> str:
-        """The collectives as lines of text for a reader."""
+        """Return the collectives as a text table."""
         header = ("kind", "dtype", "bytes", "axes", "loop", "times", "link", "name")
         rows: list[tuple[str, ...]] = [header]
         for collective in self.collectives:
@@ -97,7 +97,7 @@ class Audit:
 
 
 def total_bytes(collectives: Iterable[Collective]) -> int:
-    """Payload bytes on one device in one run of the program, loops counted.
+    """Return payload bytes on one device in one run of the program, including trip counts.
 
     Raises:
         UserError: a loop around one of them has an unknown trip count.
@@ -105,9 +105,9 @@ def total_bytes(collectives: Iterable[Collective]) -> int:
     total = 0
     for collective in collectives:
         if collective.times is None:
-            untold = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
+            unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
             raise UserError(
-                f"the compiled program does not tell how often a loop around {collective.name!r} runs: {untold}; "
+                f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
                 "give its count in loop_trips, by the loop's name or by a part of its scope"
             )
         total += collective.bytes * collective.times
@@ -126,16 +126,16 @@ def _sums(keyed: Iterable[tuple]) -> dict:
 def audit(
     compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh, loop_trips: Mapping[str, int] | None = None
 ) -> Audit:
-    """List every collective of a compiled program.
+    """Return all collectives of a compiled program.
 
     Args:
         compiled: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
-        mesh: the mesh that it was compiled for, with its devices in the same order.
-        loop_trips: trip counts of loops for which the program tells none, by the name of the `while` or by a part of
-            the scope that it was traced in (such as a `jax.named_scope` around a scan).
+        mesh: the mesh of the compilation, with its devices in the same order.
+        loop_trips: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
+            traced scope (such as a `jax.named_scope` around a scan).
 
     Raises:
-        UserError: the text is not a compiled program, or it communicates among other numbers of devices than the mesh.
+        UserError: the text is not a compiled program, or its number of devices differs from the mesh's.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse(text or "")

@@ -1,4 +1,4 @@
-"""The least time that a step can take: its work against what the chip and its links can do."""
+"""Provides the roofline of a step: the minimum time of its work on a chip and its links."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gregale.audit.step import StepShape, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients
-KERNEL_BACKWARD = 5 / 2  # products of a kernel's backward pass over those of its forward pass: it has no scores to read
+KERNEL_BACKWARD = 5 / 2  # products of a kernel's backward over those of its forward pass, which saves no scores
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does in a step.
+    """Work of one device in a step.
 
     Attributes:
-        model_flops: of the model itself, by the closed form.
-        flops: as computed: without what a kernel of attention leaves out, with what the backward pass computes again,
+        model_flops: FLOPs of the model in closed form.
+        flops: computed FLOPs: without products that an attention kernel skips, with recomputation in the backward pass,
             idle stages of a pipeline, and the optimizer's matrix products.
-        memory_bytes: read from or written to the device's memory, at the least.
-        link_bytes: sent by the device over each link.
-        host_bytes: moved to the host's memory and back.
+        memory_bytes: minimum bytes read from or written to the device's memory.
+        link_bytes: bytes that the device sends over each link.
+        host_bytes: bytes moved to the host's memory and back.
     """
 
     model_flops: float
@@ -44,9 +44,9 @@ class Roofline:
         compute: at the chip's peak.
         memory: at its memory's bandwidth.
         links: over each link, at its bandwidth.
-        mfu_bound: model FLOPs at the chip's peak over `overlapped`: the utilisation that cannot be exceeded. Above 1
-            where a kernel leaves out so much of attention, which model FLOPs have in full.
-        host: to the host's memory and back.
+        mfu_bound: model FLOPs at the chip's peak over `overlapped`: the maximum utilisation. It can exceed 1, because
+            model FLOPs include attention products that a kernel skips.
+        host: transfer to the host's memory and back.
     """
 
     compute: float
@@ -57,29 +57,29 @@ class Roofline:
 
     @property
     def overlapped(self) -> float:
-        """The time of a step in which everything runs at once: the slowest resource."""
+        """Return the time of a step with full overlap: that of the slowest resource."""
         return max(self.compute, self.memory, self.host, *self.links.values())
 
     @property
     def one_after_another(self) -> float:
-        """The time of a step in which nothing is overlapped, but that memory serves compute."""
+        """Return the time of a step without overlap, except of memory and compute."""
         return max(self.compute, self.memory) + sum(self.links.values()) + self.host
 
 
 def model_flops_per_token(step: StepShape) -> int:
-    """`6 * N + 12 * layers * heads * head_size * positions`: forward and backward pass for one token.
+    """Return `6 * N + 12 * layers * heads * head_size * positions`: forward and backward pass for one token.
 
-    N are the weights that are multiplied, so without the embedding unless it is the head as well. Attention is counted
-    in full, as in PaLM (arXiv 2204.02311), though a causal mask hides half of it.
+    N are the weights of products, so without the embedding unless it is also the head. Attention counts in full, as in
+    PaLM (arXiv 2204.02311), although a causal mask hides half of it.
     """
     return (FORWARD + BACKWARD) * (_multiplied(step) + step.positions * _for_a_key(step))
 
 
 def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, float], update_flops: float = 0.0) -> Work:
-    """The work of one device in a step: products, and memory for weights, saved activations, gradients, the optimizer.
+    """Return the work of one device in a step: products, and memory for weights, activations, gradients, the optimizer.
 
-    - `optimizer_bytes`: of its state
-    - `update_flops`: of the optimizer's matrix products
+    - `optimizer_bytes`: bytes of the optimizer's state
+    - `update_flops`: FLOPs of the optimizer's matrix products
     """
     tokens = step.rows * step.positions / step.layout.mesh.size
     attention = FORWARD * _keys(step) * _for_a_key(step)
@@ -97,7 +97,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
 
 
 def _multiplied(step: StepShape) -> int:
-    """The weights that are multiplied: without an embedding that is only looked up."""
+    """Return the number of weights in products: without an embedding that is not the head."""
     tables = [weight for weight in step.single() if any(axis.name == "vocab" for axis in weight.axes)]
     return step.parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
 
@@ -107,20 +107,20 @@ def _stacked(step: StepShape) -> int:
 
 
 def _for_a_key(step: StepShape) -> int:
-    """Multiply-adds of attention for a query and a key, in all layers: their product, and a probability by a value."""
+    """Return multiply-adds of attention for a query and a key in all layers: the score, and probability times value."""
     return 2 * step.layers * step.heads * step.head_size
 
 
 def _keys(step: StepShape) -> float:
-    """Keys that a query is multiplied by, on average: a kernel leaves out what the mask hides."""
+    """Return the mean number of keys that a query is multiplied by: a kernel skips masked keys."""
     return step.positions if step.scores else visible(step.positions, step.windows) / step.positions
 
 
 def _again(step: StepShape, attention: float) -> float:
-    """FLOPs for a token that the backward pass computes again, of all layers.
+    """Return the FLOPs per token that the backward pass recomputes in all layers.
 
-    Never the product that ends a layer, whose result nothing needs unless it is normalised; and of `attention`, which
-    has `attention` FLOPs in the forward pass, half to have the scores again, where no kernel keeps what spares them.
+    They exclude the last product of a layer, whose result is unused unless it is normalised. Of the `attention` FLOPs
+    of the forward pass, half recompute the scores, unless a kernel saves its row statistics.
     """
     scores = attention / 2 if step.scores else 0
     last = [weight for weight in step.stacked() if [axis.name for axis in weight.axes][-2:] == ["mlp", "embed"]]
@@ -137,9 +137,9 @@ def _again(step: StepShape, attention: float) -> float:
 
 
 def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
-    """In each microbatch weights are read in every pass, layers' inputs written and read, and buffers added to.
+    """Return the bytes that microbatches move: weights of each pass, inputs of layers, and gradient buffers.
 
-    What is there between a layer's operations is left out, under every policy: saved, it is only read once more.
+    They exclude the values between a layer's operations under each policy, because saved ones are only read once more.
     """
     gathered = sum(step.on_device(weight, step.layout.compute) for weight in step.weights)
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
@@ -150,7 +150,7 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
 
 
 def link_rates(chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> dict[str, float]:
-    """What a device sends over each link in a second; arguments as of `roofline`. One without a figure is left out."""
+    """Return a device's send rate over each link with a known rate; arguments as for `roofline`."""
     rates = {INSIDE: chip.link_bytes_per_second / devices_a_chip}
     if between_bytes_per_second is not None:
         rates[BETWEEN] = between_bytes_per_second
@@ -160,14 +160,14 @@ def link_rates(chip: Chip, devices_a_chip: int, between_bytes_per_second: float 
 
 
 def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> Roofline:
-    """Seconds for each resource.
+    """Return the seconds for each resource.
 
     Args:
-        work: of one device.
-        chip: which shows as `devices_a_chip` devices, each with its part.
+        work: work of one device.
+        chip: the chip, which has `devices_a_chip` equal devices.
         devices_a_chip: JAX devices of a chip.
-        between_bytes_per_second: what a device sends between slices; None: the chip's share of its network. A chip
-            whose network is not published has no time for it.
+        between_bytes_per_second: a device's send rate between slices; None: the chip's share of its network. A chip
+            without a published network has no such time.
     """
     peak = chip.flops_per_second / devices_a_chip
     rates = link_rates(chip, devices_a_chip, between_bytes_per_second)

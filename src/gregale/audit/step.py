@@ -1,4 +1,4 @@
-"""What the closed forms of a PSDP step's traffic and memory are computed from: shapes, mappings and counts."""
+"""Provides the inputs of the closed forms of a PSDP step's traffic and memory: shapes, mappings and counts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
 @dataclass(frozen=True)
 class Backend:
-    """What a compiler makes of a step beyond what the mappings say.
+    """Properties of a compiler that affect a step.
 
     Attributes:
-        narrowest_bytes: bytes of a bfloat16 value while it is sent or multiplied; XLA:CPU widens it to float32.
-        hoists_gathers: a gather that is the same in every microbatch is done once, before the loop.
-        merges_sums: `sum(a) + sum(b)` over devices is done as one `sum(a + b)`.
+        narrowest_bytes: bytes of a bfloat16 value during transfers and products; XLA:CPU widens it to float32.
+        hoists_gathers: a gather that all microbatches share runs once, before the loop.
+        merges_sums: `sum(a) + sum(b)` over devices becomes one `sum(a + b)`.
         scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
-        fuses_softmax: a softmax and its gradient are computed in passes over few arrays of scores or logits.
-        lanes: values of an array's last axis that lie side by side. Where attention is a kernel, that axis is a head,
-            which is filled up to a whole number of them; so is the last axis of gradients, see `gradient_values`.
-        narrows_ahead: before the loop over layers all weights of a device are cast to the compute dtype.
-        adds_at_end: a microbatch's gradients of all layers are there before they are added to those of the others.
+        fuses_softmax: a softmax and its gradient need only few arrays of scores or logits.
+        lanes: the last axis of an array is padded to a multiple of it. With an attention kernel that axis is a head;
+            it applies to the last axis of gradients too, see `gradient_values`.
+        narrows_ahead: all weights of a device are cast to the compute dtype before the loop over layers.
+        adds_at_end: a microbatch's gradients of all layers exist before their addition to the buffers.
     """
 
     narrowest_bytes: int
@@ -50,10 +50,10 @@ class PipelineShape:
     """A pipeline of the layers by its numbers.
 
     Attributes:
-        microbatches: M, in the pipeline at a time.
-        repeats: R, times that each passes all stages.
-        iterations: T of a pass.
-        gather: when weights are gathered: `per_repeat`, `per_iteration` or `once`.
+        microbatches: M, the number in the pipeline at one time.
+        repeats: R, the number of times that each microbatch passes all stages.
+        iterations: T, the iterations of a pass.
+        gather: frequency of weight gathers: `per_repeat`, `per_iteration` or `once`.
     """
 
     microbatches: int
@@ -63,7 +63,7 @@ class PipelineShape:
 
     @property
     def drain(self) -> int:
-        """Iterations in which a stage idles."""
+        """Return the iterations in which a stage idles."""
         return self.iterations - self.microbatches * self.repeats
 
 
@@ -72,8 +72,8 @@ class StepShape:
     """A PSDP step of a Llama by its sizes.
 
     Attributes:
-        layout: the mesh and the mappings, as all replicas see them.
-        weights: the parameters, abstract; those of layers have the axis `layers`.
+        layout: the mesh and the mappings of all replicas.
+        weights: the abstract parameters; those of layers have the axis `layers`.
         rows: sequences in a step's batch.
         positions: tokens of a sequence.
         microbatches: parts of a replica's batch.
@@ -82,17 +82,17 @@ class StepShape:
         kv_heads: key and value heads.
         head_size: width of a head.
         compute_bytes: bytes of a value of the compute dtype.
-        remat: what a layer saves for its backward pass, by the name of the policy.
-        per_step: weights are gathered once a step, not once a layer.
-        loss_block: tokens whose logits are held at a time.
-        unrolled: no loop over layers is left.
+        remat: name of the policy for a layer's saved activations.
+        per_step: weights are gathered once per step, not once per layer.
+        loss_block: tokens whose logits exist at one time.
+        unrolled: there is no loop over layers.
         scores: attention holds its scores; a kernel does not.
-        rules: whose rules of differentiation (`Kernels.rules`); a platform's own save less than JAX does.
-        windows: of layers, in equal shares; keys that a query sees at most, None: all before it.
-        norms_after: what half a layer adds to the stream is normalised, so that its backward pass needs it.
+        rules: differentiation rules (`Kernels.rules`); those of a platform save less than JAX.
+        windows: maximum number of keys that a query sees, for equal shares of the layers; None: all earlier ones.
+        norms_after: the outputs of both halves of a layer are normalised, so that the backward pass needs them.
         norms_over_heads: queries are normalised over all heads, and keys, so that `model` shares their mean squares.
-        sums_behind: gradients are summed over devices behind the backward pass of the layers below.
-        pipeline: of the layers; None: they are scanned.
+        sums_behind: sums of gradients over devices overlap the backward pass of the layers below.
+        pipeline: pipeline of the layers; None: they are scanned.
     """
 
     layout: Layout
@@ -123,12 +123,12 @@ class StepShape:
 
     @property
     def parameters(self) -> int:
-        """Values in all weights."""
+        """Return the number of values in all weights."""
         return sum(values(weight.axes) for weight in self.weights)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one device."""
+        """Return the tokens of one microbatch on one device."""
         shards = prod(size for axis, size in self.mesh.items() if axis in BATCH_MESH_AXES)
         return self.rows // (shards * self.microbatches) * self.positions
 
@@ -138,27 +138,27 @@ class StepShape:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the table on one device."""
+        """Return the rows of the table on one device."""
         return size_of(self.weights, "vocab") // self.mesh["model"]
 
     @property
     def mlp(self) -> int:
-        """Width of the feed-forward layer on one device."""
+        """Return the width of the feed-forward layer on one device."""
         return size_of(self.weights, "mlp") // self.mesh["model"]
 
     @property
     def shards(self) -> int:
-        """Devices of a replica that have other rows and other parameters."""
+        """Return the number of devices of a replica with different rows and parameters."""
         return self.mesh["data"] * self.mesh["stage"]
 
     @property
     def exchanges_rows(self) -> bool:
-        """Whether the embedding's rows are exchanged, instead of the table gathered."""
+        """Return whether devices exchange the embedding's rows instead of a gather of the table."""
         return exchanges_rows(self.tokens, self.embed, self.vocabulary, self.compute_bytes, self.shards)
 
     def uses(self, weight: NamedArray) -> int:
-        """How often a weight is used whole in a pass: the embedding to look up in, unless rows are exchanged, and as
-        the head, if there is no other."""
+        """Return the number of uses of a complete weight in a pass: an embedding is used for the lookup, unless devices
+        exchange rows, and as the head, if there is no other."""
         if not is_table(weight):
             return 1
         heads = [each for each in self.single() if not is_table(each) and has_vocabulary(each)]
@@ -166,27 +166,27 @@ class StepShape:
 
     @property
     def loss_blocks(self) -> LossBlocks:
-        """How the loss cuts a device's tokens."""
+        """Return the blocks into which the loss splits a device's tokens."""
         return loss_blocks(self.tokens, self.embed, self.compute_bytes, self.loss_block)
 
     def stacked(self) -> list[NamedArray]:
-        """The weights of the layers."""
+        """Return the weights of the layers."""
         return [weight for weight in self.weights if is_stacked(weight)]
 
     def single(self) -> list[NamedArray]:
-        """The weights that are there once: embedding, head, last norm."""
+        """Return the weights outside of layers: embedding, head, last norm."""
         return [weight for weight in self.weights if not is_stacked(weight)]
 
     def on_device(self, weight: NamedArray, mapping: AxisMapping) -> int:
-        """Values of a weight on one device under a mapping, all layers together."""
+        """Return the number of values of a weight on one device under a mapping, over all layers."""
         split = prod(self.mesh[axis] for axis in self.layout.mesh_axes(weight.axes, mapping))
         return values(weight.axes) // split
 
     def gradient_values(self, weight: NamedArray, lanes: int) -> int:
-        """Values that a device's buffer for the gradient by a weight holds, all layers together.
+        """Return the size of a device's buffer for the gradient of a weight, over all layers.
 
-        What is reduced over `replica` lies in the order of the weight's axes. If the last one is split, a device has
-        few values of it side by side, and is to fill them up to whole lanes.
+        A buffer that is reduced over `replica` has the order of the weight's axes. If the last axis is split, a device
+        has few contiguous values of it, and pads them to whole lanes.
         """
         count, last = self.on_device(weight, self.layout.params), weight.axes[-1]
         shards = prod(self.mesh[axis] for axis in self.layout.mesh_axes((last,), self.layout.params))
@@ -196,7 +196,7 @@ class StepShape:
         return count // width * -(-width // lanes) * lanes
 
     def split_by(self, weight: NamedArray, mapping: AxisMapping) -> tuple[str, ...]:
-        """The mesh axes, larger than 1, that split a weight under a mapping, in mesh order."""
+        """Return the mesh axes larger than 1 that split a weight under a mapping, in mesh order."""
         found = self.layout.mesh_axes(weight.axes, mapping)
         return tuple(axis for axis, size in self.mesh.items() if axis in found and size > 1)
 
@@ -209,7 +209,7 @@ def values(axes: Sequence[Axis]) -> int:
 
 
 def is_table(weight: NamedArray) -> bool:
-    """Whether a weight is the embedding, [vocab, embed]."""
+    """Return whether a weight is the embedding, [vocab, embed]."""
     return weight.axes[0].name == "vocab"
 
 
@@ -222,5 +222,5 @@ def is_stacked(weight: NamedArray) -> bool:
 
 
 def size_of(weights: Sequence[NamedArray], name: str) -> int:
-    """The size of a named axis that one of the weights has."""
+    """Return the size of a named axis of the weights."""
     return next(axis.size for weight in weights for axis in weight.axes if axis.name == name)

@@ -1,8 +1,8 @@
-"""The bytes that training has to send over each mesh axis, in closed form: from shapes and mappings alone.
+"""Provides the bytes that training sends over each mesh axis, in closed form from shapes and mappings alone.
 
-A PSDP step, a step of DiLoCo's replicas, and the SEND and APPLY that join them. Bytes are counted as the audit counts
-them: on one device, the full array of each collective once, times its executions in a step. A mesh axis of size 1
-carries nothing.
+It covers a PSDP step, a step of DiLoCo's replicas, and the SEND and APPLY that join them. Bytes count as in the audit:
+on one device, the full array of each collective once, times its executions in a step. A mesh axis of size 1 carries no
+traffic.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ STAGE, DATA, MODEL = "stage", "data", "model"
 SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
 INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
-# The attention's output projection runs again.
+# The backward pass recomputes the attention's output projection.
 RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, or several alike, that the step has to do.
+    """A collective, or several equal ones, of a step.
 
     Attributes:
-        purpose: what is sent.
-        kind: the collective, as the audit names it.
+        purpose: name of the payload.
+        kind: the collective's name in the audit.
         axes: mesh axes that it crosses, in mesh order.
         bytes: payload on one device for one execution.
         times: executions in one step.
@@ -49,11 +49,11 @@ def expected_transfers(
     averages: list[Transfer] | None = None,
     stack: list[Transfer] | None = None,
 ) -> list[Transfer]:
-    """Everything that one step sends; of DiLoCo, if the layout is that of one replica.
+    """Return all transfers of one step; of DiLoCo, if the layout is that of one replica.
 
     Arguments:
-    - `averages`: what averaging gradients over replicas, taking their norm and giving updates back sends; None: float32
-    - `stack`: what the stack of layers sends in all microbatches; None: it is scanned
+    - `averages`: transfers of gradient averages over replicas, their norm, and gathered updates; None: in float32
+    - `stack`: transfers of the stack of layers in all microbatches; None: it is scanned
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
@@ -62,7 +62,7 @@ def expected_transfers(
 
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
-    """A stack of layers that is scanned in each microbatch."""
+    """Return the transfers of a stack of layers that each microbatch scans."""
     weights, layers, size = step.stacked(), step.microbatches * step.layers, activation_bytes(step, backend)
     return [
         *_weights(step, weights, backend),
@@ -73,22 +73,22 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
 
 
 def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
-    """What DiLoCo's SEND of some weights sends: they are averaged over `axis`, and the pseudo-gradient is measured.
+    """Return the transfers of DiLoCo's SEND: the average over `axis`, and the metrics of the pseudo-gradient.
 
     Arguments:
-    - `step`: with the weights of the fragment, and the layout of the outer parameters
+    - `step`: has the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)
     return kept(step, [*reduced(step, axis), weight, *_squared_norms(step), *agreement(step, axis)])
 
 
 def apply_transfers(step: StepShape) -> list[Transfer]:
-    """What DiLoCo's APPLY of some weights sends: the outer parameters, gathered. `step` as of `send_transfers`."""
+    """Return the transfers of DiLoCo's APPLY, the gathers of outer parameters; `step` as for `send_transfers`."""
     return kept(step, given_back(step))
 
 
 def kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
-    """Without those that send nothing, and without mesh axes of size 1."""
+    """Return the transfers without empty ones and without mesh axes of size 1."""
     sizes = step.mesh
     found = []
     for transfer in transfers:
@@ -99,7 +99,7 @@ def kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
 
 
 def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
-    """Bytes of a step for each set of mesh axes."""
+    """Return the bytes of a step for each set of mesh axes."""
     sums: dict[tuple[str, ...], int] = {}
     for transfer in transfers:
         sums[transfer.axes] = sums.get(transfer.axes, 0) + transfer.bytes * transfer.times
@@ -107,22 +107,22 @@ def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
 
 
 def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
-    """What one device sends for a transfer in a step, by a ring."""
-    members = 1
+    """Return the bytes that one device sends for a transfer in a step, in a ring."""
+    devices = 1
     for axis in transfer.axes:
-        members *= sizes[axis]
-    share = (members - 1) / members * (2 if transfer.kind == "all-reduce" else 1)
+        devices *= sizes[axis]
+    share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
     return transfer.bytes * transfer.times * share
 
 
 def _per_execution(step: StepShape, weight: NamedArray) -> int:
-    """Values of a weight, or of one layer of it, on a device that has gathered it."""
+    """Return the number of gathered values on a device of a weight, or of one layer of it."""
     whole = step.on_device(weight, step.layout.compute)
     return whole // step.layers if is_stacked(weight) else whole
 
 
 def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:
-    """Weights gathered over `data`: in the forward pass, and where a layer is recomputed again in the backward pass."""
+    """Return the gathers of weights over `data`, in the forward pass and in the recomputation of a layer."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     passes = 1 if step.remat == "none" else 2
     found = []
@@ -142,7 +142,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
 
 
 def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:
-    """Gradients summed over `data` in every microbatch."""
+    """Return the sums of gradients over `data` in each microbatch."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     found = []
     for weight in weights:
@@ -159,7 +159,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
 
 
 def _summed(step: StepShape, kind: str, size: int, times: int) -> list[Transfer]:
-    """A sum over the devices of a replica that share rows; one that is scattered goes a mesh axis after the other."""
+    """Return a sum over the devices of a replica that share rows; a scattered sum goes axis by axis."""
     if kind == "all-reduce":
         return [Transfer("gradients", kind, SHARDS, size, times)]
     scattered = Transfer("gradients", kind, (STAGE,), size // step.mesh[DATA], times)
@@ -170,19 +170,19 @@ ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
 
 
 def is_on_model(weight: NamedArray) -> bool:
-    """Whether each device of `model` has the gradient of its weight whole."""
+    """Return whether each device of `model` has the complete gradient of its weight."""
     return bool({axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT)
 
 
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
-    """How often a layer sums activations over `model`: after each half of it, and their gradients before it."""
+    """Return a layer's number of sums over `model`: activations after each half, and gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
     recomputed = RECOMPUTED_SUMS.get(step.remat, 0)
     return 2 + (2 * recomputed if step.norms_after else recomputed) + backward
 
 
 def head_norm_sums(step: StepShape) -> int:
-    """Numbers that a layer sums over `model` for each token: the mean squares of queries and of keys over all heads."""
+    """Return the numbers that a layer sums over `model` per token: mean squares of queries and keys over all heads."""
     if not step.norms_over_heads:
         return 0
     forward = 1 if step.remat == "none" else 2
@@ -190,27 +190,27 @@ def head_norm_sums(step: StepShape) -> int:
 
 
 def activation_bytes(step: StepShape, backend: Backend) -> int:
-    """A microbatch's activations [rows, position, embed] on a device."""
+    """Return the bytes of a microbatch's activations [rows, position, embed] on a device."""
     return step.tokens * step.embed * max(step.compute_bytes, backend.narrowest_bytes)
 
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Over `model`: the embeddings found, the loss's three numbers a token, and its gradient. Exchanged rows."""
+    """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows."""
     found = activation_bytes(step, backend)
     size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
     over_model = Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)
     if not step.exchanges_rows:
         return [over_model]
-    ways = 1 if step.per_step else 2  # a table that was gathered before: only gradients are
+    directions = 1 if step.per_step else 2  # with a table that was gathered before, only gradients
     return [
         over_model,
         Transfer("tokens", "all-gather", SHARDS, INTEGER * step.tokens * step.shards, step.microbatches),
-        Transfer("rows of the embedding", "all-to-all", SHARDS, found, ways * step.microbatches),
+        Transfer("rows of the embedding", "all-to-all", SHARDS, found, directions * step.microbatches),
     ]
 
 
 def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
-    """Each weight's sums, one of each index of a slow axis, added up over it under `opt_state`."""
+    """Return the reductions of each weight's sums over a slow axis under `opt_state`."""
     if axis not in step.layout.params:
         return []
     found = []
@@ -223,7 +223,7 @@ def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
 
 
 def given_back(step: StepShape) -> list[Transfer]:
-    """Each weight's new values, gathered from `opt_state` to `params`: a mesh axis after the other, slowest first."""
+    """Return the gathers of each weight's new values from `opt_state` to `params`, axis by axis, the slowest first."""
     found = []
     for weight in step.weights:
         before = step.layout.mesh_axes(weight.axes, step.layout.params)
@@ -235,12 +235,12 @@ def given_back(step: StepShape) -> list[Transfer]:
 
 
 def _shard_bytes(step: StepShape, weight: NamedArray, split: Iterable[str]) -> int:
-    """Bytes of a float32 array on a device if these mesh axes split it."""
+    """Return the bytes of a float32 array on a device if these mesh axes split it."""
     return FLOAT32 * values(weight.axes) // prod(step.mesh[axis] for axis in split)
 
 
 def exact_averages(step: StepShape) -> list[Transfer]:
-    """Gradients, loss and weight over replicas; each gradient's squared norm; updates."""
+    """Return the transfers of gradients, loss and weight over replicas, of squared norms, and of updates."""
     found = [*reduced(step), *given_back(step), *_squared_norms(step)]
     if REPLICA in step.layout.params:
         found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
@@ -248,7 +248,7 @@ def exact_averages(step: StepShape) -> list[Transfer]:
 
 
 def agreement(step: StepShape, axis: str) -> list[Transfer]:
-    """Two products of each replica's pseudo-gradient, added up over the devices inside it that share a weight."""
+    """Return the sums of two products of each replica's pseudo-gradient, over its devices that share a weight."""
     found = []
     for weight in step.weights:
         inside = tuple(each for each in step.split_by(weight, step.layout.opt_state) if each != axis)
@@ -257,7 +257,7 @@ def agreement(step: StepShape, axis: str) -> list[Transfer]:
 
 
 def _squared_norms(step: StepShape) -> list[Transfer]:
-    """The squared norm of what is like each weight, added up over the devices that share it under `opt_state`."""
+    """Return the sums of squared norms by weight, over the devices that share it under `opt_state`."""
     over_shards = {}
     for weight in step.weights:
         axes = step.split_by(weight, step.layout.opt_state)

@@ -1,4 +1,4 @@
-"""The families of models that a `LlamaConfig` can be, as a table."""
+"""Provides the table of model families that a `LlamaConfig` supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gregale.model.config import GemmaConfig, LlamaConfig
 
 LAYER = "model.layers.{layer}."
 
-# Hub name -> (parameter, axes of the hub's tensor: those between two commas lie flattened in one dimension).
+# Hub name -> (parameter, axes of the hub's tensor; one dimension flattens the axes between two commas).
 Names = Mapping[str, tuple[str, str]]
 
 OUTSIDE: Names = {
@@ -57,21 +57,21 @@ NORMS_OF_ALL_HEADS: Names = {
 
 @dataclass(frozen=True)
 class Family:
-    """Models with one block and one way to name its tensors.
+    """Models with the same block and the same tensor names.
 
-    - `model_type`: in config.json
-    - `architecture`: the class of transformers
+    - `model_type`: value in config.json
+    - `architecture`: class in transformers
     - `layer`: names of a layer's tensors, below `LAYER`
-    - `config`: what a model of it is
-    - `block`: fields of it that are so in every model of it; all other choices of the block are the default
-    - `window`: which key of config.json turns a sliding window on: `sliding_window` itself, or `use_sliding_window`;
-      None: it has none
-    - `full_every`: without `layer_types`, every n-th layer sees all tokens; None: no such rule
-    - `keys`: of config.json, beside those that all families have -> field of `LlamaConfig`
-    - `only`: keys of config.json with the one value that can be computed, which it is given too
-    - `ignored`: keys of config.json that transformers reads and does not compute with, which have to be null
-    - `defaults`: of keys that config.json may leave out
-    - `any_heads`: whether transformers takes a `hidden_size` that the number of heads does not divide
+    - `config`: configuration class of its models
+    - `block`: fields with the same value in all its models; the other fields of the block have defaults
+    - `window`: the key of config.json that enables a sliding window: `sliding_window` itself, or `use_sliding_window`;
+      None: no windows
+    - `full_every`: without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
+    - `keys`: keys of config.json that not all families have -> field of `LlamaConfig`
+    - `only`: keys of config.json with the only supported value, which `written_config` writes too
+    - `ignored`: keys of config.json that transformers reads but does not use, which have to be null
+    - `defaults`: values of keys that config.json may omit
+    - `any_heads`: whether transformers accepts a `hidden_size` that the number of heads does not divide
     """
 
     model_type: str
@@ -89,16 +89,16 @@ class Family:
 
     @property
     def has_layer_types(self) -> bool:
-        """Whether some layers may have a window and others none."""
+        """Return whether some layers may have a window and others none."""
         return self.window == "use_sliding_window" or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:
-        """All of its names; those of layers with `{layer}` in them, and with `blocks.` before the parameter."""
+        """Return all names; those of layers have `{layer}` in the name, and `blocks.` before the parameter."""
         layers = {LAYER + hub: (f"blocks.{ours}", axes) for hub, (ours, axes) in self.layer.items()}
         return {**OUTSIDE, **layers}
 
     def lacks(self, config: LlamaConfig) -> list[str]:
-        """The settings of a model that this family cannot have: `model.norms after`."""
+        """Return the settings of a model that this family does not support: `model.norms after`."""
         wanted = {name: getattr(DEFAULT, name) for name in BLOCK} | dict(self.block)
         free = {*self.keys.values()}
         free |= {"sliding_window"} if self.window is not None else set()
@@ -110,7 +110,7 @@ class Family:
 
 
 DEFAULT = LlamaConfig()
-# The fields of a block that only some families have; all have the others.
+# The fields of a block that only some families support; all families support the others.
 BLOCK = (
     *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window"),
     *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
@@ -194,15 +194,15 @@ FAMILIES = {
 }
 
 
-def family_of(model_type: object, place: str) -> Family:
-    """The family of a config.json's `model_type`; raises `UserError` if it is none of these."""
+def family_of(model_type: object, source: str) -> Family:
+    """Return the family of a config.json's `model_type`; raise `UserError` for another one; `source`: its path."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    raise UserError(f"{place}: model_type is {model_type!r}; Gregale knows {', '.join(FAMILIES)}.")
+    raise UserError(f"{source}: model_type is {model_type!r}; Gregale knows {', '.join(FAMILIES)}.")
 
 
 def family_that_has(config: LlamaConfig, preferred: object = None) -> Family:
-    """A family whose models can be of this configuration: the preferred one if it can, else the first that can.
+    """Return a family that supports a configuration: the preferred one if possible, else the first one.
 
     Raises `UserError` if there is none.
     """

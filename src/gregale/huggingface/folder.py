@@ -1,4 +1,4 @@
-"""A model's folder as the hub has it: its configuration, its files of tensors, and what lies beside them."""
+"""Provides a model's folder in the hub's format: its configuration, its tensor files, and the files beside them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-# What goes with a model, whatever is trained of it.
+# Files beside the weights, which training does not change.
 BESIDE = (
     *(CONFIG, GENERATION, INDEX, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -42,10 +42,10 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder whose files have been looked at: their headers, not their values.
+    """A folder with the parsed headers of its tensor files.
 
-    - `saved`: its config.json
-    - `tensors`: of all its files, by name
+    - `saved`: content of its config.json
+    - `tensors`: tensors of all its files, by name
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Folder:
         return sorted({tensor.path for tensor in self.tensors.values()})
 
     def check(self, slots: list[Slot]) -> None:
-        """Raises `UserError` if the tensors are not those of the model, by name and by shape."""
+        """Raise `UserError` if names or shapes of the tensors differ from those of the model."""
         check_names(set(self.tensors), slots, str(self.path))
         for slot in slots:
             for name in slot.names():
@@ -71,21 +71,21 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """The model in a folder; raises `UserError` if there is none, or one that is damaged or of another kind."""
+    """Return the model in a folder; raise `UserError` if there is none, or if it is damaged or of another format."""
     if path.is_file():
         raise UserError(f"{path} is a file; a model is a folder with {CONFIG}, {TOKENIZER} and {WEIGHTS}.")
     if not path.is_dir():
         raise UserError(f"{path} is not a folder, and no name of a model on the hub, which is ORG/NAME.")
     check_files(path, (*BESIDE, WEIGHTS))
     if not (path / CONFIG).is_file() or not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
-        _refuse_others(path)
+        _reject_other_formats(path)
     saved = read_json(path / CONFIG)
     family, model = read_config(saved, str(path / CONFIG))
     return Folder(path, saved, family, model, tensors_of(path))
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Raises `UserError` for what has the name of a file and is none; to read a named pipe could wait for ever."""
+    """Raise `UserError` for paths that exist and are no files; a read of a named pipe could wait forever."""
     for path in (folder / name for name in names):
         if path.exists() and not path.is_file():
             kind = next((words for test, words in KINDS if test(path.stat().st_mode)), "something else")
@@ -93,7 +93,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a folder's files, by name; raises `UserError` if a file is missing or damaged."""
+    """Return the tensors of a folder's files, by name; raise `UserError` if a file is missing or damaged."""
     if (path / INDEX).is_file():
         names = weight_files(path)
         check_files(path, names)
@@ -110,8 +110,8 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
 
 
-def _refuse_others(path: Path) -> None:
-    """Raises `UserError` for the forms of a model that are no safetensors of all of it, with what to do."""
+def _reject_other_formats(path: Path) -> None:
+    """Raise `UserError` with advice for adapters, pickles and other formats than safetensors."""
     if (path / ADAPTER).is_file():
         raise UserError(
             f"{path} is an adapter, by its {ADAPTER}: changes to another model. Join them where you have both: "
@@ -136,9 +136,9 @@ def _first(path: Path, patterns: tuple[str, ...]) -> str | None:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The files that the index of a folder names."""
-    place = read_json(path / INDEX).get("weight_map")
-    names = list(place.values()) if isinstance(place, dict) else []
+    """Return the files that the index of a folder names."""
+    weight_map = read_json(path / INDEX).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
     if outside := next((name for name in names if name != os.path.basename(name) or name in ("", ".", "..")), None):
@@ -150,7 +150,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def read_json(path: StoragePath) -> dict[str, Any]:
-    """A JSON object; raises `UserError` if the file is missing or damaged."""
+    """Return the JSON object of a file; raise `UserError` if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -163,12 +163,12 @@ def read_json(path: StoragePath) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """As transformers writes it, so that what came in goes out with the same bytes."""
+    """Write JSON in the format of transformers, so that an unchanged file keeps its bytes."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_beside(source: StoragePath, target: StoragePath, names: Iterable[str] = BESIDE) -> None:
-    """Copies what goes with a model and is there."""
+    """Copy the files beside a model's weights that exist."""
     for name in names:
         if (source / name).is_file():
             write_bytes(target / name, (source / name).read_bytes())
@@ -176,11 +176,11 @@ def copy_beside(source: StoragePath, target: StoragePath, names: Iterable[str] =
 
 @contextmanager
 def made_whole(path: Path, size: int) -> Iterator[Path]:
-    """A temporary folder that gets its name at the end, or is removed.
+    """Yield a temporary folder; rename it at the end, or remove it after an error.
 
-    `size`: bytes that it will hold
+    `size`: bytes of its files
 
-    Raises `UserError` if something has the name already, if another process is making it, or the disk lacks the room.
+    Raises `UserError` if the name exists, if another process makes the folder, or if the disk lacks space.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already, and would be overwritten. Give another name, or remove it.")
@@ -198,9 +198,9 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While this process makes a folder no other one does.
+    """Hold a lock while this process makes a folder.
 
-    The lock is a file, which does not outlast the folder's making; a file system without locks has none to wait for.
+    The lock is a file, which the process removes at the end. A file system without locks has no lock.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:

@@ -1,8 +1,8 @@
-"""A model by its place: a folder, or a repository of the hub.
+"""Provides the folder of a model, which is a local folder or a repository of the hub.
 
-`model_folder("org/name@v1.0")` is the folder of that version in the cache of `huggingface_hub` (the extra `hf`), which
-downloads what is missing with the token that it knows (`hf auth login`, or HF_TOKEN). With HF_HUB_OFFLINE=1 nothing is
-asked, and what is in the cache is taken.
+`model_folder("org/name@v1.0")` returns the folder of that version in the cache of `huggingface_hub` (the extra `hf`),
+which downloads missing files with the user's token (`hf auth login`, or HF_TOKEN). With HF_HUB_OFFLINE=1 it uses only
+the cache.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision
 
 
 def model_folder(given: str, weights: bool = True) -> Path:
-    """The folder that is named, or that of a repository's snapshot: `ORG/NAME`, `ORG/NAME@REVISION`.
+    """Return the named folder, or the snapshot of a repository: `ORG/NAME`, `ORG/NAME@REVISION`.
 
-    - `weights`: its tensors too; else what goes with them
+    - `weights`: include the tensors; else only the files beside them
 
-    Raises `UserError` if it cannot be had.
+    Raises `UserError` if the hub does not provide it.
     """
     path = Path(expand(given))
     repository = REPOSITORY.fullmatch(given)
     if path.exists() or repository is None:
         return path
-    if Path(repository["owner"]).is_dir() and repository["revision"] is None:  # what was meant asks no network
+    if Path(repository["owner"]).is_dir() and repository["revision"] is None:  # the user may mean a local path
         raise UserError(
             f"{given} is no folder, though there is a folder {repository['owner']} here. If a repository of the hub is "
             f"meant, name its branch too: {given}@main."
@@ -38,14 +38,14 @@ def model_folder(given: str, weights: bool = True) -> Path:
     if not weights:
         return found
     files = weight_files(found) if (found / INDEX).is_file() else [WEIGHTS]
-    return _snapshot(given, repository["name"], found.name, files)  # of the same commit, whatever is pushed meanwhile
+    return _snapshot(given, repository["name"], found.name, files)  # the same commit, also after a push
 
 
 def model_name(given: str) -> str:
-    """How a model is called: the last part of its place."""
+    """Return the name of a model, the last part of its path or repository."""
     repository = REPOSITORY.fullmatch(given)
-    place = Path(expand(given))
-    return repository["name"].partition("/")[2] if repository and not place.exists() else place.resolve().name
+    path = Path(expand(given))
+    return repository["name"].partition("/")[2] if repository and not path.exists() else path.resolve().name
 
 
 def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...] | list[str]) -> Path:
@@ -63,8 +63,8 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
         problem = f"{name} cannot be the name of a repository of the hub either"
     except errors.GatedRepoError:
         problem = (
-            f"the hub gives {name} only to who has accepted its conditions: do so on its page, and log in with "
-            "`hf auth login`, or give a token in HF_TOKEN"
+            f"the hub requires that you accept the conditions of {name}: accept them on its page, and log in with "
+            "`hf auth login`, or set a token in HF_TOKEN"
         )
     except errors.RepositoryNotFoundError:
         problem = f"the hub has no repository {name} that your token may read (`hf auth login`, or HF_TOKEN)"
@@ -72,7 +72,7 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
         problem = f"{name} has no branch, tag or commit {revision}"
     except errors.LocalEntryNotFoundError as error:
         offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE says not to ask the hub" if offline else _told(error.__cause__ or error)
+        why = "HF_HUB_OFFLINE says not to ask the hub" if offline else _hub_error(error.__cause__ or error)
         problem = (
             f"{why}; the cache does not have it. `hf download {name} --local-dir FOLDER`, where there is a network, "
             "makes a folder of it"
@@ -80,10 +80,10 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
     except (OSError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage] -- the client's own
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise
-        problem = _told(error)
+        problem = _hub_error(error)
     raise UserError(f"{given} is no folder here, and {problem}.")
 
 
-def _told(error: BaseException) -> str:
+def _hub_error(error: BaseException) -> str:
     first, *_ = str(error).strip().splitlines() or [""]
     return f"the hub did not give it ({type(error).__name__}: {first})"

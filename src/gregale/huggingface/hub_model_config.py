@@ -1,4 +1,4 @@
-"""`model: {type: huggingface, path: ...}`: the configuration of a run with what a model's folder says of itself."""
+"""Provides the model configuration of `model: {type: huggingface, path: ...}` from a model's folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gregale.model.config import LlamaConfig
 
 
 def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConfig | None]:
-    """The model's shape, and its tokenizer if that is wanted; its weights are not looked at.
+    """Return the model's shape, and its tokenizer if `given` requests it, without a look at the weights.
 
-    Raises `UserError` if there is no such model, or one that Gregale cannot compute.
+    Raises `UserError` if there is no such model, or if Gregale does not support it.
     """
     folder = model_folder(given.path, weights=False)
     check_files(folder, BESIDE)
@@ -24,9 +24,9 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     if not given.with_tokenizer:
         return model, None
     end = end_of_document(folder, saved, "model.with_tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
-    if model.vocabulary is not None and (beyond := rowless(folder, model.vocabulary)):
+    if model.vocabulary is not None and (without_rows := rowless(folder, model.vocabulary)):
         raise UserError(
-            f"{given.path} has tokens without a row in the model's tables: {', '.join(beyond)}. `gregale import "
+            f"{given.path} has tokens without a row in the model's tables: {', '.join(without_rows)}. `gregale import "
             f"{given.path} NAME` leaves them out; give NAME/huggingface as the path."
         )
     content = tokenizer_of(folder)

@@ -1,7 +1,7 @@
-"""Files of tensors in the safetensors format, read and written by ranges.
+"""Provides files of tensors in the safetensors format, read and written by byte ranges.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, place) and the
-tensors, one behind the other. Nothing in it is code.
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, byte range) and the
+contiguous tensors. It contains no code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH = struct.Struct("<Q")
-LONGEST_HEADER = 100_000_000  # bytes, as the format says
+MAX_HEADER = 100_000_000  # bytes, by the format
 METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: what it is, and where it begins, in bytes."""
+    """A tensor in a file; `begin`: its first byte."""
 
     path: Path
     name: str
@@ -43,25 +43,25 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """Where it ends, in bytes."""
+        """Return the byte after the last one."""
         return self.begin + prod(self.shape) * self.dtype.itemsize
 
     def mapped(self, writable: bool = False) -> np.ndarray:
-        """Its values, read from the file where they are used; `writable`: and written to it where they are set."""
+        """Return its values as a memory map of the file; `writable`: assignments write to the file."""
         return np.memmap(self.path, self.dtype, "r+" if writable else "r", self.begin, self.shape)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, by name; their values are not read.
+    """Return the tensors of a file, by name, without their values.
 
-    Raises `UserError` if the file is cut off or damaged, if its tensors do not fill it one behind the other, or if it
-    has numbers that are no floats.
+    Raises `UserError` if the file is truncated or damaged, if its tensors have gaps or overlaps, or if their dtype is
+    not a float.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(LENGTH.size)
-        length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else LONGEST_HEADER + 1
-        if length > min(LONGEST_HEADER, size - LENGTH.size):
+        length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else MAX_HEADER + 1
+        if length > min(MAX_HEADER, size - LENGTH.size):
             raise UserError(f"{path} is no safetensors file, or cut off: its {size:,} bytes do not hold its header.")
         try:
             header = json.loads(file.read(length))
@@ -73,7 +73,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
     end = LENGTH.size + length
     for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
-        if tensor.begin != end:  # two share bytes, or bytes belong to none, as with a name that is there twice
+        if tensor.begin != end:  # an overlap or a gap, as with a duplicate name
             raise UserError(
                 f"{path} is damaged: {tensor.name} begins at byte {tensor.begin:,}, and the one before it ends at "
                 f"{end:,}."
@@ -94,7 +94,7 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise UserError(f"{path} is damaged: the shape and the place of {name} are not all whole numbers from 0.")
+        raise UserError(f"{path} is damaged: the shape and the offsets of {name} are not all whole numbers from 0.")
     if end - begin != prod(shape) * dtype.itemsize:
         raise UserError(
             f"{path} is damaged: {name} of shape {list(shape)} and dtype {entry['dtype']} takes "
@@ -105,14 +105,14 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """A file that is to be written: its beginning, and where its tensors go."""
+    """A file to write: its header, and the byte ranges of its tensors."""
 
     path: Path
     header: bytes
     tensors: Mapping[str, Tensor]
 
     def make(self) -> None:
-        """Makes the file, of its full size, which the disk has to have: tensors are written where they lie."""
+        """Make the file in its full size, because processes write tensors directly to their byte ranges."""
         with open(self.path, "wb") as file:
             file.write(self.header)
             file.flush()
@@ -123,13 +123,13 @@ class Plan:
 
 
 def plan_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> Plan:
-    """A file with tensors in the order of their shapes; nothing is written."""
+    """Return the plan of a file with tensors in the order of `shapes`, without a write."""
     header: dict[str, dict] = {METADATA: {"format": "pt"}}
-    place = 0
+    offset = 0
     for name, shape in shapes.items():
-        end = place + prod(shape) * dtypes[name].itemsize
-        header[name] = {"dtype": NAMES[dtypes[name]], "shape": shape, "data_offsets": [place, end]}
-        place = end
+        end = offset + prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": NAMES[dtypes[name]], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
     begin = LENGTH.size + len(text)
@@ -141,6 +141,6 @@ def plan_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping
 
 
 def blocks(array: np.ndarray, values: int = 1 << 22) -> Iterable[np.ndarray]:
-    """A tensor's values in pieces."""
+    """Return a tensor's values in blocks of at most `values`."""
     flat = array.reshape(-1)
     return (flat[start : start + values] for start in range(0, flat.size, values))

@@ -1,4 +1,4 @@
-"""Which tensor of a folder is which part of which parameter."""
+"""Provides the map between a folder's tensors and a model's parameters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gregale.errors import UserError
 from gregale.huggingface.families import Family
 
 SHOWN = 4
-# Old folders keep what is computed; a tied model may keep its head, which is the embedding.
+# Old folders store computed tensors; a tied model may store its head, which is the embedding.
 SUPERFLUOUS = (".rotary_emb.inv_freq",)
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter, or with `{layer}` in its name the same of every layer, and how the hub has it.
+    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`.
 
     - `hub`: the tensor's name
-    - `path`: the parameter's, in the model
-    - `axes`: the parameter's own
-    - `groups`: names of axes; those of a group are flattened into one dimension of the hub's tensor
+    - `path`: the parameter's path in the model
+    - `axes`: the parameter's axes
+    - `groups`: names of axes; one dimension of the hub's tensor flattens the axes of a group
     """
 
     hub: str
@@ -37,22 +37,22 @@ class Slot:
 
     @property
     def layers(self) -> int | None:
-        """How many layers have it; None: it is not a layer's."""
+        """Return the number of layers with it; None: it belongs to no layer."""
         return next((axis.size for axis in self.axes if axis.name == LAYERS), None)
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Axes of one layer's part, in the parameter's order."""
+        """Return the axes of one layer's part, in the parameter's order."""
         return tuple(axis.name for axis in self.axes if axis.name != LAYERS)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the hub's tensor."""
+        """Return the shape of the hub's tensor."""
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(prod(sizes[name] for name in group) for group in self.groups)
 
     def cut_to(self, rows: int) -> Slot:
-        """The same with so many rows of a vocabulary, without those that fill it up."""
+        """Return the slot with `rows` rows of a vocabulary, without its padding."""
         return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
 
     def name(self, layer: int | None) -> str:
@@ -63,7 +63,7 @@ class Slot:
 
     @property
     def flat(self) -> tuple[str, ...]:
-        """Axes of the hub's tensor, those of a group one by one."""
+        """Return the axes of the hub's tensor, with the axes of a group separate."""
         return tuple(name for group in self.groups for name in group)
 
     @property
@@ -72,22 +72,22 @@ class Slot:
         return tuple(sizes[name] for name in self.flat)
 
     def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
-        """A view of the hub's tensor with the parameter's axes, without `layers`."""
+        """Return a view of the hub's tensor with the parameter's axes, without `layers`."""
         return tensor.reshape(self.flat_shape).transpose([self.flat.index(name) for name in self.own])
 
 
 def path_of(path: Any) -> str:
-    """A path of a tree as a slot has it."""
+    """Return a tree path in the format of a slot."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def parameters_of(model: Any) -> dict[str, NamedArray]:
-    """A model's parameters by their paths; works on abstract ones."""
+    """Return a model's parameters by their paths; they may be abstract."""
     return {path_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]}
 
 
 def slots_of(model: Any, family: Family) -> list[Slot]:
-    """The slots of a model's parameters, in the order of the family's table; works on abstract ones."""
+    """Return the slots of a model's parameters, in the order of the family's table; they may be abstract."""
     slots, found = [], parameters_of(model)
     for hub, (ours, axes) in family.names().items():
         if ours in found:
@@ -97,8 +97,8 @@ def slots_of(model: Any, family: Family) -> list[Slot]:
     return slots
 
 
-def check_names(found: set[str], slots: list[Slot], place: str) -> None:
-    """Raises `UserError` for tensors that are missing, and for those that have no place in the model."""
+def check_names(found: set[str], slots: list[Slot], source: str) -> None:
+    """Raise `UserError` for missing tensors and for tensors that the model lacks; `source`: the folder's path."""
     wanted = {name for slot in slots for name in slot.names()}
     ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
     problems = [
@@ -107,7 +107,8 @@ def check_names(found: set[str], slots: list[Slot], place: str) -> None:
         if names
     ]
     if problems:
-        raise UserError(f"{place} does not hold the model that its config.json describes: it {' and '.join(problems)}.")
+        text = " and ".join(problems)
+        raise UserError(f"{source} does not hold the model that its config.json describes: it {text}.")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers as a folder of the hub has them."""
+"""Provides tokenizers of hub folders."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_j
 
 SETTINGS = "tokenizer_config.json"
 REBUILT_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # of mistral, qwen2 and olmo2 it takes no LlamaTokenizer
-END_OF_DOCUMENT = "<|end_of_document|>"  # the name that the tokenizer of bytes gives it
+REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # not mistral, qwen2 and olmo2
+END_OF_DOCUMENT = "<|end_of_document|>"  # its name in the byte tokenizer
 
 
 def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> str:
-    """The name of the token that ends a text: the first `eos_token_id` of generation_config.json or config.json.
+    """Return the name of the token that ends a text: the first `eos_token_id` of generation_config.json or config.json.
 
-    - `otherwise`: what the user would give to name another one
+    - `otherwise`: the user's option for another token, for messages
 
-    Raises `UserError` if there is no tokenizer.json, or none that has this token.
+    Raises `UserError` if there is no tokenizer.json, or if it lacks this token.
     """
     if not (folder / TOKENIZER).is_file():
         raise UserError(
@@ -45,28 +45,28 @@ def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> s
 
 
 def rowless(folder: Path, rows: int) -> list[str]:
-    """The names of special tokens beyond the rows of a model's tables: no text has them, and it cannot compute them.
+    """Return the names of special tokens without a row in a model's tables, which the model cannot compute.
 
-    Gemma 3 without images has one, that of an image.
+    Gemma 3 without images has one, the image token.
     """
     return [token["content"] for token in _added(folder) if token["special"] and token["id"] >= rows]
 
 
 def tokenizer_of(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """A folder's tokenizer.json without some of its added tokens."""
+    """Return a folder's tokenizer.json without the added tokens `names`."""
     content = read_json(folder / TOKENIZER)
     kept = [token for token in content.get("added_tokens") or [] if token["content"] not in names]
     return {**content, "added_tokens": kept} if names else content
 
 
 def rebuilt(folder: Path, content: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """A tokenizer.json as transformers 5 reads it: a LlamaTokenizer keeps its vocabulary, merges and tokens alone.
+    """Return a tokenizer.json as transformers 5 reads it: a LlamaTokenizer keeps only vocabulary, merges and tokens.
 
-    How it treats spaces is then said by tokenizer_config.json (`add_prefix_space`, `legacy`), and not by
-    tokenizer.json, which may give other ids for spaces at the beginning of a text.
+    The treatment of spaces is then from tokenizer_config.json (`add_prefix_space`, `legacy`), and not from
+    tokenizer.json, which may have other ids for spaces at the beginning of a text.
 
-    - `content`: of tokenizer.json
-    - `model_type`: of config.json; of some transformers reads tokenizer.json as it is
+    - `content`: content of tokenizer.json
+    - `model_type`: value in config.json; for some types transformers reads tokenizer.json unchanged
     """
     path = folder / SETTINGS
     settings = read_json(path) if path.is_file() else {}
@@ -91,7 +91,7 @@ def rebuilt(folder: Path, content: dict[str, Any], model_type: str) -> dict[str,
 
 
 def _added(folder: Path) -> list[dict[str, Any]]:
-    """The tokens that a tokenizer.json has beside its model's."""
+    """Return the added tokens of a tokenizer.json."""
     found = read_json(folder / TOKENIZER).get("added_tokens") or []
     kinds = {"id": int, "content": str, "special": bool}
     for token in found if isinstance(found, list) else [found]:
@@ -101,7 +101,7 @@ def _added(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """The files that transformers makes a fast tokenizer of. `context`: tokens of the longest text."""
+    """Write the files from which transformers loads a fast tokenizer. `context`: maximum tokens of a text."""
     saved = tokenizer.to_json()
     content = saved["library"] if saved["type"] == "library" else _bytes()
     (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -115,7 +115,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def _bytes() -> dict[str, Any]:
-    """The tokenizer of bytes as one of the library: byte pairs of which none is joined."""
+    """Return the byte tokenizer in the library's format: byte pairs without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     read = byte_level_reader()

@@ -1,4 +1,4 @@
-"""Tensors from a folder's files into the shards of a mesh; a shard of a parameter is held at a time."""
+"""Provides the read of a folder's tensors into the shards of a mesh, one shard of a parameter at a time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Tree = Any
 
 
 def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], NamedArray]:
-    """What reads a folder's model under `params`, one parameter by its path at a time; every process its own shards.
+    """Return a function that reads one parameter by its path under `params`; each process reads its own shards.
 
     Arguments:
-    - `model`: the abstract one, with the dtypes that are wanted; rows that fill up its vocabulary are zeros
+    - `model`: the abstract model, with the requested dtypes; the padding of its vocabulary is zero
 
-    Raises `UserError` if the folder holds another model.
+    Raises `UserError` if the folder has another model.
     """
     slots = [slot.cut_to(folder.model.vocabulary or 0) for slot in slots_of(model, folder.family)]
     folder.check(slots)
@@ -43,7 +43,7 @@ def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], Named
 
 
 def read_model(folder: Folder, model: Tree, layout: Layout, report: Report = silent) -> Tree:
-    """All of it; arguments and errors as of `reader`."""
+    """Read the whole model; arguments and errors as for `reader`."""
     read = reader(folder, model, layout)
     done, total = 0, sum(leaf.size for leaf in jax.tree.leaves(model))
 
@@ -58,7 +58,7 @@ def read_model(folder: Folder, model: Tree, layout: Layout, report: Report = sil
 def _shard(
     slot: Slot, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A part of a parameter, [*index], read from the files; zeros where the parameter has more rows than they."""
+    """Return a shard of a parameter, [*index], from the files; rows that the files lack are zero."""
     shape = [len(range(size)[part]) for size, part in zip(leaf.shape, index, strict=True)]
     if slot.layers is None:
         found = slot.as_parameter(tensors[slot.hub].mapped())[index]
@@ -73,13 +73,13 @@ def _shard(
 
 
 def check_finite(tensor: Tensor) -> None:
-    """Raises `UserError` if a value is NaN or infinite; reads the tensor block by block."""
+    """Raise `UserError` if a value is NaN or infinite; read the tensor block by block."""
     if not all(np.isfinite(block).all() for block in blocks(tensor.mapped())):
         raise UserError(f"{tensor.path}: {tensor.name} holds NaN or infinity: damaged, or of a training that failed.")
 
 
 def check_tied(folder: Folder) -> None:
-    """Raises `UserError` if the file of a model with one table for both ends has two: with which to compute?"""
+    """Raise `UserError` if the files of a model with a tied head have a head that differs from the embedding."""
     head, table = folder.tensors.get(HEAD), folder.tensors.get(TABLE)
     if not folder.model.tied_head or head is None or table is None:
         return

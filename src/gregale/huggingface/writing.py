@@ -1,4 +1,4 @@
-"""Parameters on a mesh into files of safetensors: each device's part goes straight to its place in the file."""
+"""Provides the write of parameters on a mesh to safetensors files; each shard goes directly to its byte range."""
 
 from __future__ import annotations
 
@@ -21,47 +21,46 @@ from gregale.huggingface.safetensors import Plan, Tensor, plan_file
 from gregale.huggingface.tensor_names import Slot
 
 Files = Mapping[str, list[str]]
-"""File name -> names of its tensors, in their order."""
+"""File name -> names of its tensors, in order."""
 
 Dtypes = Mapping[str, np.dtype]
 """Tensor's name -> its dtype in the file."""
 
 
 def plan_files(folder: Path, files: Files, slots: list[Slot], dtypes: Dtypes) -> list[Plan]:
-    """The files of a model; the same in every process, and nothing is written."""
-    places = places_of(slots)
-    shapes = {name: slot.shape for name, (slot, _) in places.items()}
+    """Return the plans of a model's files, equal in all processes, without a write."""
+    shapes = {name: slot.shape for name, (slot, _) in layers_by_name(slots).items()}
     return [plan_file(folder / file, {name: shapes[name] for name in names}, dtypes) for file, names in files.items()]
 
 
-Turning = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+Transposing = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 
 
 class Writer:
-    """Writes parameters to files that are there, of their full size; with several processes each what its devices have.
+    """Writes parameters to existing files of full size; each of several processes writes the shards of its devices.
 
-    A layer of a parameter, or one that is no layer's, is on its way at a time: turned and cast by the devices that hold
-    it, and taken from each into its part of the file. Nothing is sent between devices.
+    It writes one layer of a parameter, or one other parameter, at a time. The devices transpose and cast their shards,
+    and the process writes each shard to its byte range. Devices send nothing to one another.
 
-    - `layout`: of the parameters
+    - `layout`: layout of the parameters
     """
 
     def __init__(self, plans: Iterable[Plan], layout: Layout, report: Callable[[int], None]):
-        """`report`: is told how many bytes of the files are done since it was last told."""
+        """Open no file yet; `report` takes the number of bytes written since its last call."""
         self._plans, self._layout, self._report = list(plans), layout, report
         self._tensors = {name: tensor for plan in self._plans for name, tensor in plan.tensors.items()}
 
     def write(self, slot: Slot, parameter: NamedArray) -> None:
-        """Writes a parameter, whose axes may be longer than the slot's: the padding of a vocabulary is left out.
+        """Write a parameter without the padding of its vocabulary.
 
         Raises `UserError` if a value is too large for its dtype.
         """
-        turning: dict[np.dtype, Turning] = {}
+        transposing: dict[np.dtype, Transposing] = {}
         for layer in (None,) if slot.layers is None else range(slot.layers):
             tensor = self._tensors[slot.name(layer)]
-            if tensor.dtype not in turning:
-                turning[tensor.dtype] = self._turning(slot, parameter, tensor.dtype)
-            found, is_finite = turning[tensor.dtype](parameter.array, layer or 0)
+            if tensor.dtype not in transposing:
+                transposing[tensor.dtype] = self._transposing(slot, parameter, tensor.dtype)
+            found, is_finite = transposing[tensor.dtype](parameter.array, layer or 0)
             if tensor.dtype.itemsize < parameter.dtype.itemsize and not is_finite:
                 raise UserError(
                     f"dtype: {tensor.name} has values that are too large for {tensor.dtype}; bfloat16 or float32 holds "
@@ -71,29 +70,29 @@ class Writer:
             self._report(tensor.end - tensor.begin)
 
     def finish(self) -> None:
-        """Waits until the disk has what this process wrote."""
+        """Flush this process's writes to the disk."""
         for plan in self._plans:
             with open(plan.path, "rb+") as file:
                 os.fsync(file.fileno())
 
-    def _turning(self, slot: Slot, parameter: NamedArray, dtype: np.dtype) -> Turning:
-        """From a parameter and a layer to the tensor with the axes of the file, and whether all of it is finite."""
+    def _transposing(self, slot: Slot, parameter: NamedArray, dtype: np.dtype) -> Transposing:
+        """Return a function of a parameter and a layer: the tensor with the file's axes, and whether it is finite."""
         own = [axis.name for axis in parameter.axes if axis.name != LAYERS]
         order = tuple(own.index(name) for name in slot.flat)
         stacked = slot.layers is not None
         assert not stacked or parameter.axes[0].name == LAYERS
 
-        def turned(array: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
+        def transposed(array: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
             part = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
             found = part.transpose(order).astype(dtype)
             return found, jnp.isfinite(found).all()
 
         everywhere = NamedSharding(self._layout.mesh, PartitionSpec())
-        return jax.jit(turned, out_shardings=(self._layout.sharding(slot.flat, self._layout.params), everywhere))
+        return jax.jit(transposed, out_shardings=(self._layout.sharding(slot.flat, self._layout.params), everywhere))
 
 
 def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
-    """Writes the parts that the devices of this process have; of equal ones one."""
+    """Write the shards of this process's devices, each replica once."""
     target = tensor.mapped(writable=True).reshape(slot.flat_shape)
     for shard in found.addressable_shards:
         if shard.replica_id == 0:
@@ -103,23 +102,23 @@ def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
                 target[tuple(within)] = np.asarray(shard.data)[tuple(slice(part.stop - part.start) for part in within)]
 
 
-def places_of(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
-    """Tensor's name -> its slot and layer, in the order in which a model computes: layer by layer."""
+def layers_by_name(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
+    """Return tensor's name -> its slot and layer, in the order of the computation: layer by layer."""
     layers = max(slot.layers or 0 for slot in slots)
     outside = [slot for slot in slots if slot.layers is None]
-    places: dict[str, tuple[Slot, int | None]] = {outside[0].hub: (outside[0], None)}
+    found: dict[str, tuple[Slot, int | None]] = {outside[0].hub: (outside[0], None)}
     for layer in range(layers):
-        places |= {slot.name(layer): (slot, layer) for slot in slots if slot.layers is not None}
-    return places | {slot.hub: (slot, None) for slot in outside[1:]}
+        found |= {slot.name(layer): (slot, layer) for slot in slots if slot.layers is not None}
+    return found | {slot.hub: (slot, None) for slot in outside[1:]}
 
 
 def bytes_of(slots: list[Slot], dtypes: Dtypes) -> dict[str, int]:
-    """Tensor's name -> its bytes, in the same order."""
-    return {name: prod(slot.shape) * dtypes[name].itemsize for name, (slot, _) in places_of(slots).items()}
+    """Return tensor's name -> its bytes, in the same order."""
+    return {name: prod(slot.shape) * dtypes[name].itemsize for name, (slot, _) in layers_by_name(slots).items()}
 
 
 def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Tensors to files of at most `limit` bytes, named as the hub names them; a larger tensor has a file of its own."""
+    """Return the tensors of files of at most `limit` bytes, named as on the hub; a larger tensor has its own file."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -134,13 +133,13 @@ def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def files_as(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """The files of an index."""
+    """Return the files of an index."""
     return {
         file: [name for name in weight_map if weight_map[name] == file] for file in sorted(set(weight_map.values()))
     }
 
 
 def write_index(folder: Path, files: Files, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
-    """The index of several files. `before`: the metadata of the index that the model came with."""
+    """Write the index of several files. `before`: the metadata of the imported index."""
     weight_map = {name: file for file, names in files.items() for name in names}
     write_json(folder / INDEX, {"metadata": {**before, "total_size": sum(sizes.values())}, "weight_map": weight_map})

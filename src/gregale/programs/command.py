@@ -1,4 +1,4 @@
-"""What a program declares so that the command line can run it."""
+"""Provides the declaration by which the command line runs a program."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A program: each module in `gregale.programs` that is a command has one of these as `COMMAND`.
+    """Declaration of a program; each command module in `gregale.programs` has one as `COMMAND`.
 
-    - `main`: called with the options, and with the configuration if there is one; returns the exit code
+    - `main`: takes the options, and the configuration if there is one; returns the exit code
     - `options`: dataclass of the program's own options (`--fresh`)
     - `config`: dataclass of the YAML file, whose dotted keys can be overridden; None if the program reads none
-    - `reads`: the keys of the configuration that the program reads, or what they lie below; empty: all of them. Help
-      shows only these; the YAML file may have the others too, which are another program's
+    - `reads`: the configuration keys that the program reads, or their common prefixes; empty: all keys. Help shows
+      only these keys. The YAML file may have keys of other programs
     - `positional`: names of the arguments without a `--`: `("config",)` is the YAML file, all others are fields of
-      `options`, which may be left out if they have a default. The last one may be a tuple, of all words that are left
+      `options`. A field with a default is optional. The last field may be a tuple, which takes all remaining words
     """
 
     main: Callable[..., int]

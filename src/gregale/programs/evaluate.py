@@ -1,4 +1,4 @@
-"""`gregale eval`: a trained model on the text that its run evaluates on, on other text, and on tasks."""
+"""Provides `gregale eval`, which evaluates a trained model on its run's evaluation text, on other text and on tasks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.programs.command import Command
 from gregale.programs.runtime import sliding_window
-from gregale.programs.runtime.checkpointed import noted
-from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, in_words
+from gregale.programs.runtime.checkpointed import recorded
+from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, format_losses
 from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
 from gregale.programs.runtime.tasks import evaluation_on, start_of, task_figures
 from gregale.programs.runtime.trained_model import Trained, open_trained
@@ -40,7 +40,7 @@ ENDINGS |= {".parquet": ParquetSource}
 
 @dataclass(frozen=True)
 class EvalOptions(Settings):
-    """Options of the command. What is named is evaluated; where nothing is, all that the run itself is evaluated on."""
+    """Options of the command. Without `data` and `tasks` the command uses the run's own text and tasks."""
 
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
     data: list[str] = field(
@@ -49,27 +49,27 @@ class EvalOptions(Settings):
     )
     tasks: list[str] = field(default_factory=list, metadata={"help": "files of tasks (globs, JSON lines) to score"})
     parse_special: bool = field(
-        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+        default=False, metadata={"help": "encode names of special tokens in tasks as special tokens, not as text"}
     )
     stride: int | None = field(
         default=None,
         metadata={
-            "help": "tokens that a sliding window scores; null: windows side by side, as in training",
+            "help": "the number of tokens that a sliding window scores; null: windows do not overlap, as in training",
             "range": whole(1),
         },
     )
     step: int | None = field(
-        default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
+        default=None, metadata={"help": "the checkpoint's step; null: the newest checkpoint", "range": whole(0)}
     )
     batches: int | None = field(
         default=None,
         metadata={
-            "help": "batches of each text to evaluate on; null: the run's evaluation.batches, or all of --data",
+            "help": "the number of batches of each text; null: the run's evaluation.batches, or all of --data",
             "range": whole(1),
         },
     )
     all: bool = field(default=False, metadata={"help": "evaluate on all batches, whatever evaluation.batches says"})
-    json: bool = field(default=False, metadata={"help": "print the figures as JSON; all else goes to standard error"})
+    json: bool = field(default=False, metadata={"help": "print the metrics as JSON; notes go to standard error"})
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,12 +85,12 @@ class EvalOptions(Settings):
 
     @property
     def is_about_text(self) -> bool:
-        """Whether it says how text is to be evaluated."""
+        """Return whether an option applies to text only."""
         return self.stride is not None or self.batches is not None or self.all
 
 
 def main(options: EvalOptions) -> int:
-    """Prints the loss in nats a token and in bits a byte, and the figures of tasks."""
+    """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
     tasks = read_tasks(options.tasks)
     trained = open_trained(options.run, options.step, devices=None)
     config = trained.setup.config
@@ -100,7 +100,7 @@ def main(options: EvalOptions) -> int:
     tokenizer = load_tokenizer(trained.run.path)
     figures, words, scored = {}, "", {}
     with Console(sys.stderr if options.json else None) as console:
-        # before the text is evaluated: it finds questions that cannot be scored
+        # Before the text is evaluated, because it rejects questions that cannot be scored.
         evaluation = None
         if tasks:
             parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
@@ -121,10 +121,10 @@ def main(options: EvalOptions) -> int:
 
 @dataclass(frozen=True)
 class Text:
-    """What is evaluated on.
+    """Text for an evaluation.
 
-    - `windows()`: side by side, as in training; raises `UserError` if there is not one
-    - `streams`: the same text for sliding windows, by validation source; that of no source has the name ""
+    - `windows()`: windows that do not overlap, as in training; raises `UserError` for a text shorter than a window
+    - `streams`: the same text for sliding windows, by validation source; other text has the name ""
     """
 
     windows: Callable[[], EvaluationText]
@@ -134,7 +134,7 @@ class Text:
 def text_figures(
     trained: Trained, text: Text, tokenizer: Tokenizer, options: EvalOptions, console: Console
 ) -> tuple[dict[str, float], str]:
-    """The figures of text, and what they are in words."""
+    """Return the metrics of text, and a sentence that reports them."""
     if options.stride is not None:
         evaluation = SlidingEvaluation(trained.setup, tokenizer, options.stride, start_of(trained.run, tokenizer))
         found = evaluation(
@@ -144,20 +144,20 @@ def text_figures(
         figures = whole.figures()
         for name, documents in found.items():
             figures |= {f"{figure}.{name}": value for figure, value in documents.figures().items()}
-        return figures, sliding_window.in_words(figures)
+        return figures, sliding_window.format_metrics(figures)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches
     windows = text.windows()
     figures = Evaluator(trained.setup, windows, tokenizer.token_bytes)(trained.model, batches)
-    return figures, in_words(figures, held_out=windows.held_out is not None, bits_digits=4)
+    return figures, format_losses(figures, held_out=windows.held_out is not None, bits_digits=4)
 
 
 def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping[str, float]) -> None:
-    """Figures for a reader: those of text in a line, those of tasks in a table.
+    """Print the metrics of text in a line and those of tasks in a table.
 
-    - `words`: the figures of text
-    - `figures`: those of the tasks
+    - `words`: the line about text
+    - `figures`: metrics of the tasks
     """
     if words:
         say(f"{what}: {words}")
@@ -173,7 +173,7 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
 
 
 def own_text(trained: Trained, console: Console) -> Text:
-    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was."""
+    """Return the run's own evaluation text; raise `UserError` if the text has changed since the checkpoint."""
     corpus = own_corpus(trained, console)
     streams: dict[str, Sequence[DocumentStream]] = {name: [each] for name, each in corpus.validation_streams.items()}
     if corpus.held_out is not None:
@@ -182,7 +182,7 @@ def own_text(trained: Trained, console: Console) -> Text:
 
 
 def own_corpus(trained: Trained, console: Console) -> Corpus:
-    """The data of a run, as it was when the checkpoint was saved."""
+    """Return the run's data; raise `UserError` if they have changed since the checkpoint."""
     config, path = trained.setup.config, trained.run.path
     if not config.data.evaluates:
         raise UserError(
@@ -192,7 +192,7 @@ def own_corpus(trained: Trained, console: Console) -> Corpus:
     corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
     for note in corpus.notes:
         console.message(note)
-    if corpus.fingerprint != noted(trained.metadata, "data"):
+    if corpus.fingerprint != recorded(trained.metadata, "data"):
         raise UserError(changed("data.sources", trained))
     for name, found in corpus.validation_fingerprints.items():
         if found != trained.metadata.get("validation", {}).get(name, found):
@@ -201,7 +201,7 @@ def own_corpus(trained: Trained, console: Console) -> Corpus:
 
 
 def changed(key: str, trained: Trained) -> str:
-    """That a text is another now."""
+    """Return the message about a text that has changed since the checkpoint."""
     return (
         f"{key}: the text is not what it was when {trained.run.path} saved step {trained.step}: files, the tokenizer "
         f"or what is held out have changed. A loss on it could not be compared with the run's own, and might be one on "
@@ -211,7 +211,7 @@ def changed(key: str, trained: Trained) -> str:
 
 
 def other_text(trained: Trained, files: list[str], console: Console) -> Text:
-    """All of the text in some files."""
+    """Return all text of the given files."""
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
     cache, workers = token_cache(config.data), config.data.workers or 1
@@ -229,7 +229,7 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
 
 
 def source_of(files: list[str]) -> FileSource:
-    """The source that reads files, by their endings; raises `UserError` for files of several kinds."""
+    """Return the source for these file name endings; raise `UserError` for files of several kinds."""
     kinds = {next((ENDINGS[ending] for ending in ENDINGS if file.endswith(ending)), TextSource) for file in files}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.get_choice_name(kind) for kind in kinds))

@@ -1,4 +1,4 @@
-"""`gregale export`: the model of a run becomes a folder that transformers, and what builds on it, loads."""
+"""Provides `gregale export`, which writes a run's model as a folder that transformers and compatible tools load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from gregale.huggingface.writing import (
     bytes_of,
     files_as,
     files_of,
-    places_of,
+    layers_by_name,
     plan_files,
     write_index,
 )
@@ -75,19 +75,19 @@ class ExportOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = field(
-        default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
+        default=None, metadata={"help": "the checkpoint's step; null: the newest checkpoint", "range": whole(0)}
     )
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "of all tensors: float32, bfloat16 or float16; null: as the imported model came, else float32",
+            "help": "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
             "aliases": ("torch_dtype",),
         },
     )
     shard_gigabytes: float | None = field(
         default=None,
         metadata={
-            "help": "size of a file at most; null: the files that an imported model came in, else 5",
+            "help": "the maximum size of a file; null: the files of the imported model, else 5",
             "range": above(0),
             "aliases": ("max_shard_size",),
         },
@@ -95,12 +95,12 @@ class ExportOptions(Settings):
     devices: int | None = field(
         default=None,
         metadata={
-            "help": "that hold a parameter between them; null: one, or those of all processes",
+            "help": "number of devices that share each parameter; null: one, or one for each process",
             "range": whole(1),
         },
     )
     distributed: DistributedConfig = field(
-        default=DistributedConfig(), metadata={"help": "how several processes find one another, which write together"}
+        default=DistributedConfig(), metadata={"help": "the rendezvous of several processes that write together"}
     )
 
     def __post_init__(self):
@@ -110,11 +110,11 @@ class ExportOptions(Settings):
 
 
 @dataclass(frozen=True)
-class CameWith:
-    """What an imported model came with, all of it empty for another one.
+class ImportedFiles:
+    """Files beside an imported model's weights; empty for a model that was not imported.
 
-    - `config`, `index`: config.json, and the index of its files
-    - `dtypes`: of its tensors by name; empty for a run that was trained on, whose values are others
+    - `config`, `index`: contents of config.json and of the index of tensor files
+    - `dtypes`: dtypes of its tensors by name; empty for a run that trained the model further
     """
 
     config: Mapping[str, Any]
@@ -122,12 +122,12 @@ class CameWith:
     dtypes: Dtypes
 
     @staticmethod
-    def of(run: RunDirectory) -> CameWith:
+    def of(run: RunDirectory) -> ImportedFiles:
         paths = [run.huggingface / name for name in (CONFIG, INDEX)]
         config, index = (read_json(path) if path.is_file() else {} for path in paths)
         tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return CameWith(config, index, dtypes)
+        return ImportedFiles(config, index, dtypes)
 
     @property
     def dtype(self) -> str:
@@ -136,49 +136,49 @@ class CameWith:
 
 
 def main(options: ExportOptions) -> int:
-    """Writes the folder, in full or not at all; several processes each what their devices have."""
+    """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
-    with monitor_peers(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
+    with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
         setup = set_up_run(run, config)
-        tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
+        tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         model = config.model
         assert isinstance(model, LlamaConfig)
-        family = family_that_has(model, came_with.config.get("model_type"))
+        family = family_that_has(model, imported.config.get("model_type"))
         rows = model.vocabulary or tokenizer.vocabulary_size
         slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
-        dtypes = dtypes_of(slots, options.dtype, came_with)
+        dtypes = dtypes_of(slots, options.dtype, imported)
         sizes = bytes_of(slots, dtypes)
-        files = files_for(sizes, options.shard_gigabytes, came_with)
+        files = files_for(sizes, options.shard_gigabytes, imported)
         found = stack.enter_context(opened(run, setup, options.step))
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
         write_tensors(folder, files, slots, found, setup.layout, dtypes)
         exported = Exported(
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
-        by_first(lambda: write_beside(folder, exported, rows, options.dtype or came_with.dtype), None)
+        by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:
-            by_first(lambda: write_index(folder, files, sizes, came_with.index.get("metadata", {})), None)
+            by_first(lambda: write_index(folder, files, sizes, imported.index.get("metadata", {})), None)
     if jax.process_index() == 0:
         made = f"a {family.model_type} in {exported.dtype}, {len(files)} file(s)"
         say(f"{target}: step {found.step} of {run.path}, {made}.")
-        if said := rounded(dtypes, came_with.dtypes):
-            say(f"{target}: {said}")
+        if note := rounded(dtypes, imported.dtypes):
+            say(f"{target}: {note}")
     return 0
 
 
-def dtypes_of(slots: list[Slot], asked: str | None, came_with: CameWith) -> Dtypes:
-    """The dtype of each tensor in its file: the one asked for, that which it came in, or that of the configuration."""
-    otherwise = np.dtype(DTYPES[asked or came_with.dtype])
-    own = {} if asked else {name: dtype for name, dtype in came_with.dtypes.items() if dtype.name in DTYPES}
-    return {name: own.get(name, otherwise) for name in places_of(slots)}
+def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:
+    """Return each tensor's dtype in the file: the requested one, the imported tensor's, or the configuration's."""
+    otherwise = np.dtype(DTYPES[asked or imported.dtype])
+    own = {} if asked else {name: dtype for name, dtype in imported.dtypes.items() if dtype.name in DTYPES}
+    return {name: own.get(name, otherwise) for name in layers_by_name(slots)}
 
 
 def rounded(dtypes: Dtypes, before: Dtypes) -> str:
-    """Which tensors have lost digits; empty if none has.
+    """Return a note about the tensors that lost precision; empty if none did.
 
-    - `before`: what they were in an imported model; those of a run are float32
+    - `before`: dtypes of the imported tensors; the tensors of a run are float32
     """
     kinds = Counter(
         (before.get(name, np.dtype(np.float32)).name, dtype.name)
@@ -187,12 +187,12 @@ def rounded(dtypes: Dtypes, before: Dtypes) -> str:
     )
     if not kinds:
         return ""
-    said = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
-    return f"rounded: {said}. `--dtype float32` keeps all digits of float32."
+    text = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
+    return f"rounded: {text}. `--dtype float32` keeps all digits of float32."
 
 
 def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:
-    """The configuration with the model on the devices that are asked for: one, or all of several processes."""
+    """Return the configuration with the model on the requested devices: one, or all devices of several processes."""
     processes, devices = options.distributed.processes, options.devices
     if processes == 1 and options.distributed.coordinator is None:
         return on_devices(config, devices or 1)
@@ -203,20 +203,20 @@ def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:
 
 @contextmanager
 def made_by_all(target: Path, size: int) -> Iterator[Path]:
-    """`made_whole` for several processes, whose disk is one: process 0 makes the folder, and gives it its name."""
+    """Do `made_whole` for several processes that share a disk: process 0 makes and renames the folder."""
     with ExitStack() as stack:
         entered = by_first(lambda: str(stack.enter_context(made_whole(target, size))), "")
         yield Path(messages_of_all(entered)[0])
-        messages_of_all("")  # all are done
+        messages_of_all("")  # a barrier: all processes have written
 
 
 def by_first(action: Callable[[], T], otherwise: T) -> T:
-    """What `action` returns in process 0, which alone carries it out."""
+    """Run `action` in process 0 only and return its result; return `otherwise` in other processes."""
     return action() if jax.process_count() == 1 else by_first_process(action, otherwise)
 
 
 def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, layout: Layout, dtypes: Dtypes) -> None:
-    """Makes the files of their full size, then writes parameter after parameter to its places in them."""
+    """Make the files in their full size, then write each parameter to its byte ranges."""
     plans = plan_files(folder, files, slots, dtypes)
     by_first(lambda: [plan.make() for plan in plans], None)
     done, total = 0, sum(bytes_of(slots, dtypes).values())
@@ -233,10 +233,10 @@ def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, 
         writer.finish()
 
 
-def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: CameWith) -> dict[str, list[str]]:
-    """Which tensors go to which file."""
-    if gigabytes is None and came_with.config:
-        weight_map = came_with.index.get("weight_map")
+def files_for(sizes: Mapping[str, int], gigabytes: float | None, imported: ImportedFiles) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file."""
+    if gigabytes is None and imported.config:
+        weight_map = imported.index.get("weight_map")
         if weight_map is None:
             return files_of(sizes, sum(sizes.values()))
         if set(weight_map) == set(sizes):
@@ -245,24 +245,24 @@ def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: Came
 
 
 def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> None:
-    """Everything beside the tensors: what the model came with, and else what is known of it.
+    """Write the files beside the tensors: the imported ones, or new ones for a model that was not imported.
 
-    - `dtype`: which config.json says
+    - `dtype`: the dtype in config.json
     """
     run, config = exported.run, exported.setup.config
-    tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
+    tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
     copy_beside(run.huggingface, folder, [name for name in BESIDE if name not in (CONFIG, INDEX)])
     context, end = config.batch.sequence_length, tokenizer.end_of_document
-    # None, or transformers would take the ids of its own models of this family.
+    # None, because transformers would otherwise use the token ids of its own models of this family.
     none = {"bos_token_id": None, "pad_token_id": None}
-    saved = {"max_position_embeddings": 0, "eos_token_id": end, **(came_with.config or none)}
+    saved = {"max_position_embeddings": 0, "eos_token_id": end, **(imported.config or none)}
     own = {
         "max_position_embeddings": max(context, saved["max_position_embeddings"]),
         "dtype" if "dtype" in saved else "torch_dtype": dtype,
     }
     assert isinstance(config.model, LlamaConfig)
     write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | own)
-    if not came_with.config:
+    if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
     figures = FiguresReader(run.metrics).read()

@@ -1,4 +1,4 @@
-"""`gregale import`: a model of the hub, in a folder, becomes one to start from, to sample and to evaluate."""
+"""Provides `gregale import`, which turns a folder of a hub model into a folder to train from, sample and evaluate."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from gregale.settings import Settings
 from gregale.storage import write_bytes
 from gregale.streams import say
 
-LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
+MAX_SEQUENCE_LENGTH = 4096  # tokens; limit of the written configuration, not of a run
 
 
 @dataclass(frozen=True)
 class ImportOptions(Settings):
     """Options of the command."""
 
-    source: str = field(metadata={"help": "its folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
-    target: str = field(metadata={"help": "the folder to make; a bare name lies here, not under runs/"})
+    source: str = field(metadata={"help": "the model's folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
+    target: str = field(metadata={"help": "the folder to make; a bare name is in the current folder, not under runs/"})
     end_of_document: str | None = field(
-        default=None, metadata={"help": "name of the token that ends a text; null: that of eos_token_id"}
+        default=None, metadata={"help": "the name of the token that ends a text; null: the token of eos_token_id"}
     )
 
 
 def main(options: ImportOptions) -> int:
-    """Checks everything, then copies; the folder is there in full or not at all."""
+    """Check the model, then copy it; after a failure there is no target folder."""
     folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
     config = configuration(folder, target, end, model_name(options.source))
@@ -73,7 +73,7 @@ def main(options: ImportOptions) -> int:
         copy_beside(folder.path, run.huggingface)
         if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
-        if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # `export` of a run has no files to ask
+        if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # for `export` of a run
             write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
         check_tied(folder)
         done = 0
@@ -102,7 +102,7 @@ def main(options: ImportOptions) -> int:
 
 
 def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:
-    """A configuration with the model, its tokenizer and its context, to be completed."""
+    """Return a configuration with the model, its tokenizer and its context, for the user to complete."""
     exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
     tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
     return TrainConfig(
@@ -111,24 +111,24 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
         data=DataConfig(tokenizer=tokenizer, held_out=0),
-        batch=BatchConfig(sequence_length=min(context_of(folder), LONGEST)),
+        batch=BatchConfig(sequence_length=min(context_of(folder), MAX_SEQUENCE_LENGTH)),
     )
 
 
 def dtype_of(folder: Folder) -> str:
-    """The dtype that holds the values of all tensors."""
+    """Return the dtype that represents the values of all tensors."""
     return str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))
 
 
 def context_of(folder: Folder) -> int:
-    context = folder.saved.get("max_position_embeddings", LONGEST)
+    context = folder.saved.get("max_position_embeddings", MAX_SEQUENCE_LENGTH)
     if not isinstance(context, int) or context < 1:
         raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
     return context
 
 
 def abstract_model(config: TrainConfig, Vocab: Axis):
-    """The model, of which nothing is allocated."""
+    """Return the abstract model, which allocates no arrays."""
     return jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
 
 

@@ -1,4 +1,4 @@
-"""`gregale runs`: the runs in a folder, how they stand and what they have come to."""
+"""Provides `gregale runs`, which lists the runs in a folder with state and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SORTS = (
     *("tokens", "tokens_per_second", "bytes_sent", "began"),
 )
 HEADINGS = ("run", "state", "step", "loss", "eval loss", "method", "tokens/s", "sent", "begun")
-FIRST_TO_GO = ("begun", "sent", "method", "tokens/s")
+DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,29 @@ class RunsOptions(Settings):
 
     folder: str = field(default="runs", metadata={"help": "the folder or URL of the runs, or one of them"})
     state: list[str] = field(
-        default_factory=list, metadata={"help": "only runs that stand so", "choices": tuple(State)}
+        default_factory=list, metadata={"help": "only runs in one of these states", "choices": tuple(State)}
     )
     method: str | None = field(
-        default=None, metadata={"help": "only runs whose method is like this, for example `*diloco*`"}
+        default=None, metadata={"help": "only runs whose method matches this, such as `*diloco*`"}
     )
-    name: str | None = field(default=None, metadata={"help": "only runs whose name is like this, for example `wide-*`"})
-    sort: str = field(default="name", metadata={"help": "the order, the least first", "choices": SORTS})
-    reverse: bool = field(default=False, metadata={"help": "the largest first"})
+    name: str | None = field(default=None, metadata={"help": "only runs whose name matches this, such as `wide-*`"})
+    sort: str = field(default="name", metadata={"help": "the column to sort by, in ascending order", "choices": SORTS})
+    reverse: bool = field(default=False, metadata={"help": "sort in descending order"})
     json: bool = field(default=False, metadata={"help": "print everything as JSON, a list of runs"})
 
 
 def main(options: RunsOptions) -> int:
-    """Prints the table, or the JSON."""
+    """Print the runs as a table or as JSON."""
     found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
     if options.json:
-        print(json.dumps([_plain(summary) for summary in found], indent=1, allow_nan=False))
+        print(json.dumps([_json_object(summary) for summary in found], indent=1, allow_nan=False))
         return 0
     if not found:
         is_filtered = options.state or options.method or options.name
-        say(f"{options.folder}: no run {'is like this' if is_filtered else 'yet; `gregale train` makes one'}.")
+        say(f"{options.folder}: no run {'matches' if is_filtered else 'yet; `gregale train` makes one'}.")
         return 0
     console, now = Console(), time.time()
-    table = fitting(console, HEADINGS, [row(summary, now) for summary in found], FIRST_TO_GO)
+    table = fitting(console, HEADINGS, [row(summary, now) for summary in found], DROP_ORDER)
     print_table(console, options.folder, *table)
     for summary in found:
         if summary.problem:
@@ -65,7 +65,7 @@ def main(options: RunsOptions) -> int:
 
 
 def chosen(found: list[Summary], options: RunsOptions) -> list[Summary]:
-    """Those that the options ask for, in their order; what has no figure to be sorted by comes last."""
+    """Return the runs that the options select, sorted; runs without the metric of `sort` are last."""
     kept = [
         each
         for each in found
@@ -79,7 +79,7 @@ def chosen(found: list[Summary], options: RunsOptions) -> list[Summary]:
 
 
 def row(summary: Summary, now: float) -> tuple[str, ...]:
-    """The cells of a run.
+    """Return the cells of a run's row.
 
     - `now`: seconds since 1970
     """
@@ -88,8 +88,8 @@ def row(summary: Summary, now: float) -> tuple[str, ...]:
         summary.name,
         summary.state,
         "" if summary.state is State.IMPORTED else f"{summary.step:,}{steps}",
-        _figure(summary.loss),
-        _figure(summary.eval_loss),
+        _format_loss(summary.loss),
+        _format_loss(summary.eval_loss),
         summary.method or "",
         "" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}",
         "" if summary.bytes_sent is None else decimal(int(summary.bytes_sent)),
@@ -98,7 +98,7 @@ def row(summary: Summary, now: float) -> tuple[str, ...]:
 
 
 def ago(began: str, now: float) -> str:
-    """How long ago a time was: `5 min ago`, `3 h ago`, `12 days ago`; the text itself if it is no time."""
+    """Return the age of a time: `5 min ago`, `3 h ago`, `12 days ago`; return a text that is no time unchanged."""
     try:
         seconds = now - datetime.fromisoformat(began).timestamp()
     except ValueError:
@@ -109,12 +109,12 @@ def ago(began: str, now: float) -> str:
     return f"{minutes // 60} h ago" if minutes < 48 * 60 else f"{minutes // (24 * 60)} days ago"
 
 
-def _figure(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _plain(summary: Summary) -> dict:
-    """As JSON takes it, with what has no number as null."""
+def _json_object(summary: Summary) -> dict:
+    """Return a summary as a JSON object, with null in place of NaN and infinity."""
     values = asdict(summary).items()
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 

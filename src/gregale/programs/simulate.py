@@ -1,4 +1,4 @@
-"""`gregale simulate`: which bandwidth each method needs, from a model of the timeline."""
+"""Provides `gregale simulate`, which estimates the bandwidth that each method needs from a model of the timeline."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -15,15 +15,15 @@ from gregale.timeline.model import PRESETS, Ring, Workload
 from gregale.timeline.simulate import Run
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_bandwidths, run_method
 
-MOST_STEPS = 1_000_000
-MOST_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
+MAX_STEPS = 1_000_000
+MAX_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
 SECONDS = Range(0, 1e9, above=True)
 GBIT_PER_SECOND = Range(0, 1e9, above=True)
 
 
 @dataclass(frozen=True)
 class SimulateConfig(Settings):
-    """What to simulate and what to show of it."""
+    """Configuration of the simulation and of its output."""
 
     model: str = field(
         default="1b", metadata={"help": "Preset of size, layers and step time.", "choices": tuple(PRESETS)}
@@ -39,12 +39,12 @@ class SimulateConfig(Settings):
         metadata={"help": "Compute time of one step in seconds; in place of the preset's.", "range": SECONDS},
     )
     microbatches: int = field(
-        default=1, metadata={"help": "Forward and backward passes in one step.", "range": whole(1, MOST_STEPS)}
+        default=1, metadata={"help": "Forward and backward passes in one step.", "range": whole(1, MAX_STEPS)}
     )
     tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens of one site's step: at `bandwidth`, tokens per second of all sites are told too.",
+            "help": "Tokens of one site's step: at `bandwidth`, the table also has tokens per second of all sites.",
             "range": whole(1),
             "aliases": ("tokens_per_step",),
         },
@@ -79,7 +79,7 @@ class SimulateConfig(Settings):
     )
     steps: int = field(
         default=100,
-        metadata={"help": "Steps to simulate, after which the link drains.", "range": whole(1, MOST_STEPS)},
+        metadata={"help": "Steps to simulate, after which the link drains.", "range": whole(1, MAX_STEPS)},
     )
     bandwidth: list[float] = field(
         default_factory=list,
@@ -105,7 +105,7 @@ class SimulateConfig(Settings):
 
 
 def workload_of(config: SimulateConfig) -> Workload:
-    """The preset, with what the config gives in its place."""
+    """Return the preset with the values that the configuration overrides."""
     base = PRESETS[config.model]
     return Workload(
         parameters=base.parameters if config.parameters is None else config.parameters,
@@ -116,21 +116,21 @@ def workload_of(config: SimulateConfig) -> Workload:
 
 
 def check_length(config: SimulateConfig, workload: Workload) -> None:
-    """Raises `UserError` for a simulation that would take too long."""
+    """Raise `UserError` for a simulation that would take too long."""
     events = config.steps * workload.microbatches * workload.layers * len(config.methods)
-    if events > MOST_EVENTS:
+    if events > MAX_EVENTS:
         raise UserError(
             f"steps {config.steps} x microbatches {workload.microbatches} x layers {workload.layers} x "
-            f"{len(config.methods)} methods = {events:,} events, and {MOST_EVENTS:,} take a minute or so. Fewer steps "
+            f"{len(config.methods)} methods = {events:,} events, and {MAX_EVENTS:,} take a minute or so. Fewer steps "
             "show the same: the timeline repeats itself every period_steps."
         )
 
 
 def main(config: SimulateConfig) -> int:
-    """Simulate, print tables or JSON; 0 when all went well.
+    """Simulate and print tables or JSON; return 0.
 
     Raises:
-        UserError: something in the config does not fit together.
+        UserError: the simulation has too many events.
     """
     workload = workload_of(config)
     check_length(config, workload)
@@ -152,7 +152,7 @@ def main(config: SimulateConfig) -> int:
 
 
 def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run], asked: dict[str, Run]) -> dict:
-    """What `--json` prints, from the runs on the grid and those at the bandwidths asked for, if any."""
+    """Return the output of `--json`, from the runs on the grid and the runs at the requested bandwidths, if any."""
     return {
         "model": asdict(workload),
         "sites": config.sites,
@@ -168,7 +168,7 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
 
 
 def _tokens_per_second(config: SimulateConfig, run: Run) -> list[float] | None:
-    """[bandwidth] of all sites together; None: not asked for."""
+    """Return tokens per second [bandwidth] of all sites together; None without `tokens`."""
     if config.tokens is None:
         return None
     return (config.tokens * config.sites * config.steps / run.total_seconds).tolist()

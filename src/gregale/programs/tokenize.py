@@ -1,4 +1,4 @@
-"""`gregale tokenize`: builds the token store of a configuration ahead of time."""
+"""Provides `gregale tokenize`, which builds the token store of a configuration before a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenizeOptions:
 
 
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
-    """Builds what the cache lacks, checks every byte of it, and says what is there."""
+    """Build the stores that the cache lacks, check every byte, and print the sizes of all."""
     del options
     with Console() as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
@@ -25,12 +25,12 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
             store.verify(f"checking {key}", console.progress)
         for note in corpus.notes:
             console.message(note)
-        tell(corpus)
+        print_sizes(corpus)
     return 0
 
 
-def tell(corpus: Corpus) -> None:
-    """What there is."""
+def print_sizes(corpus: Corpus) -> None:
+    """Print the token counts of the corpus."""
     for name, stream in corpus.train_streams.items():
         say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
     for name, stream in corpus.validation_streams.items():

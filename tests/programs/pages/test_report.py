@@ -10,7 +10,7 @@ import pytest
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.report.command import read_plan, told_apart
+from gregale.programs.report.command import distinct_runs, read_plan
 from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import ReportRun, accumulated, shown
@@ -153,7 +153,7 @@ def test_several_runs_are_compared(browser, tmp_path):
     assert "model.layers" not in text.partition("Different settings")[2].partition("Loss")[0]
     assert len(re.findall('class="best"', page)) >= 4
     assert "loss at 300 steps" in text
-    assert "healing_seconds" in text.partition("0 from begin to end")[2]
+    assert "healing_seconds" in text.partition("Always 0:")[2]
 
 
 def test_islands_show_their_rounds(browser, tmp_path):
@@ -228,7 +228,7 @@ def test_an_injected_script_would_not_run(browser, one, tmp_path):
 def test_a_run_without_a_step_is_told_and_has_a_page(browser, tmp_path):
     write_run(tmp_path / "young", steps=0)
     page = page_of(tmp_path / "young")
-    assert "young has no figures yet" in text_of(page)
+    assert "young has no metrics yet" in text_of(page)
     (tmp_path / "young.html").write_text(page, encoding="utf-8")
     check_looks(browser, tmp_path / "young.html")
 
@@ -280,7 +280,7 @@ def test_tasks_stand_together_in_percent(tmp_path):
 def test_a_run_that_goes_on_is_told(tmp_path):
     folder = write_run(tmp_path / "going", steps=20)
     with training(folder, print):
-        assert "going is being trained: this is how far it was." in text_of(page_of(folder))
+        assert "going is still training; the report is a snapshot." in text_of(page_of(folder))
     assert "is being trained" not in text_of(page_of(folder))
 
 
@@ -363,7 +363,7 @@ def test_a_run_has_its_name_from_within_its_folder_too(tmp_path, monkeypatch):
         (["report", "small", "--output", "page.pdf"], "its name has to end with .html"),
         (["report", "small", "--output", "no/page.html"], "there is no folder 'no'"),
         (["report", "small", "--plan", "none.json"], "there is no file none.json"),
-        (["report", "small", "--plan", "small/config.yaml"], "is not what `gregale plan CONFIG --json` prints"),
+        (["report", "small", "--plan", "small/config.yaml"], "is not the output of `gregale plan CONFIG --json`"),
     ],
 )
 def test_mistakes_are_told(tmp_path, monkeypatch, capsys, arguments, said):
@@ -450,7 +450,7 @@ def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
     folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
     runs: list[ReportRun] = shown([read_history(RunPaths(folder)) for folder in folders])
     assert [run.label for run in runs] == [str(folder) for folder in folders]
-    single, notes = told_apart([RunPaths(folder) for folder in [*folders, folders[0]]])
+    single, notes = distinct_runs([RunPaths(folder) for folder in [*folders, folders[0]]])
     assert len(single) == 2
     assert len(notes) == 2
 

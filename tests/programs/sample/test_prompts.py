@@ -25,7 +25,7 @@ def test_json_lines_have_seeds_and_names(tmp_path):
     lines = '{"prompt": "one\\n"}\n{"id": null, "seed": 7, "prompt": " "}\n'
     found = read_prompts(written(tmp_path, "prompts.jsonl", lines), 4)
     assert [(each.prompt, each.seed, each.named) for each in found] == [("one\n", 4, {}), (" ", 7, {"id": None})]
-    assert found[1].place.endswith("prompts.jsonl, line 2")
+    assert found[1].source.endswith("prompts.jsonl, line 2")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gregale.programs.sample.text_format import (
     Continuation,
     StopStrings,
     TextFormat,
-    form_of,
+    text_format_of,
 )
 from gregale.runs.run_directory import RunDirectory
 
@@ -111,8 +111,8 @@ def test_an_imported_model_gets_what_transformers_would_give_it(tmp_path):
     tokenizer = LibraryTokenizer(library.to_str(), end, "tokenizer.json")
     assert tokenizer.start == (plain.end_of_document,)
     np.testing.assert_array_equal(tokenizer.encode("gale"), plain.encode("gale"))
-    form = form_of(imported(tmp_path, tokenizer, eos_token_id=[plain.end_of_document, 7]), tokenizer)
+    form = text_format_of(imported(tmp_path, tokenizer, eos_token_id=[plain.end_of_document, 7]), tokenizer)
     assert form.ends == (plain.end_of_document, 7)
     assert form.ids("gale") == [plain.end_of_document, *plain.encode("gale").tolist()]
     assert form.ids("") == [plain.end_of_document]
-    assert form_of(RunDirectory(tmp_path / "trained"), tokenizer) == TextFormat(tokenizer)
+    assert text_format_of(RunDirectory(tmp_path / "trained"), tokenizer) == TextFormat(tokenizer)

@@ -141,7 +141,7 @@ def test_an_island_that_begins_later_is_followed_too_and_before_all_a_line_says_
     for name in ("f-a", "f-b", "lighthouse"):
         (folder / "f.islands" / f"{name}.log").touch()
     assert main(["watch", "f"]) == 2
-    assert "f is a fleet none of whose islands has begun" in capsys.readouterr().err
+    assert "f is a fleet without a run" in capsys.readouterr().err
     begun = {"saved": 10, "evaluated": True}
     write_run(folder / "f-a", 5)
 

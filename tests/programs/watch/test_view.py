@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from gregale.programs.watch.run_poller import RunPoller, RunStatus
-from gregale.programs.watch.view import FIRST_TO_GO, fleet_view, plain_line, view_of
+from gregale.programs.watch.view import DROP_ORDER, fleet_view, plain_line, view_of
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from tests.runs.runs import step_line, write_lines, write_run
@@ -125,7 +125,7 @@ def test_islands_on_a_narrow_terminal_lose_columns_and_no_letters(islands, width
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
     wanted = ["island", "state", "step", "loss", "tokens/s", "round", "members", "waited"]
-    wanted = [each for each in wanted if each not in FIRST_TO_GO[:gone]]
+    wanted = [each for each in wanted if each not in DROP_ORDER[:gone]]
     assert lines[1].replace("┃", " ").split() == wanted
 
 

@@ -14,7 +14,7 @@ from gregale.programs.command import Command
 from gregale.programs.island.timing import timing_of
 from gregale.programs.local_fleet.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
-from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, looks
+from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
 from gregale.programs.watch.run_poller import RunPoller
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import read_history
@@ -154,7 +154,7 @@ class Fleet:
             with suppress(StoreError):  # the store is unavailable for now
                 if member.name not in self._followers and run.metrics.is_file():
                     self._followers[member.name] = RunPoller(run)
-        if snapshots := looks(self._followers.values(), self._screen):
+        if snapshots := poll_all(self._followers.values(), self._screen):
             self._screen.show(snapshots, is_last)
 
     def _report_ended(self, reported: set[str]) -> None:

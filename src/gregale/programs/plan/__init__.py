@@ -1,1 +1,1 @@
-"""`gregale plan`: what a run will take, from the programs that it would compile."""
+"""Provides `gregale plan`, which estimates a run's memory, traffic and time from its compiled programs."""

@@ -1,4 +1,4 @@
-"""The ways to compute a step on one mesh, by the closed forms of memory and time."""
+"""Provides the ways to compute a step on one mesh, with memory and time in closed form."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gregale.runs.config import TrainConfig
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is chosen.
+    """Settings that a search chooses.
 
-    - `remat`, `unroll`, `gather`: of `compute`
-    - `microbatches`: of `batch`
+    - `remat`, `unroll`, `gather`: keys of `compute`
+    - `microbatches`: key of `batch`
     """
 
     remat: str
@@ -33,12 +33,12 @@ class Candidate:
     gather: str
 
     def of(self, config: TrainConfig) -> TrainConfig:
-        """A configuration with this choice."""
+        """Return a configuration with these settings."""
         compute = replace(config.compute, remat=self.remat, unroll=self.unroll, gather=self.gather)
         return replace(config, compute=compute, batch=replace(config.batch, microbatches=self.microbatches))
 
     def yaml(self) -> str:
-        """The keys to set."""
+        """Return the keys to set as YAML."""
         compute = {"remat": self.remat, "gather": self.gather, "unroll": self.unroll}
         return yaml.safe_dump({"batch": {"microbatches": self.microbatches}, "compute": compute}, sort_keys=False)
 
@@ -48,10 +48,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ScoredCandidate:
-    """A candidate with what is known of it.
+    """A candidate with its estimates.
 
-    - `closed_form_peak`, `closed_form_seconds`: of a step, nothing being overlapped
-    - `peak`, `seconds`, `fits`: by the compiler, see `scheduled_seconds`; None: it was not asked
+    - `closed_form_peak`, `closed_form_seconds`: of a step without overlap
+    - `peak`, `seconds`, `fits`: from the compiled program, see `scheduled_seconds`; None: not compiled
     """
 
     candidate: Candidate
@@ -66,13 +66,13 @@ class ScoredCandidate:
         return {**asdict(self.candidate), **figures}
 
 
-def weighed_candidates(
+def scored_candidates(
     setup: Setup, target: Target, unroll: int, bandwidth: float | None, gathers: tuple[str, ...] = GATHER
 ) -> tuple[list[ScoredCandidate], list[str]]:
-    """All candidates with so many layers unrolled by the closed forms, the fastest first; and why some are impossible.
+    """Return all candidates with `unroll` layers in closed form, the fastest first, and why some are impossible.
 
-    - `bandwidth`: bytes a second that a device sends between slices; None: the chip's share of its network
-    - `gathers`: the values of `compute.gather` to weigh
+    - `bandwidth`: bytes per second that a device sends between slices; None: the chip's share of its network
+    - `gathers`: the values of `compute.gather` to score
     """
     found, left_out = [], {}
     rows = rows_per_part(setup.config.batch.size, setup.layout, 1)

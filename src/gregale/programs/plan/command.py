@@ -1,4 +1,4 @@
-"""`gregale plan`: what a run will take, from the step that it would compile."""
+"""Provides `gregale plan`, which estimates a run's memory, traffic and time from the programs that it would compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gregale.programs.plan.devices import Target, simulated_target, topology_tar
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
-from gregale.programs.plan.search import Asked, search
+from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.step import CODE, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
 from gregale.runs.config import TrainConfig
@@ -25,46 +25,46 @@ from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
-WIDTH = 110  # of tables that no terminal limits
+WIDTH = 110  # width of tables without a terminal
 
 
 @dataclass(frozen=True)
 class PlanOptions(Settings):
-    """Options of the command, beside the configuration.
+    """Options of the command, besides the configuration.
 
     Raises:
-        UserError: options do not go together, or a number is not possible.
+        UserError: options exclude one another, or a number is invalid.
     """
 
     topology: str | None = field(default=None, metadata={"help": "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8"})
     slices: int = field(
-        default=1, metadata={"help": "slices of that topology; of GPUs, boxes", "range": whole(1, 4096)}
+        default=1, metadata={"help": "number of slices of the topology; for GPUs, of boxes", "range": whole(1, 4096)}
     )
     devices: int | None = field(
         default=None,
-        metadata={"help": "plan for this many simulated devices; null: what the mesh needs", "range": whole(1, 4096)},
+        metadata={"help": "number of simulated devices; null: the size of the mesh", "range": whole(1, 4096)},
     )
     count: int | None = field(
         default=None,
         metadata={
-            "help": "plan one island of so many (`gregale island`); null: two if islands.lighthouse is set, else none",
+            "help": "number of islands of a fleet, to plan one; null: two if islands.lighthouse is set, else none",
             "range": whole(1, 10_000),
         },
     )
     chip: str | None = field(
-        default=None, metadata={"help": "whose memory and speed to compare with; null: the topology's, or H100"}
+        default=None, metadata={"help": "the chip whose memory and speed to assume; null: the topology's, or H100"}
     )
     link_gbit_per_second: float | None = field(
         default=None,
         metadata={
-            "help": "a replica's link to the others, of an island one host's; null: its chips' share of the network",
+            "help": "link of a replica, or of an island's host, to the others; null: its chips' share of the network",
             "range": above(0),
         },
     )
     until: str = field(
         default=CODE,
         metadata={
-            "help": "how far to compile; memory: what it takes and sends, much sooner, but not what is hidden",
+            "help": "last compiler stage; memory is faster: it reports memory and traffic, but no overlap",
             "choices": UNTIL,
         },
     )
@@ -74,7 +74,7 @@ class PlanOptions(Settings):
     )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
     hlo: Path | None = field(
-        default=None, metadata={"help": "write the compiled step's text to this file, other programs' beside it"}
+        default=None, metadata={"help": "write the compiled step's text to this file, and other programs next to it"}
     )
     require_fit: bool = field(default=False, metadata={"help": "exit with 3 if the step does not fit"})
 
@@ -89,7 +89,7 @@ class PlanOptions(Settings):
 
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
-    """Compiles the programs of a run, prints what they take; 0, or 3 if it has to fit (`require_fit`) and does not."""
+    """Compile the programs of a run, print the report; return 3 if they do not fit and `require_fit` is set, else 0."""
     config = as_island(config, options.count)
     target = target_of(options, config)
     tokens = tokens_of(config)
@@ -99,7 +99,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     if options.hlo is not None:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
-            write_whole(path, program.text)
+            write_text(path, program.text)
     report = report_of(plan, tokens, options.link_gbit_per_second, island_of(plan.setup, options.count))
     if options.json:
         print(json.dumps(report, indent=2))
@@ -109,14 +109,14 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
 
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
-    """Searches and prints what is found; whether anything fits."""
+    """Search and print the result; return whether a candidate fits."""
     progress = ResilientStream(sys.stderr)
 
-    def tell(line: str) -> None:
+    def print_progress(line: str) -> None:
         progress.write(f"{printable(line)}\n")
         progress.flush()
 
-    found = search(config, tokens, target, Asked(options.link_gbit_per_second, options.count, tell))
+    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, print_progress))
     report = {"name": config.name, "chip": target.chip.name, **found.to_dict()}
     if options.json:
         print(json.dumps(report, indent=2))
@@ -131,7 +131,7 @@ def console_for_tables() -> Console:
 
 
 def tokens_of(config: TrainConfig) -> int:
-    """The tokenizer's number of tokens; without its file as many as the model has rows for, if that is given."""
+    """Return the tokenizer's number of tokens; without its file, the configured number of rows of the model."""
     tokenizer, rows = config.data.tokenizer, getattr(config.model, "vocabulary", None)
     if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
         return rows
@@ -144,8 +144,8 @@ def target_of(options: PlanOptions, config: TrainConfig) -> Target:
     return topology_target(options.topology, options.slices, options.chip)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically."""
     try:
         write_bytes(path, text.encode())
     except OSError as error:

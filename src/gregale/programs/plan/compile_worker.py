@@ -1,9 +1,9 @@
-"""The process that compiles a program for `gregale.programs.plan.memory_only_compile`, to be ended by it.
+"""Provides the process that compiles a program for `gregale.programs.plan.memory_only_compile`, which kills it.
 
     python -m gregale.programs.plan.compile_worker FOLDER PARENT
 
-FOLDER has the configuration and the request; the compiler's files come into it, and what the compiler says when it
-refuses the program. PARENT is the process that waits; when it is gone, so is this one.
+FOLDER has the configuration and the request. The process writes the compiler's files there, and the compiler's error if
+the program does not fit. PARENT is the waiting process; if it ends, this process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gregale.runs.parsing import load
 
 
 def main(folder: Path) -> None:
-    """Compiles the program that the request names."""
+    """Compile the program that the request names."""
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     target = topology_target(request["topology"], request["slices"], None)
     setup = setup_for(load(TrainConfig, folder / CONFIG), request["tokens"], target)

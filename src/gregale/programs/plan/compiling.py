@@ -1,8 +1,8 @@
-"""Compiling a program for what is planned for; of one that does not fit the devices, what the compiler says of it.
+"""Provides compilation of a program for the planned devices, with memory sizes also for programs that do not fit.
 
-`compiled_for(target, name, lowered, arguments)` gives an `Outcome` in either case. The TPU compiler refuses a program
-that needs more memory than a device has, once it has scheduled it: its schedule and its sizes are then read from what
-it writes beside (`read_dump`). `gregale.programs.plan.memory_only_compile` stops there for programs that fit, too.
+`compiled_for(target, name, lowered, arguments)` returns an `Outcome` in both cases. The TPU compiler rejects a program
+that needs more memory than a device has after it has scheduled the program. `read_dump` then reads schedule and sizes
+from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at this stage for programs that fit, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gregale.audit.memory import CompilerMemory, compiler_memory
 from gregale.errors import UserError
 from gregale.programs.plan.devices import Target
 
-# Ends of the names of what the TPU compiler writes with `DUMPED`, in this order; then it makes code.
+# Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.
 SCHEDULE, REPORT, AFTERWARDS = (
     f".after_optimizations{part}.txt" for part in ("", "-memory-usage-report", "_after_buffer_assignment")
 )
@@ -33,7 +33,7 @@ _REFUSALS = (
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
 )
 _TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
-# XLA:CPU plans memory and communication before these, and takes most of its time for what they leave out.
+# XLA:CPU plans memory and communication before the passes that these options skip, which take most of its time.
 WITHOUT_OPTIMISED_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 DUMPED: dict[str, Any] = {"xla_dump_hlo_as_text": True}
 _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+; (.*)$", re.MULTILINE)
@@ -41,10 +41,10 @@ _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+
 
 @dataclass(frozen=True)
 class DoesNotFit:
-    """Why a program is refused.
+    """The reason why the compiler rejects a program.
 
-    - `offered`: bytes of a device that the compiler has for programs
-    - `largest`: bytes and shapes of the buffers that take most; one buffer holds several arrays, one after another
+    - `offered`: bytes of a device that the compiler can use for programs
+    - `largest`: bytes and shapes of the largest buffers; one buffer holds several arrays at different times
     """
 
     offered: int
@@ -53,11 +53,11 @@ class DoesNotFit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the compiler says of a program.
+    """The compiler's report about a program.
 
-    - `text`: as scheduled; without the code's estimates of cycles where no code was made
-    - `flops`: on a device, each loop's body once; None: no code was made, and of GPUs, where it is not told
-    - `shortage`: None: it fits
+    - `text`: the scheduled program; it has estimates of cycles only after code generation
+    - `flops`: on a device, each loop's body once; None without code generation, and on GPUs
+    - `shortage`: None: the program fits
     """
 
     text: str
@@ -69,25 +69,25 @@ class Outcome:
 def compiled_for(
     target: Target, name: str, lowered: jax.stages.Lowered, arguments: int, options: dict[str, Any] | None = None
 ) -> Outcome:
-    """Compiles a program, or finds out why it cannot be.
+    """Compile a program; return the report also if it does not fit.
 
-    - `arguments`: bytes on a device of what the program is given
-    - `options`: of the compiler
+    - `arguments`: bytes of the program's arguments on a device
+    - `options`: compiler options
 
     Raises:
-        UserError: the compiler refuses the program for another reason than the devices' memory.
+        UserError: the compiler rejects the program for another reason than the devices' memory.
     """
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         return _refused(lowered, arguments, str(error), name)
     costs = compiled.cost_analysis() or {}
-    memory = compiler_memory(compiled, tells_peak=not target.simulated)
+    memory = compiler_memory(compiled, has_peak=not target.simulated)
     return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None)
 
 
 def refused_sizes(message: str) -> tuple[int, int] | None:
-    """Bytes needed and offered in the compiler's message; None: it is about something else."""
+    """Return the bytes needed and offered in the compiler's message; None for another message."""
     for pattern in _REFUSALS:
         if found := pattern.search(message):
             return _bytes(found[1], found[2]), _bytes(found[3], found[4])
@@ -95,12 +95,12 @@ def refused_sizes(message: str) -> tuple[int, int] | None:
 
 
 def reason_of(message: str) -> str:
-    """The first paragraph of the compiler's message, in one line."""
+    """Return the first paragraph of the compiler's message in one line."""
     return " ".join(message.partition("\n\n")[0].split())
 
 
 def largest_buffers(report: str) -> list[tuple[int, str]]:
-    """Bytes and shapes of what takes most of the device's memory, by the compiler's report of it."""
+    """Return bytes and shapes of the largest buffers in the compiler's memory report."""
     found = []
     for amount, unit, shapes in _BUFFER.findall(report.partition("Memory Space: vmem")[0])[:SHOWN_BUFFERS]:
         listed = re.split(r", (?![^(]*\))", shapes)
@@ -110,21 +110,21 @@ def largest_buffers(report: str) -> list[tuple[int, str]]:
 
 
 def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> Outcome:
-    """What the TPU compiler has written to a folder about a program, before it made code or refused to.
+    """Return the report that the TPU compiler has written to a folder before code generation.
 
-    - `arguments`: bytes on a device of what the program is given
-    - `message`: with which it refused the program; None: it did not
-    - `name`: of the program
+    - `arguments`: bytes of the program's arguments on a device
+    - `message`: the compiler's error for a rejected program; None: it accepted the program
+    - `name`: name of the program
 
     Raises:
-        UserError: it refused the program for another reason than the devices' memory, or has not written all of it.
+        UserError: the compiler rejected the program for another reason than memory, or its files are incomplete.
     """
     shortage, needed = None, 0
     text, report = (_written(folder, end) for end in (SCHEDULE, REPORT))
     if message is not None:
         sizes = refused_sizes(message)
         if sizes is None:
-            raise UserError(f"the compiler does not take the program {name!r}: {reason_of(message)}")
+            raise UserError(f"the compiler rejects the program {name!r}: {reason_of(message)}")
         needed, offered = sizes
         shortage = DoesNotFit(offered, largest_buffers(report))
     if total := _TOTAL.search(report):
@@ -138,7 +138,7 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
 
 
 def _refused(lowered: jax.stages.Lowered, arguments: int, message: str, name: str) -> Outcome:
-    """Compiles again, with its files in a folder; the compiler writes them before it refuses what does not fit."""
+    """Compile again with a dump to a folder, which the compiler writes before it rejects the program."""
     with TemporaryDirectory(prefix="gregale-plan-") as folder:
         with suppress(jax.errors.JaxRuntimeError):
             if refused_sizes(message) is not None:
@@ -147,7 +147,7 @@ def _refused(lowered: jax.stages.Lowered, arguments: int, message: str, name: st
 
 
 def _written(folder: Path, end: str) -> str:
-    """The largest file with this end: small programs may have been compiled beside."""
+    """Return the content of the largest file with this suffix, because the dump may also have small programs."""
     files = sorted(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size)
     return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
 

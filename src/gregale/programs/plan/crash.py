@@ -1,4 +1,4 @@
-"""What a user is told when the process that compiles ends by itself, such as by a failed check inside the compiler."""
+"""Provides the error for a compiling process that crashes, such as by a failed check inside the compiler."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import tempfile
 from gregale.errors import UserError
 
 SHOWN_LINES = 3
-# Lines of a log that say nothing about the cause: stack frames, addresses, and the TPU library's report on itself.
+# Log lines without the cause: stack frames, addresses, and the TPU library's report about itself.
 _NOISE = re.compile(r"^\s*@ |^https://symbolize|^\*\*\* |\] RAW: |^=== Source Location Trace|^learning/")
-_FATAL = re.compile(r"F\d{4} ")  # the compiler's own mark of the line with which it ends itself
+_FATAL = re.compile(r"F\d{4} ")  # the compiler's mark of a fatal error
 _PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
 
 
 def crashed(status: int, log: str, program: str) -> UserError:
-    """Return the error for a compiling process that ended by itself, after keeping its whole log in a file.
+    """Return the error for a compiling process that crashed, and save its complete log to a file.
 
-    - `status`: as of `subprocess`: the exit status, or minus the number of the signal that ended it
-    - `log`: what the process wrote
-    - `program`: the name of the program that it compiled
+    - `status`: as in `subprocess`: the exit status, or minus the number of the signal
+    - `log`: the output of the process
+    - `program`: the name of the compiled program
     """
     number, kept = tempfile.mkstemp(prefix="gregale-plan-", suffix=".log")
     with open(number, "w", encoding="utf-8") as file:
         file.write(log)
-    said = " / ".join(last_lines(log)).rstrip(".") or "none"
+    shown_lines = " / ".join(last_lines(log)).rstrip(".") or "none"
     return UserError(
         f"the process that compiles the program {program!r} ended {_how(status)} before the compiler's memory report. "
-        f"Its last lines: {said}. The whole log is in {kept}. {_advice(status)}"
+        f"Its last lines: {shown_lines}. The whole log is in {kept}. {_advice(status)}"
     )
 
 
 def last_lines(log: str) -> list[str]:
-    """Return the lines with which the compiler ended itself, or the last lines of a log that may tell the cause."""
+    """Return the compiler's fatal errors, or the last lines of a log that may have the cause."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
     fatal = [line for line in lines if _FATAL.match(line)]
     return [*dict.fromkeys(_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
@@ -52,6 +52,6 @@ def _advice(status: int) -> str:
     if -status == signal.SIGKILL:
         return "A system that runs out of memory sends SIGKILL: more memory, or one compilation at a time, would work."
     return (
-        "Such an end is a fault of the compiler or of Gregale, not of the devices' memory. Other "
+        "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
         "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
     )

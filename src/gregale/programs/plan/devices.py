@@ -1,4 +1,4 @@
-"""The devices to plan for: simulated ones, or those of a topology of TPUs or GPUs that need not be there."""
+"""Provides the devices to plan for: simulated ones, or those of a TPU or GPU topology, without hardware."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from gregale.runs.config import TrainConfig
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
 KNOWN = ", ".join(family for family in (*CHIP_OF_TOPOLOGY, *GPUS) if family != "v5litepod")
-# No metadata server to ask, and no chip that another process could hold.
+# Without a TPU there is no metadata server, and no chip that another process could hold.
 WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for.
+    """The devices of a plan.
 
     Attributes:
-        devices: to compile for.
-        chip: what they are.
-        devices_a_chip: JAX devices that a chip shows as.
-        simulated: they are simulated CPU devices, compiled for by XLA:CPU.
-        topology: the TPU topology that they are, and its slices, as given to `topology_target`.
-        share: of the chip's memory that JAX takes.
+        devices: the devices to compile for.
+        chip: their chip.
+        devices_a_chip: JAX devices of a chip.
+        simulated: they are simulated CPU devices, for which XLA:CPU compiles.
+        topology: the TPU topology and its number of slices, as for `topology_target`.
+        share: the share of the chip's memory that JAX uses.
     """
 
     devices: list[Device]
@@ -53,27 +53,27 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
+        """Return the memory of one device."""
         return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
     @property
     def flops_per_second(self) -> float:
-        """Of one device, at its peak."""
+        """Return the peak of one device."""
         return self.chip.flops_per_second / self.devices_a_chip
 
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
-    """Simulated CPU devices; to be called before anything uses a device.
+    """Return simulated CPU devices; call it before any use of a device.
 
     Raises:
-        UserError: the number of devices is neither given nor told by the configuration.
+        UserError: neither `count` nor the configuration has the number of devices.
     """
     if count is None:
         count = device_count(config)
-    if config.cpu_devices is not None:  # the run is on CPU devices too, so its programs are those of `train`
+    if config.cpu_devices is not None:  # The run uses CPU devices too, so that the plan has the programs of `train`.
         set_flags(count)
     jax.config.update("jax_platforms", "cpu")
-    with suppress(RuntimeError):  # the devices are there already: a caller's, as in tests
+    with suppress(RuntimeError):  # JAX already has devices, as in tests
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
@@ -83,7 +83,7 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
 
 
 def device_count(config: TrainConfig) -> int:
-    """How many devices a configuration needs; raises `UserError` if it leaves that open."""
+    """Return the number of devices of a configuration; raise `UserError` if the mesh has a free axis."""
     if config.cpu_devices is not None:
         return config.cpu_devices
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
@@ -97,9 +97,9 @@ def device_count(config: TrainConfig) -> int:
 
 
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
-    """The devices of a topology, of one or more slices; to be called before anything uses a device.
+    """Return the devices of a topology with one or more slices; call it before any use of a device.
 
-    A slice of GPUs is a box of them.
+    A slice of GPUs is a box.
 
     Raises:
         UserError: the compiler is not installed, or it does not know the topology.
@@ -139,10 +139,10 @@ def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:
 
 
 def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:
-    """The configuration to compile: on simulated devices, as an accelerator would run it if it is meant for one.
+    """Return the configuration to compile; on simulated devices, with the settings of an accelerator.
 
-    The rules of differentiation, and how many layers of a scan are unrolled, are left to the platform; simulated in
-    place of an accelerator, they are those of accelerators; but XLA:CPU has none of their kernels of attention.
+    The platform determines the differentiation rules and the number of unrolled layers. A plan for accelerators on
+    simulated devices uses those of accelerators, but without their attention kernels, which XLA:CPU lacks.
     """
     if target.simulated and config.cpu_devices is None:
         compute = replace(config.compute, rules="plain", attention="xla", unroll=config.compute.unroll or 1)

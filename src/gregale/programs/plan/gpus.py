@@ -1,6 +1,6 @@
-"""Boxes of NVIDIA GPUs that need not be there: XLA's compiler for CUDA takes a description of them.
+"""Provides boxes of NVIDIA GPUs without hardware: XLA's compiler for CUDA needs only their description.
 
-`described("h100", boxes=2, each=8)` gives devices to compile for. A box shows as one process of JAX's.
+`described("h100", boxes=2, each=8)` returns devices to compile for. A box is one JAX process.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from gregale.axes.mesh import Device
 from gregale.errors import UserError, install_hint
 
 KIB, MIB = 2**10, 2**20
-PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}  # and the CUDA that they are made for
+PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}  # plugin -> CUDA version
 CUDNN = 9
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the compiler asks of a GPU beyond `gregale.audit.chips`.
+    """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`.
 
     Attributes:
-        chip: as `gregale.audit.chips` knows it.
-        kind: as JAX names the device.
+        chip: name in `gregale.audit.chips`.
+        kind: JAX's name of the device.
         capability: the compute capability's number before the point.
         cores: streaming multiprocessors.
-        adders: of float32 in each of them.
-        shared_bytes: shared memory of each of them.
-        cache_bytes: of the second level.
-        clock_ghz: at its highest.
+        adders: float32 adders of each multiprocessor.
+        shared_bytes: shared memory of each multiprocessor.
+        cache_bytes: size of the second-level cache.
+        clock_ghz: maximum clock.
     """
 
     chip: str
@@ -58,17 +58,17 @@ GPUS = {
 
 
 def described(family: str, boxes: int, each: int) -> list[Device]:
-    """The devices of so many boxes with so many GPUs each.
+    """Return the devices of `boxes` boxes with `each` GPUs.
 
     Raises:
-        UserError: the compiler is not installed, or it does not take the description.
+        UserError: the compiler is not installed, or it rejects the description.
     """
     cuda = next((version for plugin, version in PLUGINS.items() if find_spec(plugin)), None)
     if cuda is None:
         raise UserError(
             "topology: the compiler for NVIDIA GPUs, which needs no GPU, is not installed. " + install_hint("cuda")
         )
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # that there is no driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides warnings about the missing driver
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
@@ -76,13 +76,11 @@ def described(family: str, boxes: int, each: int) -> list[Device]:
     try:
         return list(topologies.get_topology_desc(family, platform="cuda", **options).devices)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(
-            f"topology: the compiler does not take {family}:{each}: {' '.join(str(error).split())}."
-        ) from error
+        raise UserError(f"topology: the compiler rejects {family}:{each}: {' '.join(str(error).split())}.") from error
 
 
 def description(gpu: Gpu, cuda: int) -> str:
-    """XLA's `GpuTargetConfigProto` as text. `cuda`: the version of its run time."""
+    """Return XLA's `GpuTargetConfigProto` as text. `cuda`: version of the CUDA runtime."""
     found = chip(gpu.chip)
     return f"""
 gpu_device_info {{

@@ -1,4 +1,4 @@
-"""What an island takes beside its steps: what crosses the network, host memory, and a fragment on the devices."""
+"""Provides the costs of an island besides its steps: network traffic, host memory, and device memory of a fragment."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 SHOWN_GBIT_PER_SECOND = (0.05, 0.2, 1.0, 10.0, 100.0)
-FEWEST = 2
-NOWHERE = "planned:0"  # a plan asks no coordinator
+MIN_MEMBERS = 2
+NO_COORDINATOR = "planned:0"  # a plan connects to no coordinator
 
 
 def as_island(config: TrainConfig, count: int | None) -> TrainConfig:
-    """The configuration of one island of so many; of None, the configuration as it is."""
+    """Return the configuration of one island of `count`; None: the configuration unchanged."""
     if count is None or config.islands.lighthouse is not None:
         return config
-    return replace(config, islands=replace(config.islands, lighthouse=NOWHERE))
+    return replace(config, islands=replace(config.islands, lighthouse=NO_COORDINATOR))
 
 
 @dataclass(frozen=True)
 class IslandPlan:
-    """One island of a fleet of equal ones, of which all take part.
+    """One island of a fleet of equal islands, all of which are members.
 
-    - `members`: islands
-    - `hosts`: of the island; each sends its own shards over a link of its own
+    - `hosts`: hosts of the island; each sends its own shards over its own link
     - `lockstep`: see `IslandTraffic.period_seconds`
     """
 
@@ -38,7 +37,7 @@ class IslandPlan:
     lockstep: bool
 
     def to_dict(self, bound: Roofline, gbit_per_second: float | None) -> dict[str, Any]:
-        """All figures, for JSON; `gbit_per_second` is the link of one host that is asked for, if any."""
+        """Return all estimates for JSON; `gbit_per_second` is the requested link of one host, if any."""
         traffic, schedule, seconds = self.traffic, self.traffic.island.schedule, bound.overlapped
         asked = () if gbit_per_second is None else (gbit_per_second,)
         links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
@@ -60,7 +59,7 @@ class IslandPlan:
         }
 
     def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:
-        """The longest round, and compute time / elapsed time, on a link of a host that carries so much each way."""
+        """Return the longest round, and compute time / elapsed time, on a host link with this rate each way."""
         traffic, speed = self.traffic, gbit_per_second * GBIT
         fragments = range(traffic.island.schedule.fragments)
         period = traffic.period_seconds(step_seconds, speed, self.lockstep)
@@ -70,7 +69,7 @@ class IslandPlan:
         }
 
     def _hidden(self, step_seconds: float) -> float | None:
-        """The link of a host on which no step waits for a round, in Gbit/s; None: every round is waited for."""
+        """Return the host link in Gbit/s on which no step waits for a round; None: each round delays a step."""
         schedule, needed = self.traffic.island.schedule, 0.0
         for number in range(schedule.fragments):
             steps = self.traffic.hiding_steps(number, self.lockstep)
@@ -82,13 +81,13 @@ class IslandPlan:
 
 
 def island_of(setup: Setup, count: int | None) -> IslandPlan | None:
-    """The plan of an island; None if the run is none.
+    """Return the plan of an island; None if the run is no island.
 
-    - `count`: islands; None: as many as have to be there, and at least two
+    - `count`: number of islands; None: the configured minimum, and at least two
     """
     if not isinstance(setup.method, Island):
         return None
     islands = setup.config.islands
-    members = count or max(FEWEST, islands.min_members_to_start, islands.min_members)
+    members = count or max(MIN_MEMBERS, islands.min_members_to_start, islands.min_members)
     hosts = len({device.process_index for device in setup.layout.mesh.devices.flat})
     return IslandPlan(IslandTraffic(setup.method, members), hosts, islands.lockstep)

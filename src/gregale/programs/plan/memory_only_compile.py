@@ -1,11 +1,11 @@
-"""Compiling for TPUs as far as the memory report: what a program takes, and its schedule, before its code is made.
+"""Provides compilation for TPUs up to the memory report, which has a program's memory and schedule.
 
     outcome = reported(request, "step", arguments)
 
-The TPU compiler has no option that ends it there. But with `xla_dump_to` it writes, in this order, the schedule, the
-memory report and the schedule once more, and then makes code, which takes ten times as long. So a process of its own
-compiles (`gregale.programs.plan.compile_worker`). It is killed when the third file is there, for then the other two
-are whole. It ends with this process too, however that ends.
+The TPU compiler has no option to stop there. With `xla_dump_to` it writes, in this order, the schedule, the memory
+report and the schedule again, and then generates code, which takes ten times as long. Therefore a separate process
+compiles (`gregale.programs.plan.compile_worker`). This module kills it when the third file exists, because the other
+two are then complete. The process also ends when this process ends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Request:
-    """What the other process makes its programs of.
+    """Input of the compiling process.
 
-    - `config`: of the run
+    - `config`: configuration of the run
     - `tokens`: the tokenizer's vocabulary size
-    - `topology`, `slices`: as of `gregale.programs.plan.devices.topology_target`
+    - `topology`, `slices`: as for `gregale.programs.plan.devices.topology_target`
     """
 
     config: TrainConfig
@@ -46,19 +46,19 @@ class Request:
 
 
 def reported(request: Request, program: str, arguments: int) -> Outcome:
-    """What the compiler says of one of a run's programs, by the program's name, before it makes code.
+    """Return the compiler's report about a run's program, by its name, without code generation.
 
-    - `arguments`: bytes on a device of what the program is given
+    - `arguments`: bytes of the program's arguments on a device
 
     Raises:
-        UserError: the compiler refuses the program for another reason than the devices' memory, or its process fails.
+        UserError: the compiler rejects the program for another reason than the devices' memory, or its process fails.
     """
     with TemporaryDirectory(prefix="gregale-plan-") as name:
         folder = Path(name)
         (folder / CONFIG).write_text(dump(request.config), encoding="utf-8")
-        asked = {"program": program, **{key: getattr(request, key) for key in ("tokens", "topology", "slices")}}
-        (folder / REQUEST).write_text(json.dumps(asked), encoding="utf-8")
-        with _child(folder) as process:
+        content = {"program": program, **{key: getattr(request, key) for key in ("tokens", "topology", "slices")}}
+        (folder / REQUEST).write_text(json.dumps(content), encoding="utf-8")
+        with _compiling_process(folder) as process:
             while (status := process.poll()) is None and not any((folder / DUMP).glob(f"*{AFTERWARDS}")):
                 time.sleep(POLL_SECONDS)
         if status:
@@ -69,8 +69,8 @@ def reported(request: Request, program: str, arguments: int) -> Outcome:
 
 
 @contextmanager
-def _child(folder: Path) -> Iterator[subprocess.Popen]:
-    """The process that compiles; signals from the terminal do not reach it, and it is gone at the end."""
+def _compiling_process(folder: Path) -> Iterator[subprocess.Popen]:
+    """Yield the compiling process and kill it at the end; it gets no signals from the terminal."""
     command = [sys.executable, "-m", "gregale.programs.plan.compile_worker", str(folder), str(os.getpid())]
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The methods side by side, for the link between replicas: what each sends, and the link that it needs."""
+"""Provides a comparison of methods: the bytes that each sends between replicas, and the bandwidth that it needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GBIT = 1e9 / 8
 
 
 def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
-    """For each method its settings, what it sends over the slow axis, and the link that it needs.
+    """Return for each method its settings, its traffic over the slow axis, and the bandwidth that it needs.
 
-    A step lasts as long as the roofline says without the link between replicas. Empty with one replica.
+    The step time is the roofline's without the link between replicas. The result is empty with one replica.
 
     - `bytes_per_step`: of a device, over the axis that the method joins; `average` over a period, `peak` of a step
-    - `gbit_per_second`: the same of a whole replica, were it sent within as many steps
-    - `needed_gbit_per_second`: for 90 percent utilisation, by the timeline's model, in which a replica is a site
-    - `utilisation`: what it reaches at `bytes_per_second`, a replica's link to the others
+    - `gbit_per_second`: the rate at which a whole replica sends these bytes in the same number of steps
+    - `needed_gbit_per_second`: for 90 percent utilisation in the timeline's model, in which a replica is a site
+    - `utilisation`: the utilisation at `bytes_per_second`, a replica's link to the others
     - `curve`: the same, `utilisation` at each `gbit_per_second`
     """
     sizes = setup.layout.mesh.shape
@@ -41,7 +41,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     workload, wire = Workload(step.parameters, step.layers, seconds, step.microbatches), setup.config.reduce
 
     def run(name: str, schedule: Schedule) -> Callable[[np.ndarray], np.ndarray]:
-        """Utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
+        """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
         return lambda grid: run_schedule(name, workload, ring, cadence, wire.bytes_per_parameter, grid).utilisation
 
@@ -63,7 +63,7 @@ def _settings(schedule: Schedule) -> dict[str, int]:
 
 
 def _on_the_timeline(utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None) -> dict[str, Any]:
-    """The link that a method needs, and what it reaches at the given one and at each of a grid."""
+    """Return the bandwidth that a method needs, and its utilisation at the given link and on a grid of links."""
     reached = utilisation(GRID_GBIT_PER_SECOND)
     curve = {"gbit_per_second": _short(GRID_GBIT_PER_SECOND), "utilisation": _short(reached)}
     found: dict[str, Any] = {"needed_gbit_per_second": needed_bandwidths(reached, goals=(GOAL,))[0], "curve": curve}
@@ -77,7 +77,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 def cadence_of(period: int, groups: int, delay: int, layers: int) -> Cadence:
-    """The timeline's cadence for so many groups of layers, over whole periods."""
+    """Return the timeline's cadence for `groups` groups of layers, over whole periods."""
     fragment_layers = -(-layers // groups)
     period = max(period, delay + 1, -(-layers // fragment_layers) + 1)
     periods = -(-Cadence().steps // period)

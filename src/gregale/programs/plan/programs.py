@@ -1,4 +1,4 @@
-"""The programs of a run, compiled from shapes alone, and what is read off them."""
+"""Provides the programs of a run, compiled from shapes alone, with their audits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STEP, WARM_UP = "step", "warm_up"
 
 @dataclass(frozen=True)
 class Program:
-    """What a compiled program tells.
+    """A compiled program and its audit.
 
-    - `text`: as the compiler prints it
+    - `text`: the program as the compiler prints it
     - `flops`: see `Outcome`
-    - `shortage`: why the compiler refuses it; None: it does not
-    - `expected`: what it has to send, in closed form
+    - `shortage`: why the compiler rejects it; None: it fits
+    - `expected`: its transfers in closed form
     """
 
     text: str
@@ -43,10 +43,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program that is to be compiled.
+    """A program to compile.
 
-    - `lower`: traces it, from shapes alone
-    - `expected`: what it has to send, in closed form
+    - `lower`: traces the program from shapes alone
+    - `expected`: its transfers in closed form
     """
 
     name: str
@@ -58,10 +58,10 @@ Compile = Callable[[Lowering], Outcome]
 
 
 def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Program]:
-    """The programs that `train` runs, compiled by name; nothing is allocated.
+    """Return the compiled programs of `train` by name, without allocation.
 
-    - `step`: of PSDP, or of DiLoCo's replicas when nothing is sent or applied
-    - what the method does beside it, by the names of its traffic's `kinds`
+    - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
+    - the method's other programs, by the names of its traffic's `kinds`
     - `warm_up`: the PSDP step before another method begins
     """
     with hax.axis_mapping({}):
@@ -71,7 +71,7 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
 
 
 def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
-    """The programs that `programs_of` compiles."""
+    """Yield the programs that `programs_of` compiles."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
     sent, step = step_transfers(setup, backend), stepper.program.lower
@@ -102,10 +102,10 @@ def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfe
 
 
 def known_trips(setup: Setup) -> dict[str, int]:
-    """How often the loops run that a compiled program may not tell of, by scope."""
+    """Return the trip counts, by scope, of loops whose counts a compiled program may lack."""
     return {"microbatches": setup.config.batch.microbatches}
 
 
 def _with_link(collective: Collective) -> Collective:
-    """Simulated devices have no slices: what crosses replicas is taken to cross the slow link."""
+    """Return the collective with a link; simulated devices have no slices, so `replica` counts as the slow link."""
     return replace(collective, link=BETWEEN if set(collective.touched) & set(FAR_AXES) else INSIDE)

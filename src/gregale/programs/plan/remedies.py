@@ -1,4 +1,4 @@
-"""What to change when a step does not fit, with the effect in closed form."""
+"""Provides configuration changes for a step that does not fit, with their effects in closed form."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import REMAT
 from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, closed_form_seconds, weighed_candidates
+from gregale.programs.plan.candidates import Candidate, closed_form_seconds, scored_candidates
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import Plan
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3
-LARGEST_FACTOR = 64
+MAX_FACTOR = 64
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Remedy:
 
     Attributes:
         change: the keys to set.
-        peak_bytes: the peak on a device afterwards, of the program that then takes the most: the compiler's of now,
-            changed by as many bytes as the closed form changes, or by the same factor, whichever is more. Of several
-            keys together, which leave little of the program as it is, the closed form.
-        fits: whether that is within the chip's memory.
-        step_time: of the roofline with nothing overlapped, as a multiple of now's.
+        peak_bytes: the new peak on a device of the largest program: the compiler's present peak, changed by the
+            difference or by the factor of the closed form, whichever gives more. For several keys together, which
+            change most of the program, it is the closed form.
+        fits: whether the new peak is within the chip's memory.
+        step_time: of the roofline without overlap, as a multiple of the present one.
         config: the configuration with the change.
-        compiled: the peak is the compiler's own.
+        compiled: the peak is the compiler's.
     """
 
     change: str
@@ -45,15 +45,15 @@ class Remedy:
     compiled: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the remedy for JSON."""
         return {key: value for key, value in vars(self).items() if key != "config"}
 
 
 def remedies(plan: Plan, tokens: int) -> list[Remedy]:
-    """The cheapest changes that take less memory: those that fit first, then by step time; one of each kind.
+    """Return the cheapest changes that need less memory, one of each kind: fitting ones first, then by step time.
 
-    If no change fits alone, several keys are changed together, on every mesh. None for a pipeline, whose memory has no
-    closed form.
+    If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a pipeline,
+    whose memory has no closed form.
     """
     if plan.setup.config.pipeline is not None:
         return []
@@ -65,7 +65,7 @@ def remedies(plan: Plan, tokens: int) -> list[Remedy]:
 
 
 def cost(remedy: Remedy) -> tuple:
-    """The key by which remedies are sorted: those that fit by their step time, then the others by their peak."""
+    """Return the sort key: fitting remedies by step time, then the others by peak."""
     return (False, remedy.step_time) if remedy.fits else (True, remedy.peak_bytes)
 
 
@@ -74,7 +74,7 @@ Changes = Iterator[tuple[str, TrainConfig]]
 
 def _microbatches(setup: Setup) -> Changes:
     config, factor = setup.config, 2
-    while factor <= LARGEST_FACTOR:
+    while factor <= MAX_FACTOR:
         count = config.batch.microbatches * factor
         yield f"batch.microbatches: {count}", replace(config, batch=replace(config.batch, microbatches=count))
         factor *= 2
@@ -94,7 +94,7 @@ def _gather(setup: Setup) -> Changes:
 
 
 def _mesh(setup: Setup) -> Changes:
-    """Devices moved from an axis to a faster one, which splits more."""
+    """Yield meshes with devices moved from an axis to a faster one, which splits more."""
     sizes = dict(setup.layout.mesh.shape)
     for source, to in (("replica", "data"), ("data", "model"), ("replica", "model")):
         factor = 2
@@ -106,7 +106,7 @@ def _mesh(setup: Setup) -> Changes:
 
 
 def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
-    """The changes that are possible and take less memory."""
+    """Return the changes that are possible and take less memory."""
     backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
     before, seconds = estimate(plan.setup, backend), _seconds(plan, plan.setup)
     for change, config in changes:
@@ -121,7 +121,7 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
-    """Of every mesh the cheapest of remat x microbatches that takes less memory, if it is not offered yet."""
+    """Yield for each mesh the cheapest remat x microbatches that needs less memory, unless it is already offered."""
     now, devices = plan.setup.config, list(plan.setup.layout.mesh.devices.flat)
     before, seconds = estimate(plan.setup, plan.target.backend), _seconds(plan, plan.setup)
     unroll = execution(now.compute, plan.setup.layout, now.model).unroll
@@ -131,9 +131,9 @@ def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
             setup = set_up(whole, tokens, make_mesh(config.mesh, devices))
         except UserError:
             continue
-        weighed, _ = weighed_candidates(setup, plan.target, unroll, None, ("per_layer",))
-        fitting = [each for each in weighed if each.closed_form_peak <= plan.memory_bytes]
-        best = fitting[0] if fitting else min(weighed, key=lambda each: each.closed_form_peak)
+        scored, _ = scored_candidates(setup, plan.target, unroll, None, ("per_layer",))
+        fitting = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
+        best = fitting[0] if fitting else min(scored, key=lambda each: each.closed_form_peak)
         keys = ", ".join(filter(None, [mesh, *_changed_keys(now, best.candidate)]))
         changed = replace(setup, config=best.candidate.of(config))
         peak = max(best.closed_form_peak, _joined(plan, before, estimate(changed, plan.target.backend)))
@@ -143,20 +143,20 @@ def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
 
 
 def _changed_keys(config: TrainConfig, candidate: Candidate) -> list[str]:
-    """The keys in which a candidate differs from a configuration, with the candidate's values."""
+    """Return the keys in which a candidate differs from a configuration, with the candidate's values."""
     keys = {"batch.microbatches": (candidate.microbatches, config.batch.microbatches)}
     keys |= {f"compute.{key}": (getattr(candidate, key), getattr(config.compute, key)) for key in ("remat", "gather")}
     return [f"{key}: {value}" for key, (value, before) in keys.items() if value != before]
 
 
 def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """The peak if the closed form changes so."""
+    """Return the peak after this change of the closed form."""
     steps = [program.memory.peak for name, program in plan.programs.items() if name != SYNCHRONISE]
     return max(_changed(max(steps), before.peak, after.peak), _joined(plan, before, after))
 
 
 def _joined(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """The peak of `synchronise`, which computes no gradients, by its state's part; 0 without such a program."""
+    """Return the peak of `synchronise`, scaled by the state because it has no gradients; 0 without such a program."""
     program = plan.programs.get(SYNCHRONISE)
     return 0 if program is None else _changed(program.memory.peak, before.arguments, after.arguments)
 

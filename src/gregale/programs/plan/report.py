@@ -1,4 +1,4 @@
-"""What `gregale plan` says, as data for JSON."""
+"""Provides the report of `gregale plan` as data for JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from gregale.programs.runtime.setup import Setup
 def report_of(
     plan: Plan, tokens: int, link_gbit_per_second: float | None, island: IslandPlan | None = None
 ) -> dict[str, Any]:
-    """Everything, for JSON.
+    """Return the full report for JSON.
 
-    - `link_gbit_per_second`: one replica's link to the others, of an island one host's; None: the chips' own
+    - `link_gbit_per_second`: the link of a replica, or of an island's host, to the others; None: the chips' network
     - `island`: None if the run is no island
     """
     setup, target = plan.setup, plan.target
@@ -66,14 +66,14 @@ def report_of(
 
 
 def kernels_of(setup: Setup) -> dict[str, str]:
-    """The form of the model's operations: whose rules of differentiation, which attention, what an embedding sends."""
+    """Return the variants of the model's operations: differentiation rules, attention, and embedding traffic."""
     kernels = execution(setup.config.compute, setup.layout, setup.config.model).kernels
     embedding = "rows" if step_shape(setup).exchanges_rows else "table"
     return {"rules": kernels.rules, "attention": kernels.attention, "embedding": embedding}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:
-    """The pipeline's schedule: its numbers, the share of idle iterations, and a picture; None: there is none."""
+    """Return the pipeline's schedule: its numbers, the share of idle iterations, and a picture; None without one."""
     schedule = setup.schedule()
     if schedule is None:
         return None
@@ -82,7 +82,7 @@ def pipeline_of(setup: Setup) -> dict[str, Any] | None:
 
 
 def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: float | None) -> float | None:
-    """What one replica sends to the others, in bytes per second: as given, or all its chips' share of the network."""
+    """Return a replica's rate to the others in bytes per second: as given, or its chips' share of the network."""
     if link_gbit_per_second is not None:
         return link_gbit_per_second * GBIT
     network = target.chip.network_bytes_per_second
@@ -90,10 +90,9 @@ def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: fl
 
 
 def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
-    """Bytes on one device: by tree, and at the peak of the largest program.
+    """Return bytes on one device by tree, and at the peak of the largest program.
 
-    `activations` are the step's temporaries less the gradient buffers; of an island `in_flight` is beside every
-    program.
+    `activations` are the step's temporaries without the gradient buffers. An island adds `in_flight` to each program.
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
     in_flight = 0 if island is None else island.traffic.device_bytes_in_flight()
@@ -112,20 +111,20 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
 
 
 def largest_of(plan: Plan) -> list[tuple[int, str]]:
-    """What takes most in the largest program, if the compiler refuses it for its memory."""
+    """Return the largest buffers of the largest program, if it does not fit."""
     shortage = plan.programs[plan.largest].shortage
     return [] if shortage is None else shortage.largest
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
-    """The closed form of a step's peak; None: there is a pipeline, which has none."""
+    """Return a step's peak in closed form; None with a pipeline, which has no closed form."""
     return estimate(setup, backend).peak if setup.config.pipeline is None else None
 
 
 def traffic_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """The collectives of a program, their bytes as compiled and in closed form, its run, and what is overlapped.
+    """Return a program's collectives, their bytes as compiled and in closed form, its time, and its overlap.
 
-    - `bandwidth`: bytes a second that a device sends between slices; None: not known
+    - `bandwidth`: bytes per second that a device sends between slices; None: unknown
     """
     closed_form = {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()}
     schedule = plan.schedule(program, bandwidth)
@@ -138,7 +137,7 @@ def traffic_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
 
 
 def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """Seconds of a run of a program; and the utilisation, as if it were a step."""
+    """Return the seconds of one run of a program, and the utilisation if the program were a step."""
     model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
     return {
         "seconds": schedule.seconds,
@@ -150,7 +149,7 @@ def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
 
 
 def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """One of a run's programs: its peak of memory, and its traffic in one run; `bandwidth` as of `traffic_of`."""
+    """Return a program's memory peak, and its traffic in one run; `bandwidth` as for `traffic_of`."""
     refused = program.shortage is not None
     return {
         "peak": program.memory.peak,
@@ -161,15 +160,15 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
 
 
 def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[str, float | None]]:
-    """By link: payload bytes of a run, those started apart from their end, and the seconds hidden and exposed.
+    """Return by link the payload bytes of a run, the asynchronous ones among them, and hidden and exposed seconds.
 
-    Seconds are None where the compiler gives no estimates of cycles, or the link has no rate.
+    Seconds are None if the compiler estimates no cycles, or the link has no rate.
     """
     found: dict[str, dict[str, float | None]] = {}
-    weighed = {} if schedule is None else schedule.links
+    timed = {} if schedule is None else schedule.links
     for link in dict.fromkeys(each.link for each in program.audit.collectives):
         here = [each for each in program.audit.collectives if each.link == link]
-        times = weighed.get(link)
+        times = timed.get(link)
         found[link] = {
             "bytes": sum(each.bytes * (each.times or 1) for each in here),
             "asynchronous": sum(each.bytes * (each.times or 1) for each in here if each.is_async),
@@ -194,53 +193,51 @@ def roofline_of(plan: Plan, bound: Roofline) -> dict[str, Any]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """What a reader must know to read the figures rightly."""
+    """Return the notes that a reader needs to interpret the estimates."""
     notes = []
     if plan.target.simulated:
         notes.append(
-            "compiled by XLA:CPU for simulated devices; what crosses `replica` is taken to be between slices, and "
-            "the compiler's peak holds all attention scores. --topology asks the TPU compiler."
+            "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices, and the "
+            "compiler's peak includes all attention scores. --topology uses the TPU compiler."
         )
         if step_shape(plan.setup).compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
     if plan.target.devices[0].platform == "gpu":
         notes.append(
-            "compiled for GPUs without one: products and kernels are not tuned, what cuDNN and NCCL take for "
-            f"themselves is not in the peak, no times are estimated. JAX takes {plan.target.share:.0%} of the memory."
+            "compiled for GPUs without a GPU: products and kernels are not tuned, the peak excludes the memory of "
+            f"cuDNN and NCCL, and there are no times. JAX uses {plan.target.share:.0%} of the memory."
         )
     period = plan.setup.method.traffic(step_shape(plan.setup)).period
     if len(plan.programs) > 1:
         notes.append(
-            f"replicas are joined over {period} steps; where fragments differ in size, the programs are those of "
-            "the largest. The roofline spreads what they send over those steps."
+            f"replicas join over {period} steps; if fragments differ in size, the programs are those of the "
+            "largest. The roofline spreads their traffic over those steps."
         )
     if plan.setup.config.pipeline is not None:
         notes.append(
-            "a pipeline's memory has no closed form, so that no remedies are offered; the compiler's peak is exact. "
-            "Idle stages compute too, and the roofline counts it."
+            "a pipeline's memory has no closed form, so that there are no remedies; the compiler's peak is exact. "
+            "Idle stages also compute, and the roofline includes that."
         )
     if isinstance(plan.setup.method, Island):
         notes.append(
-            "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
-            "taking part; outer parameters and the outer optimizer are in host memory."
+            "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "
+            "outer parameters and the outer optimizer are in host memory."
         )
     if plan.until == MEMORY and plan.target.topology is not None:
         notes.append(
-            "compiled to the memory report: the peak is without the program's code, some tens of MiB, and nothing is "
-            "said of what the compiler overlaps. --until code tells both."
+            "compiled to the memory report: the peak excludes the program's code, some tens of MiB, and the report "
+            "has no overlap. --until code adds both."
         )
     if any(program.shortage is not None for program in plan.programs.values()):
         notes.append(
-            "the compiler refuses a program that does not fit; what is told of it is its schedule, before code is made."
+            "the compiler rejects a program that does not fit; its report is from its schedule, before code generation."
         )
     if any("tpu_custom_call" in program.text for program in plan.programs.values()):
-        notes.append(
-            "the compiler estimates no cycles for Pallas kernels; those of attention are taken at the chip's peak."
-        )
+        notes.append("the compiler estimates no cycles for Pallas kernels; attention kernels count at the chip's peak.")
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:
-        notes.append(f"{unknown} collectives are among groups of devices that are no grid in the mesh.")
+        notes.append(f"{unknown} collectives have device groups that are no grid in the mesh.")
     if any(collective.times is None for collective in collectives):
         notes.append("a loop does not tell how often it runs; its collectives are counted once.")
     return notes

@@ -1,11 +1,11 @@
-"""The fastest way to compute a step that fits: remat policy x microbatches x unrolled layers x gather.
+"""Provides the search for the fastest step that fits: remat policy x microbatches x unrolled layers x gather.
 
-    found = search(config, tokens, target, Asked(link_gbit_per_second, count, tell))
+    found = search(config, tokens, target, SearchOptions(link_gbit_per_second, count, report))
 
-All candidates are weighed by the closed forms of memory and time. Then the compiler is asked, from the fastest on, as
-far as its memory report, until enough of them fit; of those the fastest by its schedule is the answer. Layers are
-unrolled only then, for the closed forms do not know what that overlaps. Meshes, pipelines and attention are not
-searched, and neither is what changes a result: the batch.
+The search scores all candidates by the closed forms of memory and time. It then compiles them to the memory report, the
+fastest first, until enough fit; the result is the fastest of these by its schedule. It tries unrolled layers only at
+the end, because the closed forms do not include the overlap of unrolling. It does not search meshes, pipelines,
+attention or the batch, which changes results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from gregale.audit.device_axes import INSIDE
 from gregale.errors import UserError
 from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, weighed_candidates
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_candidates
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
@@ -30,24 +30,24 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 ENOUGH = 3  # candidates that fit, by the compiler
-MOST_COMPILED = 8
-DOUBT = 1.25  # a closed form above so many times the memory is believed
-UNROLLED = 2  # layers, tried of the best where the compiler shows what it overlaps
+MAX_COMPILED = 8
+MARGIN = 1.25  # the search skips candidates whose closed form exceeds the memory by more than this factor
+UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports overlap
 
 
 @dataclass(frozen=True)
 class Found:
     """The result of a search.
 
-    - `weighed`: all candidates, the fastest by the closed form first; unrolled ones last
-    - `best`: the fastest that fits; None: none that was compiled does
-    - `configured`: what the configuration has
+    - `scored`: all candidates, the fastest by the closed form first; unrolled ones last
+    - `best`: the fastest that fits; None: no compiled candidate fits
+    - `configured`: the candidate of the configuration
     - `memory`: bytes of a device for programs
-    - `left_out`: why candidates are not possible, each reason once
-    - `remedies`: if nothing fits, what would take less than the smallest
+    - `left_out`: reasons why candidates are impossible, each once
+    - `remedies`: if nothing fits, changes that need less memory than the smallest candidate
     """
 
-    weighed: list[ScoredCandidate]
+    scored: list[ScoredCandidate]
     best: ScoredCandidate | None
     configured: Candidate
     memory: int
@@ -55,62 +55,62 @@ class Found:
     remedies: list[Remedy]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result for JSON."""
         return {
             "memory": self.memory,
             "fits": self.best is not None,
             "best": None if self.best is None else self.best.to_dict(),
             "yaml": None if self.best is None else self.best.candidate.yaml(),
             "configured": asdict(self.configured),
-            "candidates": [each.to_dict() for each in self.weighed],
+            "candidates": [each.to_dict() for each in self.scored],
             "left_out": self.left_out,
             "remedies": [each.to_dict() for each in self.remedies],
         }
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a search is told beside the configuration.
+class SearchOptions:
+    """Options of a search besides the configuration.
 
     - `link_gbit_per_second`: a replica's link to the others; None: its chips' share of the network
-    - `count`: islands, if the run is one of several; see `gregale.programs.plan.island.island_of`
-    - `tell`: is given a line before and after the compiler is asked
+    - `count`: number of islands, if the run is an island; see `gregale.programs.plan.island.island_of`
+    - `report`: takes a line before and after each compilation
     """
 
     link_gbit_per_second: float | None
     count: int | None
-    tell: Callable[[str], object]
+    report: Callable[[str], object]
 
 
-def search(config: TrainConfig, tokens: int, target: Target, asked: Asked) -> Found:
-    """Looks for the fastest candidate that fits.
+def search(config: TrainConfig, tokens: int, target: Target, options: SearchOptions) -> Found:
+    """Return the fastest candidate that fits.
 
     Raises:
         UserError: the configuration does not fit the devices, or it has a pipeline.
     """
     if config.pipeline is not None:
         raise UserError(
-            "search: the configuration has a pipeline, whose memory has no closed form to begin with. `gregale plan` "
-            "without --search tells what one configuration takes."
+            "search: the configuration has a pipeline, whose memory has no closed form to start from. `gregale plan` "
+            "without --search reports the memory of one configuration."
         )
     setup = setup_for(config, tokens, target)
     compute = setup.config.compute
     unroll = execution(compute, setup.layout, setup.config.model).unroll
     configured = Candidate(compute.remat, setup.config.batch.microbatches, unroll, compute.gather)
-    compiler = _Compiler(setup, tokens, target, asked)
-    weighed, left_out = weighed_candidates(setup, target, unroll, compiler.bandwidth)
-    possible = [each for each in weighed if each.closed_form_peak <= DOUBT * target.memory_bytes]
+    compiler = _Compiler(setup, tokens, target, options)
+    scored, left_out = scored_candidates(setup, target, unroll, compiler.bandwidth)
+    possible = [each for each in scored if each.closed_form_peak <= MARGIN * target.memory_bytes]
     for each in [each for each in possible if each.candidate == configured] + possible:
         if compiler.is_worth(each):
             compiler.ask(each)
     if not compiler.fitting():
-        compiler.ask(min(weighed, key=lambda each: each.closed_form_peak))
+        compiler.ask(min(scored, key=lambda each: each.closed_form_peak))
     if not target.simulated and unroll < UNROLLED and compiler.fitting():
         left_out += compiler.try_unrolled(compiler.fitting()[0])
     best = next(iter(compiler.fitting()), None)
     answers = compiler.answers
     return Found(
-        weighed=[answers.pop(each.candidate, each) for each in weighed] + [*answers.values()],
+        scored=[answers.pop(each.candidate, each) for each in scored] + [*answers.values()],
         best=best,
         configured=configured,
         memory=compiler.memory,
@@ -120,9 +120,9 @@ def search(config: TrainConfig, tokens: int, target: Target, asked: Asked) -> Fo
 
 
 def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
-    """A step's time by its schedule: inside a slice what is asynchronous is hidden as far as there is something else.
+    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
 
-    Between slices there is next to nothing behind which it could be, so all of it is added, as what is synchronous.
+    Synchronous transfers, and those between slices, which little work could hide, add their full time.
     """
     bound = plan.roofline(bandwidth)
     inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
@@ -135,75 +135,75 @@ def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
 
 
 class _Compiler:
-    """What the compiler was asked so far.
+    """Results of the compilations so far.
 
-    - `answers`: by candidate
-    - `memory`: bytes of a device for programs, as far as the compiler has told
-    - `smallest`: of the programs that do not fit the one that takes least
+    - `answers`: results by candidate
+    - `memory`: bytes of a device for programs, by the compiler's reports
+    - `smallest`: the plan with the smallest peak among those that do not fit
     """
 
-    def __init__(self, setup: Setup, tokens: int, target: Target, asked: Asked):
-        self._setup, self._tokens, self._target, self._asked = setup, tokens, target, asked
-        link = link_bytes_per_second(target, setup, asked.link_gbit_per_second)
+    def __init__(self, setup: Setup, tokens: int, target: Target, options: SearchOptions):
+        self._setup, self._tokens, self._target, self._options = setup, tokens, target, options
+        link = link_bytes_per_second(target, setup, options.link_gbit_per_second)
         self.bandwidth = None if link is None else link / devices_of_a_replica(setup)
         self.answers: dict[Candidate, ScoredCandidate] = {}
         self.memory = target.memory_bytes
         self.smallest: Plan | None = None
 
     def fitting(self) -> list[ScoredCandidate]:
-        """Those that fit, the fastest first."""
+        """Return the candidates that fit, the fastest first."""
         return sorted((each for each in self.answers.values() if each.fits), key=lambda each: each.seconds or 0.0)
 
-    def is_worth(self, weighed: ScoredCandidate) -> bool:
-        """Whether to ask: not if enough fit, and not of what fits or does not fit because another one does."""
-        if weighed.candidate in self.answers or len(self.answers) >= MOST_COMPILED or len(self.fitting()) >= ENOUGH:
+    def is_worth(self, scored: ScoredCandidate) -> bool:
+        """Return whether to compile: not if enough fit, and not if another result already decides whether it fits."""
+        if scored.candidate in self.answers or len(self.answers) >= MAX_COMPILED or len(self.fitting()) >= ENOUGH:
             return False
-        mine = weighed.candidate
+        mine = scored.candidate
         for other in self.answers.values():
             more = mine.microbatches - other.candidate.microbatches
             alike = replace(mine, microbatches=other.candidate.microbatches) == other.candidate
-            slower = weighed.closed_form_seconds >= other.closed_form_seconds
+            slower = scored.closed_form_seconds >= other.closed_form_seconds
             if alike and (more > 0 and slower if other.fits else more < 0):
                 return False
         return True
 
-    def ask(self, weighed: ScoredCandidate) -> None:
-        """Compiles the programs of a candidate as far as the memory report."""
-        candidate, start = weighed.candidate, time.monotonic()
+    def ask(self, scored: ScoredCandidate) -> None:
+        """Compile the programs of a candidate to the memory report."""
+        candidate, start = scored.candidate, time.monotonic()
         if candidate in self.answers:
             return
-        self._asked.tell(f"{candidate}: compiling")
+        self._options.report(f"{candidate}: compiling")
         plan = plan_step(candidate.of(self._setup.config), self._tokens, self._target, MEMORY)
         peak = self._peak(plan)
         fits = peak <= plan.memory_bytes
-        answer = replace(weighed, peak=peak, seconds=scheduled_seconds(plan, self.bandwidth), fits=fits)
+        answer = replace(scored, peak=peak, seconds=scheduled_seconds(plan, self.bandwidth), fits=fits)
         self.answers[candidate] = answer
         self.memory = min(self.memory, plan.memory_bytes)
         if not fits and (self.smallest is None or peak < self.smallest.memory.peak):
             self.smallest = plan
         verdict = "fits" if fits else "does not fit"
-        self._asked.tell(
+        self._options.report(
             f"    {size(peak)} of {size(plan.memory_bytes)}, {verdict}; a step takes {answer.seconds:.3g} s by the "
             f"estimate; compiled in {time.monotonic() - start:.0f} s"
         )
 
     def remedies(self, plan: Plan) -> list[Remedy]:
-        """What would take less than a plan that does not fit; the compiler is asked of all that are to fit."""
+        """Return changes that need less memory than a plan; compile those that fit by their estimates."""
         return sorted(map(self._checked, remedies(plan, self._tokens)), key=cost)
 
     def _checked(self, remedy: Remedy) -> Remedy:
         if not remedy.fits:
             return remedy
-        self._asked.tell(f"{remedy.change}: compiling")
+        self._options.report(f"{remedy.change}: compiling")
         plan = plan_step(remedy.config, self._tokens, self._target, MEMORY)
         peak = self._peak(plan)
         return replace(remedy, peak_bytes=peak, fits=peak <= plan.memory_bytes, compiled=True)
 
     def _peak(self, plan: Plan) -> int:
-        return memory_of(plan, island_of(plan.setup, self._asked.count))["peak"]
+        return memory_of(plan, island_of(plan.setup, self._options.count))["peak"]
 
     def try_unrolled(self, best: ScoredCandidate) -> list[str]:
-        """Asks for the best with layers unrolled; the reasons if it cannot be."""
+        """Compile the best candidate with unrolled layers; return the reasons if that is impossible."""
         candidate = replace(best.candidate, unroll=UNROLLED)
         try:
             self.ask(ScoredCandidate(candidate, best.closed_form_peak, best.closed_form_seconds))

@@ -1,4 +1,4 @@
-"""The closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
+"""Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAR_AXES = ("island", REPLICA)
 
 
 def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
-    """A step's batch as `jax.ShapeDtypeStruct`s [batch, position], sharded as `train` places it."""
+    """Return a step's batch as `jax.ShapeDtypeStruct`s [batch, position] with the shardings of `train`."""
     axes = setup.batch_axes
     sharding = setup.layout.sharding(axes, setup.layout.compute)
     shape, names = tuple(axis.size for axis in axes), tuple(axis.name for axis in axes)
@@ -41,7 +41,7 @@ def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
-    """The sizes that the closed forms take, of the configured method's step or another's; of DiLoCo one replica's."""
+    """Return the sizes for the closed forms of the configured or another method's step; for DiLoCo of one replica."""
     config, method = setup.config, method or setup.method
     model, batch, compute = config.model, config.batch, config.compute
     assert isinstance(model, LlamaConfig)
@@ -83,13 +83,13 @@ class Bytes:
     """Bytes of a run's trees on one device, exactly, from their shardings.
 
     Attributes:
-        parameters: of DiLoCo, the replica's own.
-        optimizer: state of the optimizer; of DiLoCo, the replica's own.
-        outer_parameters: of DiLoCo; 0 for PSDP.
-        outer_optimizer: state of DiLoCo's outer optimizer, its momentum; 0 for PSDP.
-        counters: steps, skipped ones, and tokens seen.
-        gradients: the buffers in which microbatches are added up.
-        batch: one step's.
+        parameters: parameters; for DiLoCo the replica's own.
+        optimizer: state of the optimizer; for DiLoCo the replica's own.
+        outer_parameters: outer parameters of DiLoCo; 0 for PSDP.
+        outer_optimizer: momentum of DiLoCo's outer optimizer; 0 for PSDP.
+        counters: counts of steps, skipped steps, and tokens.
+        gradients: the buffers that sum microbatches.
+        batch: the batch of one step.
     """
 
     parameters: int
@@ -102,7 +102,7 @@ class Bytes:
 
     @property
     def state(self) -> int:
-        """What is there between steps."""
+        """Return the bytes of the state between steps."""
         outer = self.outer_parameters + self.outer_optimizer
         return self.parameters + self.optimizer + outer + self.counters
 
@@ -124,14 +124,14 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """The memory in closed form of a step whose layers are scanned."""
+    """Return the memory in closed form of a step with scanned layers."""
     step = step_shape(setup)
     update = setup.config.optimizer.update_bytes(step.weights, step.layout)
     return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
-    """Everything that a step of the configured method, or of another, sends, but what joins DiLoCo's replicas."""
+    """Return all transfers of a step of the configured or another method, except those that join DiLoCo's replicas."""
     step = step_shape(setup, method)
     averages = (method or setup.method).traffic(step).averages
     stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
@@ -140,9 +140,9 @@ def step_transfers(setup: Setup, backend: Backend, method: Method | None = None)
 
 
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:
-    """What a device of an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
+    """Return the bytes that an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
 
-    What DiLoCo sends in a period to join its replicas is spread over the period's steps.
+    The transfers that join DiLoCo's replicas are spread over the steps of a period.
     """
     step = step_shape(setup)
     traffic = setup.method.traffic(step)
@@ -158,13 +158,13 @@ def _sent_by_link(transfers: list[Transfer], step: StepShape) -> dict[str, float
 
 
 def estimated_work(setup: Setup, link_bytes: dict[str, float]) -> Work:
-    """What a device does in a step, with the optimizer's own matrix products."""
+    """Return a device's work in a step, including the optimizer's matrix products."""
     step = step_shape(setup)
     update = setup.config.optimizer.update_flops(step.weights, step.layout)
     return work_of(step, tree_bytes(setup).optimizer, link_bytes, update)
 
 
 def devices_of_a_replica(setup: Setup) -> int:
-    """Devices that share one replica's end of the slow link."""
+    """Return the number of devices of a replica, which share its end of the slow link."""
     sizes = setup.layout.mesh.shape
     return prod(size for axis, size in sizes.items() if axis not in FAR_AXES)

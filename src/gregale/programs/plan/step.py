@@ -1,4 +1,4 @@
-"""The programs that `train` would run, compiled from shapes alone, and what they tell together."""
+"""Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.runs.config import TrainConfig
 
 CODE, MEMORY = "code", "memory"
-UNTIL = (CODE, MEMORY)  # to the end; to the memory report and the schedule, which come long before the code
+UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the memory report, which is faster
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the compiled programs tell.
+    """The compiled programs of a run.
 
-    - `programs`: by name, see `programs_of`; `step` is always there
-    - `until`: how far they are compiled, one of `UNTIL`
+    - `programs`: programs by name, see `programs_of`; always includes `step`
+    - `until`: last compiler stage, one of `UNTIL`
     """
 
     setup: Setup
@@ -41,26 +41,26 @@ class Plan:
 
     @property
     def largest(self) -> str:
-        """The name of the program that takes the most memory."""
+        """Return the name of the program with the largest memory peak."""
         return max(self.programs, key=lambda name: self.programs[name].memory.peak)
 
     @property
     def memory(self) -> CompilerMemory:
-        """Of the program that takes the most."""
+        """Return the memory of the largest program."""
         return self.programs[self.largest].memory
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device for programs: as its compiler says where it refuses one, else by the table of chips."""
+        """Return a device's bytes for programs: from the compiler's error if one does not fit, else from the chip."""
         offered = [each.shortage.offered for each in self.programs.values() if each.shortage is not None]
         return min([*offered, self.target.memory_bytes])
 
     @property
     def link_bytes(self) -> dict[str, float]:
-        """What a device sends over each link in a step, for DiLoCo on average.
+        """Return the bytes that a device sends over each link in a step, for DiLoCo on average.
 
-        From the compiled step; but XLA:CPU sends bfloat16 as float32, so for simulated devices by the closed form, and
-        so for methods whose steps differ.
+        They are from the compiled step. For simulated devices, because XLA:CPU sends bfloat16 as float32, and for
+        methods whose steps differ, they are from the closed form.
         """
         if self.target.simulated or len(self.programs) > 1:
             return estimated_link_bytes(self.setup)
@@ -70,11 +70,11 @@ class Plan:
         return sent
 
     def link_rates(self, between_bytes_per_second: float | None) -> dict[str, float]:
-        """What a device sends over each link in a second; None: between slices its chip's share of the network."""
+        """Return a device's rate over each link in bytes per second; None: the chip's network share between slices."""
         return link_rates(self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
-        """A run of a program, by its compiler's estimates of cycles; None: it gives none."""
+        """Return the timed run of a program by the compiler's cycle estimates; None without estimates."""
         cycles = self.target.chip.cycles_per_second
         if self.target.simulated or cycles is None:
             return None
@@ -88,9 +88,9 @@ class Plan:
 
 
 def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = CODE) -> Plan:
-    """Compiles the programs of a configuration for the target and reads them.
+    """Compile the programs of a configuration for the target and return the plan.
 
-    - `until`: how far they are compiled, one of `UNTIL`
+    - `until`: last compiler stage, one of `UNTIL`
 
     Raises:
         UserError: the configuration does not fit the devices.
@@ -100,7 +100,7 @@ def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = COD
 
 
 def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
-    """What is planned: the configuration as it is compiled for the target. Raises `UserError` as `plan_step`."""
+    """Return the setup of a configuration for the target. Raises `UserError` as `plan_step`."""
     config = for_accelerators(config, target)
     setup = set_up(config, tokens, make_mesh(config.mesh, target.devices))
     check_replicas(config, setup.layout)
@@ -108,7 +108,7 @@ def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
 
 
 def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
-    """Compiles a program as far as it is asked for."""
+    """Return the function that compiles a program to the requested stage."""
     arguments = tree_bytes(setup).arguments
     if until == MEMORY and target.topology is not None:
         request = Request(setup.config, tokens, *target.topology)

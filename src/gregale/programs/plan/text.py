@@ -1,4 +1,4 @@
-"""What `gregale plan` says, as tables for a reader."""
+"""Provides the report of `gregale plan` as tables."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MEMORY_ROWS = {
     "closed_form_on_accelerator": "closed form on an accelerator",
     "chip": "memory of the device",
 }
-NOT_COMPILED = 5  # candidates shown beside those that were compiled
+NOT_COMPILED = 5  # number of candidates that the table shows without compilation
 CHOICES = ("remat", "microbatches", "unroll", "gather")
 HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step", "compiled", "step by\nschedule", "")
 
 
 def size(count: float | None) -> str:
-    """Bytes for a reader, in binary units."""
+    """Return bytes in binary units."""
     if count is None:
         return "unknown"
     unit = 0
@@ -40,7 +40,7 @@ def size(count: float | None) -> str:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as tables, and the verdict."""
+    """Print the report as tables, and whether the run fits."""
     _head(report, console)
     if report["pipeline"] is not None:
         _pipeline(report["pipeline"], console)
@@ -82,7 +82,7 @@ def _head(report: dict[str, Any], console: Console) -> None:
 
 
 def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
-    """The schedule, not wrapped: a row is a stage, a column an iteration."""
+    """Print the schedule without line wraps: a row is a stage, a column an iteration."""
     p = pipeline
     console.print(
         f"\nPipeline: {p['stages']} stages x {p['repeats']} repeats, {p['microbatches']} microbatches, "
@@ -101,27 +101,25 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
         return
     console.print(f"It does not fit: {share}.", highlight=False)
     if memory["largest"]:
-        console.print(
-            f"The compiler refuses {memory['peak_program']!r}. What takes most, by its report:", highlight=False
-        )
+        console.print(f"The compiler rejects {memory['peak_program']!r}. Its largest buffers:", highlight=False)
     for each in memory["largest"]:
         console.print(f"  {size(each['bytes'])}: {each['shapes']}", highlight=False, markup=False)
     print_remedies(report["remedies"], console)
 
 
 def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
-    """Each with its effect; nothing if there are none."""
+    """Print each remedy with its effect."""
     if remedies:
-        console.print("The cheapest remedies, estimated but where the compiler is named:", highlight=False)
+        console.print("The cheapest remedies, estimated unless marked as compiled:", highlight=False)
     for remedy in remedies:
         fits = "fits" if remedy["fits"] else "does not fit"
-        by = " by the compiler" if remedy["compiled"] else ""
+        by = " (compiled)" if remedy["compiled"] else ""
         effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
         console.print(f"  {remedy['change']}: {effect}", highlight=False)
 
 
 def _collectives(name: str, collectives: list[dict[str, Any]], console: Console) -> None:
-    """Collectives that differ only in their size, in one row; of programs beside the step those between slices."""
+    """Print collectives, one row for those that differ only in size; for other programs only those between slices."""
     counts: Counter = Counter()
     payloads: Counter = Counter()
     for each in collectives:
@@ -161,11 +159,11 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
         for link, each in program["overlap"].items()
     ]
     headings = ("program", "link", "bytes", "asynchronous", "hidden", "exposed")
-    print_table(console, "What the compiler overlaps", headings, rows)
+    print_table(console, "Overlap in the compiled programs", headings, rows)
 
 
 def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
-    """The time of each program of which the compiler estimates it."""
+    """Print the time of each program with a compiler estimate."""
     keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
     rows = [
         (name, *(f"{found[key]:.4g} s" for key in keys), f"{found['utilisation']:.1%}")
@@ -217,7 +215,7 @@ def _methods(report: dict[str, Any], console: Console) -> None:
 
 
 def _island(island: dict[str, Any], console: Console) -> None:
-    """What crosses the network and what it takes."""
+    """Print an island's traffic and memory."""
     hidden = island["hidden_gbit_per_second"]
     rows = [
         ("sent in a round, at most", size(island["bytes_per_round"])),
@@ -238,7 +236,7 @@ def _island(island: dict[str, Any], console: Console) -> None:
 
 
 def with_settings(name: str, method: dict[str, Any]) -> str:
-    """A method with its H, P and tau, and whether the configuration has it."""
+    """Return a method with its H, P and tau, and a mark for the configured method."""
     settings = [f"H {method['period']}"] if method["period"] > 1 else []
     settings += [f"P {method['fragments']}", f"tau {method['delay']}"] if method["fragments"] > 1 else []
     settings += ["configured"] if method["configured"] else []
@@ -246,7 +244,7 @@ def with_settings(name: str, method: dict[str, Any]) -> str:
 
 
 def print_search(report: dict[str, Any], console: Console) -> None:
-    """The candidates as a table, the fastest first, and the answer as YAML."""
+    """Print the candidates as a table, the fastest first, and the best as YAML."""
     candidates, best = report["candidates"], report["best"]
     compiled = [each for each in candidates if each["peak"] is not None]
     others = [each for each in candidates if each["peak"] is None]

@@ -1,1 +1,1 @@
-"""`gregale report`: what runs have written, as a page for a browser."""
+"""Provides `gregale report`, which writes one HTML page about one or more runs."""

@@ -1,4 +1,4 @@
-"""`gregale report`: a page of one run or several, in one file."""
+"""Provides `gregale report`, which writes one HTML page about one or more runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ReportOptions(Settings):
     runs: tuple[str, ...] = field(
         metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
     )
-    output: Path = field(default=Path("report.html"), metadata={"help": "where the page is written"})
+    output: Path = field(default=Path("report.html"), metadata={"help": "the path of the page"})
     plan: tuple[Path, ...] = field(
-        default=(), metadata={"help": "what `gregale plan --json` printed, to be shown beside what was measured"}
+        default=(), metadata={"help": "output of `gregale plan --json`, to compare with measurements"}
     )
 
     def __post_init__(self):
@@ -42,8 +42,8 @@ class ReportOptions(Settings):
 
 
 def main(options: ReportOptions) -> int:
-    """Writes the page and says where it is."""
-    found, notes = told_apart([run for name in options.runs for run in runs_of(name)])
+    """Write the page and print its address."""
+    found, notes = distinct_runs([run for name in options.runs for run in runs_of(name)])
     plans = [read_plan(path) for path in options.plan]
     text = report_page([read_history(run) for run in found], plans, notes)
     address = write_page(options.output, text)
@@ -53,14 +53,14 @@ def main(options: ReportOptions) -> int:
     return 0
 
 
-def told_apart(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]:
-    """Each run once, and what there is to say of those that were given twice or have the same name."""
+def distinct_runs(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]:
+    """Return each run once, and notes about runs that were given twice or share a name."""
     single: dict[str, RunPaths] = {}
     notes = []
     for run in found:
         key = os.path.realpath(run.path) if isinstance(run.path, Path) else str(run.path)
         if key in single:
-            notes.append(f"{run.path} was given twice; it is shown once.")
+            notes.append(f"{run.path} was given twice; the report has it once.")
         single.setdefault(key, run)
     names = [run.path.absolute().name for run in single.values()]
     for name in dict.fromkeys(names):
@@ -70,7 +70,7 @@ def told_apart(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """What `gregale plan --json` printed into a file; raises `UserError` if it is something else."""
+    """Return a saved plan; raise `UserError` if the file is not the output of `gregale plan --json`."""
     try:
         plan = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     except ValueError:
         plan = None
     if not isinstance(plan, dict) or "roofline" not in plan:
-        raise UserError(f"plan: {path} is not what `gregale plan CONFIG --json` prints; it has no roofline.")
+        raise UserError(f"plan: {path} is not the output of `gregale plan CONFIG --json`; it has no roofline.")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Several runs beside one another: a table of their best, the same at a common point, and how they are configured."""
+"""Provides the comparison of runs: their results, their losses at a common point, and their different settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gregale.programs.report.runs import ReportRun, axes_of
 from gregale.runs.history import Column
 from gregale.web import Html, colour_of, element, swatch, table
 
-END = 0.02  # the share of a run over whose end a loss is averaged
+END = 0.02  # the last share of a run, over which a loss is averaged
 NOT_COMPARED = {"name", "islands.name"}
 
 
@@ -20,8 +20,8 @@ NOT_COMPARED = {"name", "islands.name"}
 class Measure:
     """A column of the table.
 
-    - `better`: which of the runs' values is the best one; None: none is better
-    - `loss`: shown with four digits behind the point
+    - `better`: returns the best of the runs' values; None: no value is best
+    - `loss`: the cell has four decimal places
     """
 
     heading: str
@@ -31,7 +31,7 @@ class Measure:
     loss: bool = False
 
     def cells(self, runs: Sequence[ReportRun]) -> list[object]:
-        """A cell for each run, the best marked; alone or all equal none is."""
+        """Return a cell for each run, with a mark on the best unless all values are equal."""
         values = [self.of(run) for run in runs]
         known = [value for value in values if value is not None]
         best = self.better(known) if self.better and len(set(known)) > 1 else None
@@ -43,7 +43,7 @@ class Measure:
 
 
 def last(name: str) -> Callable[[ReportRun], float | None]:
-    """The newest value of a figure that is a number."""
+    """Return a function that gets the newest finite value of a metric."""
     return lambda run: _last(run.column(name))
 
 
@@ -60,19 +60,19 @@ def steps(run: ReportRun) -> float:
 
 
 def along(axis: str) -> Callable[[ReportRun], float | None]:
-    """How far a run has come over an axis."""
+    """Return a function that gets a run's last value on an axis."""
     return lambda run: float(steps(run)) if axis == "steps" else _last(run.axes.get(axis))
 
 
 def end_loss(run: ReportRun) -> float | None:
-    """The training loss, averaged over the last steps that have one."""
+    """Return the training loss, averaged over the last steps."""
     return loss_before(run, "steps", float(steps(run)))
 
 
 def loss_before(run: ReportRun, axis: str, point: float) -> float | None:
-    """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it.
+    """Return the training loss, averaged over the last steps before a point of an axis; None if the run lacks it.
 
-    Where it was logged more rarely, what its curve has there. Where the run ends, `end_loss`, whichever the axis is.
+    A sparsely logged loss is interpolated. At the end of the run the result is `end_loss` on each axis.
     """
     column = run.column("loss")
     if column is None or not len(column.steps):
@@ -90,7 +90,7 @@ def loss_before(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
-    """The newest held-out loss before a point of an axis."""
+    """Return the newest held-out loss before a point of an axis."""
     column = run.column("eval_loss")
     where = None if column is None else _over(run, axis, column)
     if column is None or where is None:
@@ -100,7 +100,7 @@ def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def method(run: ReportRun) -> str:
-    """The method with its period, as far as the configuration tells."""
+    """Return the method with its period, as configured."""
     kind, period = run.config("sync.type"), run.config("sync.period")
     name = NONE if kind is None else str(kind)
     islands = "islands, " if run.history.rounds else ""
@@ -122,12 +122,12 @@ MEASURES = (
 
 
 def overview(runs: Sequence[ReportRun]) -> Html:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     return _table(runs, [measure for measure in MEASURES if any(measure.of(run) is not None for run in runs)], True)
 
 
 def at_the_same_point(runs: Sequence[ReportRun]) -> Html | None:
-    """The losses where the run that came least far ends, over each axis that all have."""
+    """Return the losses at the last point that all runs reached, on each axis that all have."""
     measures = []
     for axis in axes_of(runs):
         ends = [along(axis.key)(run) for run in runs]
@@ -142,7 +142,7 @@ def at_the_same_point(runs: Sequence[ReportRun]) -> Html | None:
 
 
 def differences(runs: Sequence[ReportRun]) -> Html | None:
-    """The settings in which the runs differ; None: there are none."""
+    """Return a table of the settings in which the runs differ; None without differences."""
     known = [run for run in runs if run.history.config]
     keys = dict.fromkeys(key for run in known for key in run.history.config)
     rows = []
@@ -154,15 +154,15 @@ def differences(runs: Sequence[ReportRun]) -> Html | None:
 
 
 def labelled(run: ReportRun) -> Html:
-    """A run's name, with the colour of its lines."""
+    """Return a run's label with the colour of its lines."""
     return element("span", swatch(colour_of(run.place)), run.label)
 
 
 def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool) -> Html:
     columns = [measure.cells(runs) for measure in measures]
     rows = [
-        [labelled(run), *([method(run)] if methods else []), *(cells[place] for cells in columns)]
-        for place, run in enumerate(runs)
+        [labelled(run), *([method(run)] if methods else []), *(cells[index] for cells in columns)]
+        for index, run in enumerate(runs)
     ]
     headings = ["run", *(["method"] if methods else []), *(measure.heading for measure in measures)]
     return table(headings, rows, numbers=True, label="runs")
@@ -175,7 +175,7 @@ def _at(
 
 
 def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
-    """Where a run was at a point of an axis, in steps."""
+    """Return the step of a run at a point of an axis."""
     over = run.axes.get(axis)
     if axis == "steps" or over is None:
         return point if axis == "steps" else None
@@ -183,7 +183,7 @@ def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def _over(run: ReportRun, axis: str, column: Column) -> np.ndarray | None:
-    """Where the points of a column are on an axis."""
+    """Return the axis values of the points of a column."""
     if axis == "steps":
         return column.steps.astype(np.float64)
     over = run.axes.get(axis)

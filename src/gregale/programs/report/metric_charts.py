@@ -1,4 +1,4 @@
-"""The lines of runs: which figures stand in one chart, under which heading, and which of their points are drawn."""
+"""Provides the charts of metrics: their groups, their headings, and the points that they show."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gregale.runs.history import Column, spikes_kept
 from gregale.tracking.metrics import metric_of
 from gregale.web import Lines, Series, colour_of
 
-MOST_BUCKETS = 1000  # of a line; a chart is seldom wider in pixels
-BUCKETS_IN_ALL = 2500  # of one figure, of all runs
-FEWEST_BUCKETS = 40
-DOTS = 200  # a line of fewer points shows them
+MAX_BINS = 1000  # of a line; a chart is rarely wider in pixels
+BINS_IN_ALL = 2500  # of one metric over all runs
+MIN_BINS = 40
+DOTS = 200  # a line with fewer points shows dots
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A chart of figures.
+    """A chart of metrics.
 
-    - `names`: a pattern that their names match as a whole
-    - `unit`: of y; None: as the name ends
-    - `alone`: with several runs a figure has a chart of its own
+    - `names`: a pattern that matches the full metric names
+    - `unit`: unit of y; None: from the name's suffix
+    - `alone`: with several runs, each metric has its own chart
     """
 
     group: str
@@ -39,15 +39,15 @@ class Kind:
 
 
 KINDS = (
-    Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats a token; eval_loss is of text that is held out.", alone=True),
-    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "By bytes of text, whatever the tokenizer."),
+    Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats per token; eval_loss is on held-out text.", alone=True),
+    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "Per byte of text, for any tokenizer."),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
     Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),
     Kind("Tasks", "Answered right", r"acc\..+", "share"),
     Kind("Tasks", "Answered right, by log-likelihoods a character", r"acc_norm\..+", "share"),
-    Kind("Tasks", "Standard errors of what is answered right", r"acc(_norm)?_stderr\..+", "share"),
+    Kind("Tasks", "Standard errors of answered right", r"acc(_norm)?_stderr\..+", "share"),
     Kind("Tasks", "Perplexity of the answers", r"perplexity\..+", ""),
     Kind("Tasks", "Standard errors of the perplexity", r"perplexity_stderr\..+", ""),
     Kind("Optimisation", "Gradient norm", r"grad_norm", ""),
@@ -65,23 +65,23 @@ KINDS = (
     Kind("Speed", "Model FLOPs utilisation", r"mfu", "share"),
     Kind("Speed", "Time of a step", r"step_seconds", "seconds"),
     Kind("Speed", "Goodput", r"goodput", "share"),
-    Kind("Speed", "Time beside the steps", r".*_seconds", "seconds", "In all, since the run began."),
+    Kind("Speed", "Time outside steps", r".*_seconds", "seconds", "Total since the run began."),
     Kind("Speed", "Memory", r".*memory.*", "bytes"),
-    Kind("Network", "Sent over the slow link, of a device", r"replica_bytes", "bytes"),
+    Kind("Network", "Sent over the slow link by a device", r"replica_bytes", "bytes"),
     Kind("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
-    Kind("Network", "Members of the fleet", r"members", "", "In the newest round then.", stairs=True),
+    Kind("Network", "Members of the fleet", r"members", "", "In the newest round at each step.", stairs=True),
     Kind("Network", "Rounds", r"round", "", stairs=True),
 )
-LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and what the schedule shows
-OF_A_PART = "/"  # in the names of figures of a layer or an array
-OF_A_START = r".*_seconds|network_bytes_.*"  # counts that begin at 0 with each
+LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and the metric that the schedule chart shows
+OF_A_PART = "/"  # in the names of metrics of a layer or an array
+OF_A_START = r".*_seconds|network_bytes_.*"  # counts that restart at 0 with each start
 SHARES = ("_share", "_fraction", "_ratio")
 
 
 def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
-    """The headings with their charts; a figure of a name that is not known stands under "More".
+    """Yield the headings with their charts; metrics with unknown names are under "More".
 
-    Those of single layers are shown of one run alone: of several they would be hundreds of lines.
+    Metrics of single layers are shown only for one run, because several runs would have hundreds of lines.
     """
     without = LEFT_OUT.union(silent(runs))
     left = [*dict.fromkeys(name for run in runs for name in run.history.figures if name not in without)]
@@ -101,7 +101,7 @@ def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
 
 
 def silent(runs: Sequence[ReportRun]) -> list[str]:
-    """The figures that are 0 in all runs from begin to end."""
+    """Return the metrics that are always 0 in all runs."""
     columns: dict[str, list[Column]] = {}
     for run in runs:
         for name, column in run.history.figures.items():
@@ -110,34 +110,34 @@ def silent(runs: Sequence[ReportRun]) -> list[str]:
 
 
 def without_number(run: ReportRun) -> list[str]:
-    """In a sentence for each figure, where it is no number."""
-    told = []
+    """Return a sentence for each metric that has steps without a finite value."""
+    sentences = []
     for name, column in run.history.figures.items():
         missing = column.steps[~np.isfinite(column.values)]
         if len(missing):
             some = (
                 "all of its" if len(missing) == len(column.steps) else f"{len(missing):,} of its {len(column.steps):,}"
             )
-            told.append(f"{run.label}: `{name}` is no number at {some} steps, first at step {missing[0]:,}.")
-    return told
+            sentences.append(f"{run.label}: `{name}` is no number at {some} steps, first at step {missing[0]:,}.")
+    return sentences
 
 
-def line(run: ReportRun, column: Column, label: str, buckets: int, **look) -> Series:
-    """A line with few of its points and none of its spikes missing, and the means that smoothing starts from."""
-    kept = spikes_kept(column.values, buckets)
-    means = None if len(kept) == len(column.steps) else _means(column, buckets)
+def line(run: ReportRun, column: Column, label: str, bins: int, **look) -> Series:
+    """Return a line with few points, all spikes, and the means for smoothing."""
+    kept = spikes_kept(column.values, bins)
+    means = None if len(kept) == len(column.steps) else _means(column, bins)
     return Series(label, column.steps[kept], column.values[kept], means, run=run.place, **look)
 
 
-def buckets_for(runs: int) -> int:
-    """How many buckets a line may have where there are so many runs."""
-    return max(FEWEST_BUCKETS, min(MOST_BUCKETS, BUCKETS_IN_ALL // runs))
+def bins_for(runs: int) -> int:
+    """Return the maximum number of bins of a line, for this number of runs."""
+    return max(MIN_BINS, min(MAX_BINS, BINS_IN_ALL // runs))
 
 
 def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
     series = []
     for run in runs:
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             column = run.column(name)
             if column is None or not len(column.steps):
                 continue
@@ -149,25 +149,25 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines
                     run,
                     column,
                     label,
-                    buckets_for(len(runs) * len(names)),
-                    colour=colour_of(place if len(runs) == 1 else run.place),
-                    dashed=len(runs) > 1 and place > 0,
+                    bins_for(len(runs) * len(names)),
+                    colour=colour_of(index if len(runs) == 1 else run.place),
+                    dashed=len(runs) > 1 and index > 0,
                     dots=len(column.steps) < DOTS and not kind.stairs,
                     stairs=kind.stairs,
                 )
             )
     unit = _unit(names[0]) if kind.unit is None else kind.unit
-    key = quote(f"figures-{names[0]}", errors="surrogatepass")  # of any name one that HTML leaves as it is
+    key = quote(f"figures-{names[0]}", errors="surrogatepass")  # quoted, so that HTML keeps any name
     return Lines(key, kind.title, series, unit, help=kind.help or _meaning(names))
 
 
 def _short(name: str) -> str:
-    """A figure of a layer by the layer's name, under whose heading it stands."""
+    """Return the layer's name for a layer's metric, because the chart's heading has the metric's name."""
     return name.partition(OF_A_PART)[2] or name
 
 
 def _meaning(names: Sequence[str]) -> str:
-    """What is known of the only figure of a chart, in a sentence."""
+    """Return the meaning of a chart's only metric as a sentence; else empty."""
     metric = metric_of(names[0]) if len(names) == 1 else None
     if metric is None:
         return ""
@@ -187,9 +187,9 @@ def _unit(name: str) -> str:
     return "share" if name.endswith(SHARES) else ""
 
 
-def _means(column: Column, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each bucket its last step and the mean of what are numbers in it."""
-    size = -(-len(column.steps) // buckets)
+def _means(column: Column, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last step of each bin, and the mean of its finite values."""
+    size = -(-len(column.steps) // bins)
     starts = np.arange(0, len(column.steps), size)
     finite = np.isfinite(column.values)
     sums = np.add.reduceat(np.where(finite, column.values, 0.0), starts)

@@ -1,4 +1,4 @@
-"""The page of one run or of several."""
+"""Provides the page of one or more runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def report_page(
     notes: Sequence[str] = (),
     live_seconds: float | None = None,
 ) -> str:
-    """The report as one HTML file.
+    """Return the report as one HTML file.
 
-    - `plans`: what `gregale plan --json` said of some of the runs, which it names
-    - `notes`: what the reader should know beside what is wrong with the runs' files
-    - `live_seconds`: as of `Page`
+    - `plans`: outputs of `gregale plan --json` for some of the runs, matched by name
+    - `notes`: notes besides the problems of the runs' files
+    - `live_seconds`: as for `Page`
     """
     runs = shown(histories)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.label for run in runs)}"
@@ -40,27 +40,27 @@ def report_page(
     for group, charts in groups_of(runs):
         page.add(section(group, page.charts(*charts)))
     if zeros := silent(runs):
-        page.add(element("p", f"0 from begin to end: {', '.join(zeros)}.", class_="help"))
+        page.add(element("p", f"Always 0: {', '.join(zeros)}.", class_="help"))
     _add_synchronisation(page, runs)
     _add_texts(page, runs, plans)
     return page.html()
 
 
 def problems_of(runs: Sequence[ReportRun]) -> list[str]:
-    """What is wrong with the runs' files and figures, and which of them go on."""
+    """Return the problems of the runs' files and metrics, and the runs that still train."""
     found = []
     for run in runs:
         if run.history.is_running:
-            found.append(f"{run.label} is being trained: this is how far it was.")
+            found.append(f"{run.label} is still training; the report is a snapshot.")
         found += run.history.problems
         if not len(run.history.figures):
-            found.append(f"{run.label} has no figures yet: its first step is not done, or nothing was written.")
+            found.append(f"{run.label} has no metrics yet: it has logged no step.")
         found += without_number(run)
     return found
 
 
 def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
-    single: dict[str, Spans] = {}  # runs of one schedule need it once
+    single: dict[str, Spans] = {}  # runs with the same schedule share one chart
     for chart in filter(None, map(schedule_chart, runs)):
         single.setdefault(repr(chart.rows), chart)
     charts = [*rounds_charts(runs), *filter(None, [traffic_chart(runs)]), *single.values()]
@@ -85,7 +85,7 @@ def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[st
 
 
 def is_of(plan: Mapping[str, Any], run: ReportRun, runs: int) -> bool:
-    """Whether a plan is of a run: it has its configuration's name, or there is only one run."""
+    """Return whether a plan is for a run: it has the configuration's name, or there is only one run."""
     return runs == 1 or plan.get("name") == run.config("name", run.history.name)
 
 

@@ -1,4 +1,4 @@
-"""What a page says of a run beside its charts: its figures at a glance, samples, configuration, machine."""
+"""Provides the parts of a run's page besides its charts: main metrics, samples, configuration, machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gregale.programs.report.runs import ReportRun
 from gregale.runs.history import Sample
 from gregale.web import Html, cards, element, folded, table
 
-MOST_SAMPLES = 20  # steps whose samples are shown
-MOST_CHARACTERS = 4000  # of a text
+MAX_SAMPLES = 20  # number of steps
+MAX_CHARACTERS = 4000  # of a text
 
 
 def glance(run: ReportRun) -> Html:
-    """The figures to be seen first."""
+    """Return the cards with the main metrics."""
     steps = run.config("steps")
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
     measured = [
@@ -36,27 +36,27 @@ def glance(run: ReportRun) -> Html:
 
 
 def samples_of(run: ReportRun) -> list[Html]:
-    """What the model wrote, step by step, the newest unfolded; of very many steps an even choice."""
+    """Return the samples by step, the newest open; at most `MAX_SAMPLES` steps, evenly spaced."""
     samples = run.history.samples
-    if len(samples) > MOST_SAMPLES:
-        places = {round(place * (len(samples) - 1) / (MOST_SAMPLES - 1)) for place in range(MOST_SAMPLES)}
-        samples = [samples[place] for place in sorted(places)]
+    if len(samples) > MAX_SAMPLES:
+        indices = {round(index * (len(samples) - 1) / (MAX_SAMPLES - 1)) for index in range(MAX_SAMPLES)}
+        samples = [samples[index] for index in sorted(indices)]
     parts = [_sample(sample, sample is samples[-1]) for sample in reversed(samples)]
-    if len(run.history.samples) > MOST_SAMPLES:
-        told = f"{len(samples)} of {len(run.history.samples):,} steps are shown; samples.txt has all."
-        parts.append(element("p", told, class_="help"))
+    if len(run.history.samples) > MAX_SAMPLES:
+        note = f"{len(samples)} of {len(run.history.samples):,} steps are shown; samples.txt has all."
+        parts.append(element("p", note, class_="help"))
     return parts
 
 
 def configuration(run: ReportRun, opened: bool) -> Html | None:
-    """All settings of a run."""
+    """Return all settings of a run."""
     rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
     title = f"The {len(rows)} settings of {run.label}"
     return folded(title, table(["setting", "value"], rows, label=title), opened=opened) if rows else None
 
 
 def machine(run: ReportRun) -> Html | None:
-    """Each start of the run: when, on what, by which versions."""
+    """Return a table of the run's starts: time, devices, versions."""
     rows = [
         [
             f"{start.get('step', NONE)}",
@@ -74,7 +74,7 @@ def machine(run: ReportRun) -> Html | None:
 
 
 def changes(run: ReportRun) -> Html | None:
-    """With which other settings the run went on."""
+    """Return a table of the settings that changed at a resumption."""
     rows = [
         [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *_before_and_now(change)]
         for entry in run.history.changes
@@ -85,26 +85,26 @@ def changes(run: ReportRun) -> Html | None:
 
 
 def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
-    """What `gregale plan --json` foretold, beside what the run has measured."""
+    """Return the plan's estimates beside the run's measurements."""
     seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
     memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
     sent = run.axes.get("bytes")
     sent_a_step = None if sent is None else sent.values[-1] / max(sent.steps[-1], 1)
     bound, estimate = plan.get("roofline") or {}, plan.get("estimate") or {}
-    foretold = estimate.get("seconds") or bound.get("step_seconds_one_after_another")
+    estimated = estimate.get("seconds") or bound.get("step_seconds_one_after_another")
     configured = [each for each in (plan.get("methods") or {}).values() if each.get("configured")]
     bytes_a_step = configured[0]["bytes_per_step"]["average"] if configured else None
     rows = [
         [
             "time of a step",
-            *(format_quantity(each, "seconds") for each in (foretold, seconds)),
-            _ratio(seconds, foretold),
+            *(format_quantity(each, "seconds") for each in (estimated, seconds)),
+            _ratio(seconds, estimated),
         ],
         [
             "tokens a second",
-            format_quantity(tokens / foretold if tokens and foretold else None),
+            format_quantity(tokens / estimated if tokens and estimated else None),
             format_quantity(median("tokens_per_second")(run)),
-            _ratio(median("tokens_per_second")(run), tokens / foretold if tokens and foretold else None),
+            _ratio(median("tokens_per_second")(run), tokens / estimated if tokens and estimated else None),
         ],
         [
             "model FLOPs utilisation",
@@ -136,12 +136,12 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
 
 
 def _memory_names(run: ReportRun) -> list[str]:
-    """The figures that tell of a device's memory."""
+    """Return the names of metrics of a device's memory."""
     return [name for name in run.history.figures if "memory" in name and "host" not in name]
 
 
-def _ratio(measured: float | None, foretold: float | None) -> str:
-    return NONE if not measured or not foretold else f"{measured / foretold:.2f}"
+def _ratio(measured: float | None, estimated: float | None) -> str:
+    return NONE if not measured or not estimated else f"{measured / estimated:.2f}"
 
 
 def _sample(sample: Sample, opened: bool) -> Html:
@@ -150,7 +150,7 @@ def _sample(sample: Sample, opened: bool) -> Html:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def _sizes(mesh: Any) -> str:

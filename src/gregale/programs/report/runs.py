@@ -1,4 +1,4 @@
-"""Several runs as a page has them: told apart, with the axes over which their lines are drawn."""
+"""Provides the runs of a page, with distinct labels and the axes of their charts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gregale.runs.history import Column, History
 from gregale.storage.jsonl_reader import HIGHEST_STEP
 from gregale.web import Axis, Run
 
-MOST_KNOTS = 1000
+MAX_KNOTS = 1000
 AXES = (
     Axis("steps", "Steps"),
     Axis("tokens", "Tokens"),
@@ -27,8 +27,8 @@ AXES = (
 class ReportRun:
     """A run on the page.
 
-    - `label`: its name or, where others have it too, its path
-    - `place`: its number on the page, from 0
+    - `label`: its name or, if the name is not unique, its path
+    - `place`: its index on the page, from 0
     """
 
     label: str
@@ -40,7 +40,7 @@ class ReportRun:
 
     @property
     def starts(self) -> list[int]:
-        """The steps after which the run was started, ascending; without those that a later start went back behind."""
+        """Return the steps after which the run was started, ascending; without starts that a later start repeats."""
         found: list[int] = []
         for start in reversed(self.history.starts):
             step = start.get("step")
@@ -53,7 +53,7 @@ class ReportRun:
 
     @cached_property
     def axes(self) -> dict[str, Column]:
-        """By key of an axis, what it has at the steps of the run."""
+        """Return the values of each axis at the steps of the run, by axis key."""
         found = {"tokens": self.column("tokens"), "seconds": elapsed(self), "bytes": sent(self)}
         return {key: column for key, column in found.items() if column is not None and len(column.steps)}
 
@@ -63,7 +63,7 @@ class ReportRun:
 
 
 def shown(histories: Sequence[History]) -> list[ReportRun]:
-    """The runs with labels that tell them apart."""
+    """Return the runs with distinct labels."""
     names = Counter(history.name for history in histories)
     return [
         ReportRun(history.name if names[history.name] == 1 else history.path, place, history)
@@ -72,12 +72,12 @@ def shown(histories: Sequence[History]) -> list[ReportRun]:
 
 
 def axes_of(runs: Sequence[ReportRun]) -> list[Axis]:
-    """Steps, and the other axes that some run has."""
+    """Return the steps axis, and the other axes that a run has."""
     return [axis for axis in AXES if axis.key == "steps" or any(axis.key in run.axes for run in runs)]
 
 
 def elapsed(run: ReportRun) -> Column | None:
-    """Seconds that the run has taken, by step, of all its starts; of one that did not write them, those in steps."""
+    """Return the run's seconds by step over all starts; without logged times, the seconds in steps."""
     if (column := run.column("elapsed_seconds")) is not None:
         return accumulated(column, run.starts)
     if (column := run.column("step_seconds")) is None:
@@ -87,9 +87,9 @@ def elapsed(run: ReportRun) -> Column | None:
 
 
 def accumulated(column: Column, starts: Sequence[int] = ()) -> Column:
-    """A count that begins at 0 with each start of the run, as one that goes on.
+    """Return the running total of a count that restarts at 0 with each start of the run.
 
-    - `starts`: the steps after which the run was started; where the count falls it was in any case
+    - `starts`: the steps after which the run was started; a decrease of the count also marks a start
     """
     finite = np.isfinite(column.values)
     steps, values = column.steps[finite], column.values[finite]
@@ -101,7 +101,7 @@ def accumulated(column: Column, starts: Sequence[int] = ()) -> Column:
 
 
 def sent(run: ReportRun) -> Column | None:
-    """Bytes sent over the slow link, by step: over the network by an island, else over `replica` by a device."""
+    """Return bytes sent over the slow link by step: by an island over the network, else by a device over `replica`."""
     for name in ("network_bytes_sent", "replica_bytes"):
         column = run.column(name)
         if column is not None and np.nanmax(column.values, initial=0.0) > 0:
@@ -110,7 +110,7 @@ def sent(run: ReportRun) -> Column | None:
 
 
 def _knots(column: Column) -> tuple[np.ndarray, np.ndarray]:
-    """The steps between which a column goes straight, and its values there; of very many an even choice."""
+    """Return the steps between which a column is linear, and its values; at most `MAX_KNOTS`, evenly spaced."""
     finite = np.isfinite(column.values)
     steps, values = column.steps[finite], column.values[finite]
     if len(steps) < 3:
@@ -118,6 +118,6 @@ def _knots(column: Column) -> tuple[np.ndarray, np.ndarray]:
     slopes = np.diff(values) / np.diff(steps)
     bends = np.flatnonzero(np.abs(np.diff(slopes)) > 1e-9 * np.abs(slopes).max()) + 1
     kept = np.concatenate([[0], bends, [len(steps) - 1]])
-    if len(kept) > MOST_KNOTS:
-        kept = np.unique(np.linspace(0, len(steps) - 1, MOST_KNOTS).round().astype(int))
+    if len(kept) > MAX_KNOTS:
+        kept = np.unique(np.linspace(0, len(steps) - 1, MAX_KNOTS).round().astype(int))
     return steps[kept], values[kept]

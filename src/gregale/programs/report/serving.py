@@ -1,9 +1,9 @@
-"""The page of runs that go on, made anew while they do.
+"""Provides the page of running runs, which it rebuilds after changes.
 
     page = LivePage(runs)
     page.now()                        # HTML, for `gregale.programs.watch.web`
 
-The page asks for itself every few seconds and keeps what its reader has chosen, zoomed and unfolded.
+The page reloads every few seconds and keeps the reader's selections, zoom and open sections.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gregale.runs.run_paths import RunPaths
 from gregale.storage import StoreError, status
 
 LIVE_SECONDS = 5.0
-REST = 4.0  # a page that took a second to make is not made again for four
+REST = 4.0  # seconds without a rebuild for each second of the last rebuild
 
 
 class LivePage:
-    """The page of runs as they are: it is made when somebody asks and their files have changed."""
+    """Current page of runs; a request rebuilds it if the runs' files have changed."""
 
     def __init__(self, runs: Sequence[RunPaths], live_seconds: float = LIVE_SECONDS):
         self._runs, self._live_seconds = tuple(runs), live_seconds
@@ -33,7 +33,7 @@ class LivePage:
         self._not_before = 0.0
 
     def now(self) -> bytes:
-        """The page; while a store does not answer, as it was last."""
+        """Return the page; while an object store does not answer, the last one."""
         with self._lock:
             if time.monotonic() < self._not_before:
                 return self._page
@@ -45,7 +45,7 @@ class LivePage:
             return self._page
 
     def _make(self) -> None:
-        begin, found = time.monotonic(), [_looks(run) for run in self._runs]
+        begin, found = time.monotonic(), [_version(run) for run in self._runs]
         if found == self._of:
             return
         histories = [read_history(run) for run in self._runs]
@@ -55,7 +55,7 @@ class LivePage:
         self._not_before = now + REST * (now - begin)
 
 
-def _looks(run: RunPaths) -> tuple[object, ...]:
-    """What is another one when the page is."""
-    places = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
-    return (*map(status, places), is_being_trained(run.path))
+def _version(run: RunPaths) -> tuple[object, ...]:
+    """Return a value that changes when the page changes."""
+    paths = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+    return (*map(status, paths), is_being_trained(run.path))

@@ -1,4 +1,4 @@
-"""Who sent what when: the rounds of islands as they wrote them down, and the schedule of replicas in one mesh."""
+"""Provides the charts of synchronisation: the logged rounds of islands, and the schedule of replicas in one mesh."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 from gregale.errors import UserError
 from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
-from gregale.programs.report.metric_charts import buckets_for, line
+from gregale.programs.report.metric_charts import bins_for, line
 from gregale.programs.report.runs import ReportRun
 from gregale.runs.history import LARGEST, Column
 from gregale.web import Lines, Row, Series, Span, Spans, colour_of
 
-MOST_SPANS = 1500
-SHORTEST_WAIT_SECONDS = 0.02
-PERIODS = 3  # of a schedule that are drawn
+MAX_SPANS = 1500
+MIN_WAIT_SECONDS = 0.02
+PERIODS = 3  # number of a schedule's periods in the chart
 ROUND_KINDS = ("under way", "healing", "waited for")
-MOST_NAMES = 4
+MAX_NAMES = 4
 SINCE = ("Seconds since the first round", "seconds")
 
 
 def rounds_charts(runs: Sequence[ReportRun]) -> list[Spans | Lines]:
-    """The rounds of those runs that are islands; none if none is."""
+    """Return the charts of the islands' rounds; none without islands."""
     found = {run: [each for each in run.history.rounds if _is_round(each)] for run in runs}
     found = {run: rounds for run, rounds in found.items() if rounds}
     if not found:
         return []
-    each = max(1, MOST_SPANS // 2 // len(found))
+    each = max(1, MAX_SPANS // 2 // len(found))
     newest = max(rounds[-1]["round"] for rounds in found.values())
     kept = {run: [one for one in rounds if one["round"] > newest - each] for run, rounds in found.items()}
     kept = {run: rounds for run, rounds in kept.items() if rounds}
@@ -46,7 +46,7 @@ def rounds_charts(runs: Sequence[ReportRun]) -> list[Spans | Lines]:
 
 
 def schedule_of(run: ReportRun) -> Schedule | None:
-    """The outer schedule that the configuration asks for; None: it has none, or is not understood."""
+    """Return the configured outer schedule; None if there is none, or if the settings are invalid."""
     if run.config("sync.type") not in ("diloco", "streaming_diloco"):
         return None
     try:
@@ -62,14 +62,14 @@ def schedule_of(run: ReportRun) -> Schedule | None:
 
 
 def schedule_chart(run: ReportRun) -> Spans | None:
-    """The sending and mixing in of fragments by replicas, over some periods: a row for each fragment."""
+    """Return the chart of the SEND and APPLY of fragments over some periods: a row for each fragment."""
     schedule = schedule_of(run)
     if schedule is None:
         return None
     rows: list[list[Span]] = [[] for _ in range(schedule.fragments)]
     for step in range(1, PERIODS * schedule.period + 1):
         fragment = schedule.sent(step)
-        if fragment is None or sum(map(len, rows)) >= MOST_SPANS:
+        if fragment is None or sum(map(len, rows)) >= MAX_SPANS:
             continue
         end = step + schedule.delay
         text = f"Sent after step {step:,}, mixed in after step {end:,}."
@@ -87,17 +87,17 @@ def schedule_chart(run: ReportRun) -> Spans | None:
 
 
 def traffic_chart(runs: Sequence[ReportRun]) -> Lines | None:
-    """What a device sent over the slow link in a step, by its own count."""
+    """Return the chart of the bytes that a device sent over the slow link in a step."""
     series = []
     for run in runs:
         column = run.column("replica_bytes")
         if column is None or len(column.steps) < 2 or not np.nanmax(column.values, initial=0.0) > 0:
             continue
-        rates = np.diff(column.values) / np.diff(column.steps)  # a stair is from its point on to the next
+        rates = np.diff(column.values) / np.diff(column.steps)  # a stair extends from its point to the next one
         label = "bytes a step" if len(runs) == 1 else run.label
         look = {"colour": colour_of(run.place), "stairs": len(column.steps) < 2000}
         over = Column(column.steps, np.append(rates, rates[-1]))
-        series.append(line(run, over, label, buckets_for(len(runs)), **look))
+        series.append(line(run, over, label, bins_for(len(runs)), **look))
     if not series:
         return None
     return Lines("traffic", "Sent over the slow link in a step, of a device", series, "bytes")
@@ -109,19 +109,19 @@ def _round_spans(run: ReportRun, rounds: Sequence[Mapping[str, Any]], first: flo
         begin, end, waited = one["began"] - first, one["ended"] - first, one["waiting_seconds"]
         text = _of_round(one, schedule)
         spans.append(Span(begin, end, 1 if one.get("healed") else 0, text))
-        if waited >= SHORTEST_WAIT_SECONDS:
+        if waited >= MIN_WAIT_SECONDS:
             spans.append(Span(end - waited, end, 2, f"{format_precise_duration(waited)}; {text}"))
     return spans
 
 
 def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
     members = one.get("members", [])
-    who = f"{len(members)} members" + (f" ({', '.join(map(str, members))})" if 0 < len(members) <= MOST_NAMES else "")
+    names = f"{len(members)} members" + (f" ({', '.join(map(str, members))})" if 0 < len(members) <= MAX_NAMES else "")
     what = ""
     if schedule is not None and schedule.fragments > 1:
         what = f"fragment {schedule.round_fragment(one['round'])}, "
     return (
-        f"Round {one['round']:,}: {what}{who}, {format_precise_duration(one['ended'] - one['began'])}, "
+        f"Round {one['round']:,}: {what}{names}, {format_precise_duration(one['ended'] - one['began'])}, "
         f"sent {format_quantity(one.get('bytes_sent', 0), 'bytes')}"
     )
 
@@ -129,14 +129,14 @@ def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
 def _over_rounds(key: str, title: str, rounds: Mapping[ReportRun, Sequence[Any]], first: float, of, unit: str) -> Lines:
     series = []
     for run, own in rounds.items():
-        points = sorted((one["ended"] - first, of(one)) for one in own)  # a clock may have been put back
+        points = sorted((one["ended"] - first, of(one)) for one in own)  # a clock may have been set back
         x, y = np.array(points, float).T
         series.append(Series(run.label, x, y, colour=colour_of(run.place), stairs=True))
     return Lines(key, title, series, unit, axis=SINCE)
 
 
 def _is_round(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of rounds.jsonl has what is drawn of it."""
+    """Return whether an entry of rounds.jsonl has valid values for the charts."""
     numbers = [entry.get("bytes_sent", 0), *(entry.get(name) for name in ("began", "ended", "waiting_seconds"))]
     known = type(entry.get("round")) is int and isinstance(entry.get("members", []), list)
     return known and all(type(number) in (int, float) and abs(number) < LARGEST for number in numbers)

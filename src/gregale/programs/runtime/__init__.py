@@ -1,1 +1,1 @@
-"""What programs share: a run set up from its configuration, its batches, its evaluation, and one opened again."""
+"""Provides code that programs share: setup of a run, batches, evaluation, and loading of trained models."""

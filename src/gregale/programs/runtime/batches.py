@@ -1,4 +1,4 @@
-"""From a process's rows to global arrays on the mesh."""
+"""Provides batches as global arrays on the mesh, made of each process's rows."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from gregale.data.mixtures import ReplicaExamples
 
 
 class Placement:
-    """Where the rows of a batch live: which of them this process reads, and how they become global arrays."""
+    """Selects the rows of a batch that this process reads, and makes global arrays of them."""
 
     def __init__(self, axes: tuple[Axis, Axis], layout: Layout):
         self._axes = axes
         self._sharding = layout.sharding(axes, layout.compute)
-        places = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
-        rows = {row for index in places.values() if index for row in range(*index[0].indices(axes[0].size))}
+        indices = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
+        rows = {row for index in indices.values() if index for row in range(*index[0].indices(axes[0].size))}
         self._rows = np.asarray(sorted(rows))
 
     @property
     def size(self) -> int:
-        """Rows of a whole batch."""
+        """Return the number of rows of a batch."""
         return self._axes[0].size
 
     @property
     def rows(self) -> list[int]:
-        """The rows of each batch that this process's devices hold."""
+        """Return the rows of each batch that this process's devices hold."""
         return self._rows.tolist()
 
     def placed(self, array: np.ndarray) -> NamedArray:
-        """This process's rows [len(rows), position] as a part of the global array [batch, position]."""
+        """Return the global array [batch, position] made of this process's rows [len(rows), position]."""
         shape = tuple(axis.size for axis in self._axes)
 
-        def part(index):
+        def shard(index):
             first, last, _ = index[0].indices(shape[0])
             start = int(np.searchsorted(self._rows, first))
             return array[start : start + last - first]
 
-        return hax.named(jax.make_array_from_callback(shape, self._sharding, part), self._axes)
+        return hax.named(jax.make_array_from_callback(shape, self._sharding, shard), self._axes)
 
 
 class GlobalBatches(Iterator[dict[str, NamedArray]]):
-    """The batches of a run as global arrays [batch, position] under `compute`, from an example on.
+    """Iterator over the batches of a run as global arrays [batch, position] under `compute`, from example `first` on.
 
-    A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
+    A process reads only the rows that its devices hold. The batch does not depend on which rows those are.
     """
 
     def __init__(self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, first: int = 0):
@@ -61,7 +61,7 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         return {name: self.placed(array) for name, array in next(self._batches).items()}
 
     def placed(self, array: np.ndarray) -> NamedArray:
-        """As `Placement.placed`."""
+        """Return the result of `Placement.placed`."""
         return self._placement.placed(array)
 
     def __enter__(self) -> GlobalBatches:

@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds: the form of its state, and what is noted beside it."""
+"""Provides the form of the state in a run's checkpoint, and the checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gregale.training.state import TrainState, abstract_state
 
 
 def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
-    """The state after `step` steps as a checkpoint holds it: complete without the replicas for who only evaluates."""
+    """Return the state after `step` steps as stored, with joined parameters for an evaluation that has no replicas."""
     if not method.needs_full_state(step):
         return state
     join = jax.jit(lambda state: method.to_psdp(state).parameters, compiler_options=setup.compiler_options)
@@ -26,10 +26,10 @@ def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> 
 def checkpoint_metadata(
     setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What is written beside a state after `step` steps, and read before it is restored.
+    """Return the metadata that a restore reads before the state after `step` steps.
 
-    - `method`: whose state it is
-    - `counted`: until then, by name: `replica_bytes` that a device has sent over `replica`, `examples` seen
+    - `method`: the method that made the state
+    - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen
     """
     return {
         "data": corpus.fingerprint,
@@ -42,8 +42,8 @@ def checkpoint_metadata(
     }
 
 
-def noted(metadata: dict, key: str):
-    """What a checkpoint's metadata says; raises `UserError` if a version wrote it that did not note this."""
+def recorded(metadata: dict, key: str):
+    """Return an entry of a checkpoint's metadata; raise `UserError` if another version wrote it without this entry."""
     if key not in metadata:
         raise UserError(
             f"The checkpoint's metadata.json lacks `{key}` (it has: {', '.join(metadata) or 'nothing'}): another "
@@ -53,17 +53,17 @@ def noted(metadata: dict, key: str):
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:
-    """The method, of this set-up, whose state a checkpoint holds."""
-    return setup.method_named(noted(metadata, "method"))
+    """Return the method of this setup whose state a checkpoint holds."""
+    return setup.method_named(recorded(metadata, "method"))
 
 
 def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
-    """The abstract state that a checkpoint with this metadata holds.
+    """Return the abstract state that a checkpoint with this metadata holds.
 
-    Errors of quantised averages are left out if they are of another mesh: they are cut as it was.
+    It lacks the errors of quantised averages if they are of another mesh, because their shapes depend on the mesh.
     """
     method = saved_by(setup, metadata)
-    saved, now = noted(metadata, "replicas"), replicas(setup.layout, method)
+    saved, now = recorded(metadata, "replicas"), replicas(setup.layout, method)
     if saved != now:
         axis = method.replica_axes[0]
         raise UserError(
@@ -76,25 +76,25 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
 
 
 def holds_more(setup: Setup, metadata: dict) -> bool:
-    """Whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh."""
-    return noted(metadata, "joined") or not same_mesh(setup, metadata)
+    """Return whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh."""
+    return recorded(metadata, "joined") or not same_mesh(setup, metadata)
 
 
 def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
-    """The part of the abstract state that is needed of a checkpoint to evaluate it; the rest is None.
+    """Return the abstract state with only the leaves that an evaluation needs; the rest is None.
 
-    It fits any mesh, but where the replicas' own parameters are evaluated, which need one with as many of them.
+    It fits any mesh, except for an evaluation of the replicas' own parameters, which needs the same number of replicas.
     """
     method = saved_by(setup, metadata)
     if setup.config.sync.evaluates_replicas:
         return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
-    if noted(metadata, "joined"):
+    if recorded(metadata, "joined"):
         return TrainState(None, None, None, None, abstract_state(setup.psdp, setup.model).method.parameters)
     return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
 
 
 def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
-    """The model that is evaluated of a checkpoint, from what `evaluation_template` asked for."""
+    """Return the model to evaluate, from the state of `evaluation_template`."""
     if state.joined is not None:
         return setup.psdp.model_with(state.joined)
     trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
@@ -102,10 +102,10 @@ def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
 
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:
-    """Whether a checkpoint was written on the mesh of this set-up."""
-    return noted(metadata, "mesh") == dict(setup.layout.mesh.shape)
+    """Return whether a checkpoint was written on the mesh of this setup."""
+    return recorded(metadata, "mesh") == dict(setup.layout.mesh.shape)
 
 
 def replicas(layout: Layout, method: Method) -> int:
-    """How many replicas a method's state has, each by itself."""
+    """Return the number of replicas whose states the method keeps separately."""
     return layout.mesh.shape[method.replica_axes[0]] if method.replica_axes else 1

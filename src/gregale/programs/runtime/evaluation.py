@@ -1,4 +1,4 @@
-"""The loss of a model on text that it was not trained on, in nats a token and in bits a byte."""
+"""Provides the loss of a model on held-out and validation text, in nats per token and bits per byte."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gregale.programs.runtime.setup import Setup
 
 
 class EvaluationText(NamedTuple):
-    """What is evaluated on; each example is scored once.
+    """Text of an evaluation, which scores each example once.
 
-    - `held_out`: what is held out of the training sources, or None
-    - `validation`: texts of their own, by name
+    - `held_out`: examples held out of the training sources, or None
+    - `validation`: examples of the validation sources, by name
     """
 
     held_out: Examples | None
@@ -29,20 +29,20 @@ class EvaluationText(NamedTuple):
 
     @property
     def first(self) -> Examples | None:
-        """The held-out text, or else the first validation source, if there is any."""
+        """Return the held-out text, or else the first validation source; None if there is neither."""
         return self.held_out if self.held_out is not None else next(iter(self.validation.values()), None)
 
 
 def evaluation_text(corpus: Corpus) -> EvaluationText:
-    """What the runs on a corpus are evaluated on."""
+    """Return the evaluation text of a corpus."""
     return EvaluationText(corpus.held_out, corpus.validation)
 
 
 class Evaluator:
-    """Takes the loss on text; compiled once.
+    """Computes the loss on text; compiled once.
 
-    - `text`: at least one
-    - `token_bytes`: bytes of each token's piece, [tokens]; an example may have `more_bytes` of its targets
+    - `text`: at least one text
+    - `token_bytes`: bytes of each token's text, [tokens]; an example may have `more_bytes` of its targets
     """
 
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
@@ -62,10 +62,10 @@ class Evaluator:
         )
 
     def __call__(self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The figures over the first `batches` batches of each text, or over all; `at_batch` is called at each.
+        """Return the metrics over the first `batches` batches of each text, or over all; call `at_batch` for each.
 
-        `eval_loss` (nats a token) and `bits_per_byte` are those of the held-out text or, if nothing is held out, over
-        the tokens of all validation sources; `eval_loss.NAME` and `bits_per_byte.NAME` those of one.
+        `eval_loss` (nats per token) and `bits_per_byte` are over the held-out text or, without held-out text, over
+        the tokens of all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over one source.
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
@@ -77,7 +77,7 @@ class Evaluator:
         return figures
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
-        """Sums over a text: loss in nats, targets, bytes of text that they stand for, float64 [3]."""
+        """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
         axes = self._setup.batch_axes
         with GlobalBatches(text, axes, self._setup.layout) as read:
@@ -87,20 +87,20 @@ class Evaluator:
         return np.array([float(total) for total in totals])
 
 
-def in_words(figures: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
-    """The figures in a line; `held_out`: whether the first are of held-out text."""
-    said = []
+def format_losses(figures: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
+    """Return the losses in a line; `held_out`: whether the metrics without a name are of held-out text."""
+    sentences = []
     for key, loss in figures.items():
         figure, _, name = key.partition(".")
         if figure == "eval_loss":
             bits = figures[key.replace(figure, "bits_per_byte", 1)]
             label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
-            said.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
-    return "; ".join(said)
+            sentences.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
+    return "; ".join(sentences)
 
 
 def figures_of(total: np.ndarray) -> dict[str, float]:
-    """The figures that sums [loss, targets, bytes] make; NaN where nothing was scored."""
+    """Return the metrics of sums [loss, targets, bytes]; NaN if nothing was scored."""
     loss, weight, scored = total.tolist()
     return {
         "eval_loss": loss / weight if weight else math.nan,

@@ -1,4 +1,4 @@
-"""Where a new run's parameters are from, if not from a random number: `start_from`."""
+"""Provides the initial parameters of a new run with `start_from`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gregale.training.state import TrainState
 
 
 def origin_of(config: TrainConfig) -> RunDirectory:
-    """The run, or the imported model, that a configuration starts from.
+    """Return the run, or the imported model, that a configuration starts from.
 
-    Raises `UserError` if there is none, or if its model is of another shape.
+    Raises `UserError` if there is none, or if its model has another shape.
     """
     assert config.start_from is not None
     if os.path.isfile(os.path.join(config.start_from, CONFIG)):
@@ -35,7 +35,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "model to start from."
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
-    if origin.is_imported:  # its rows are filled up while they are read
+    if origin.is_imported:  # The reader pads its rows.
         found = [change for change in found if change.key != "model.row_multiple"]
     if found:
         raise UserError(
@@ -46,9 +46,9 @@ def origin_of(config: TrainConfig) -> RunDirectory:
 
 
 def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
-    """The state before the first step, with the parameters of the newest checkpoint of `start_from`.
+    """Return the state before the first step, with the parameters of the newest checkpoint of `start_from`.
 
-    Raises `UserError` if its tokenizer is another one.
+    Raises `UserError` if the tokenizers differ.
     """
     config = setup.config
     origin = origin_of(config)
@@ -65,7 +65,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
 
 
 def keep_what_came_with(origin: RunDirectory, run: RunDirectory) -> None:
-    """Copies what an imported model came with, beside its weights, so that `gregale export` gives it back."""
+    """Copy the files beside an imported model's weights, so that `gregale export` can write them again."""
     if origin.huggingface.is_dir():
         run.huggingface.mkdir(exist_ok=True)
         copy_beside(origin.huggingface, run.huggingface)

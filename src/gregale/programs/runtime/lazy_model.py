@@ -1,4 +1,4 @@
-"""A run's model that is read one parameter at a time, so that it is never whole anywhere."""
+"""Provides a run's model one parameter at a time, so that no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gregale.training.state import TrainState
 class Opened:
     """A model of a run.
 
-    - `step`: of its checkpoint; of an imported model, 0
-    - `read`: gives a parameter by its path, on the mesh of the set-up
+    - `step`: the checkpoint's step; 0 for an imported model
+    - `read`: returns a parameter by its path, on the mesh of the setup
     """
 
     step: int
@@ -38,9 +38,9 @@ class Opened:
 
 @contextmanager
 def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened]:
-    """The model that is evaluated of a step's checkpoint; None: of the newest sound one.
+    """Yield the model to evaluate of a step's checkpoint; None: the newest valid checkpoint.
 
-    Every process of the mesh makes the same calls of `read` in the same order. Raises `UserError` if there is no such
+    All processes of the mesh make the same calls of `read` in the same order. Raises `UserError` if there is no such
     checkpoint.
     """
     if run.is_imported:
@@ -59,11 +59,11 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
 
 
 def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> NamedArray:
-    """What the checkpoint has of a parameter: in every tree of the state that is shaped like the model."""
+    """Read a parameter from each tree of the checkpoint's state that has the structure of the model."""
 
     def template(metadata: dict) -> TrainState:
         return jax.tree_util.tree_map_with_path(
-            lambda place, leaf: leaf if not is_named(leaf) or _ends_with(path_of(place), path) else None,
+            lambda keys, leaf: leaf if not is_named(leaf) or _ends_with(path_of(keys), path) else None,
             evaluation_template(setup, metadata),
             is_leaf=is_named,
         )
@@ -72,5 +72,5 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
     return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
 
 
-def _ends_with(place: str, path: str) -> bool:
-    return f".{place}".endswith(f".{path}")
+def _ends_with(leaf_path: str, path: str) -> bool:
+    return f".{leaf_path}".endswith(f".{path}")

@@ -1,4 +1,4 @@
-"""The card of a model that leaves: what was trained, on what, how, and what it is worth."""
+"""Provides the model card of an exported model: architecture, data, method and evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported of a run: the model of a step, as one of a family, in a dtype."""
+    """An export of a run: the model of a step, in the format of a family, in a dtype."""
 
     run: RunDirectory
     setup: Setup
@@ -55,6 +55,6 @@ def model_card(exported: Exported, figures: Figures) -> str:
 
 
 def last_evaluation(figures: Figures, step: int) -> dict[str, str]:
-    """Return the held-out figures of a step, those that were taken, in words."""
+    """Return the held-out metrics that the run logged at a step, formatted."""
     found = {key: figures[key].at(step) for key in FIGURES if key in figures}
     return {FIGURES[key][0]: FIGURES[key][1].format(value) for key, value in found.items() if value is not None}

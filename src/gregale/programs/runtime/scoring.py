@@ -1,4 +1,4 @@
-"""How likely a model finds texts, batched by length on the mesh."""
+"""Provides the log likelihoods of texts under a model, in batches by length on the mesh."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gregale.model.attention import POSITION
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 
-SHORTEST = 32  # tokens of a row; lengths are the context, its half, its quarter and so on
-IN_FLIGHT = 2  # batches that the devices have before the results of the first are waited for
+MIN_LENGTH = 32  # tokens of a row; lengths are the context, its half, its quarter and so on
+IN_FLIGHT = 2  # batches that the devices have before the host waits for the results of the first
 
 
 class Scored(NamedTuple):
-    """What a model finds of continuations.
+    """Scores of continuations.
 
     - `log_likelihoods`: sums over the tokens that are scored, nats, float64 [continuation]
     - `greedy`: whether each of these tokens is the likeliest, bool [continuation]
@@ -35,10 +35,10 @@ class Scored(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Continuations that are scored by one compiled program.
+    """Continuations that one compiled program scores.
 
-    - `rows`, `length`: of its batches
-    - `chosen`: the numbers of the continuations, int64
+    - `rows`, `length`: shape of the program's batches
+    - `chosen`: the indices of the continuations, int64
     """
 
     rows: int
@@ -47,10 +47,10 @@ class Shape(NamedTuple):
 
 
 class Scorer:
-    """Scores continuations with a run's model; a program is compiled for each of few lengths.
+    """Scores continuations with a run's model; compiles one program for each of a few lengths.
 
-    Probabilities are those of the tokenizer's tokens alone, or of all of a table that came with an imported model: what
-    a table is filled up with for the mesh has none.
+    Probabilities are over the tokenizer's tokens, or over all rows of an imported model's table. The rows that pad a
+    table for the mesh have no probability.
     """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer):
@@ -70,15 +70,15 @@ class Scorer:
 
     @property
     def context(self) -> int:
-        """Tokens that the model is given at most."""
+        """Return the maximum number of tokens in an input of the model."""
         return self._setup.config.batch.sequence_length
 
     def __call__(
         self, model, continuations: Continuations, at_batch: Callable[[int, int], None] = lambda done, total: None
     ) -> Scored:
-        """The scores of all continuations, in every process of the run, which all have to ask for them.
+        """Return the scores of all continuations; all processes of the run make this call and get the result.
 
-        - `at_batch(done, total)`: called at each batch, with continuations
+        - `at_batch(done, total)`: called for each batch, with counts of continuations
         """
         lengths = continuations.lengths
         found = Scored(np.zeros(len(lengths)), np.zeros(len(lengths), bool))
@@ -102,7 +102,7 @@ class Scorer:
         return found
 
     def shapes(self, lengths: np.ndarray) -> list[Shape]:
-        """The programs for continuations of these input lengths, longest first: what does not fit is found at once."""
+        """Return the programs for these input lengths, the longest first so that a lack of memory shows at once."""
         layout, size = self._setup.layout, self._setup.config.batch.size
         parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
         sizes = halves(self.context)
@@ -118,7 +118,7 @@ class Scorer:
     def _batches(
         self, continuations: Continuations, shape: Shape
     ) -> Iterator[tuple[np.ndarray, dict[str, NamedArray]]]:
-        """The numbers of each batch's continuations, and the batch; this process makes the rows of its devices."""
+        """Yield the indices of each batch's continuations, and the batch with the rows of this process's devices."""
         placement = Placement((Axis(BATCH, shape.rows), Axis(POSITION, shape.length)), self._setup.layout)
         for first in range(0, len(shape.chosen), shape.rows):
             chosen = shape.chosen[first : first + shape.rows]
@@ -128,8 +128,8 @@ class Scorer:
 
 
 def halves(length: int) -> list[int]:
-    """A length, its half, and so on, rounded up, as long as they are no shorter than `SHORTEST`."""
+    """Return a length, its half and so on, rounded up, down to `MIN_LENGTH`."""
     found = [length]
-    while (half := -(-found[-1] // 2)) >= SHORTEST:
+    while (half := -(-found[-1] // 2)) >= MIN_LENGTH:
         found.append(half)
     return found

@@ -1,4 +1,4 @@
-"""From a configuration to everything that is compiled: layout, model, method, step."""
+"""Provides the setup of a run from its configuration: layout, model, method, step."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
-MOST_PARAMETERS = 10**15
+MAX_PARAMETERS = 10**15
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a configuration becomes on a mesh.
+    """The objects that a configuration describes, on a mesh.
 
     - `layout`: mesh and mappings
     - `Vocab`: the model's vocabulary, padded
-    - `model`: the abstract model; nothing is allocated
-    - `psdp`: the method of the warm-up, and the form through which one method's state becomes another's
+    - `model`: the abstract model, which allocates no arrays
+    - `psdp`: the method of the warm-up; a conversion between two methods' states goes through its state
     - `method`: the synchronisation method
     """
 
@@ -59,41 +59,41 @@ class Setup:
 
     @property
     def parts(self) -> MethodContext:
-        """What this configuration's method is built of, and those that it is compared with."""
+        """Return the context from which this configuration builds its method and methods for comparison."""
         return parts_of(self.config, self.model, self.layout)
 
     def method_after(self, step: int) -> Method:
-        """The method of the step that follows `step` steps."""
+        """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
 
     def method_named(self, name: str) -> Method:
-        """The method with this name, of the two that a run has."""
+        """Return the method with this name, one of the two of a run."""
         return self.psdp if name == self.psdp.name else self.method
 
     def initial_state(self) -> TrainState:
-        """The state before the first step, made in shards."""
+        """Return the state before the first step; each device makes its shards."""
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
     def state_from(self, model) -> TrainState:
-        """The state before the first step of a run that starts from a model, whose arrays are used up."""
+        """Return the state before the first step of a run that starts from a model; the model's arrays are donated."""
         return initial_state(self.method_after(0), same, self.compiler_options, model)
 
     def init_model(self, key):
-        """The model with its initial weights."""
+        """Return the model with its initial weights."""
         return init_model(self.config.model, self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
-        """The state of a run by the configured method; nothing is allocated."""
+        """Return the abstract state of the configured method."""
         return abstract_state(self.method, self.model)
 
     def stepper(self, method: Method | None = None) -> Stepper:
-        """Takes the steps of the configured method, or of another one."""
+        """Return the stepper of the configured method, or of another method."""
         return Stepper(method or self.method, self.model, self.compiler_options)
 
     @cached_property
     def compiler_options(self) -> CompilerOptions | None:
-        """With which all programs are compiled; raises `UserError` if the compiler does not take what is given."""
+        """Return the options of all compilations; raise `UserError` for options that the compiler rejects."""
         given, mesh = self.config.compute.compiler_options, self.layout.mesh
         options = compiler_options(given, mesh)
         if given and options:
@@ -102,7 +102,7 @@ class Setup:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a run's programs are made by and for, beside its configuration; for JSON."""
+        """Return the facts about a run's programs that its configuration lacks, for JSON."""
         mesh = self.layout.mesh
         kernels = execution(self.config.compute, self.layout, self.config.model).kernels
         return {
@@ -115,39 +115,39 @@ class Setup:
         }
 
     def learning_rate(self, update: int) -> float:
-        """The learning rate of an update, counted from 1; skipped steps make none."""
+        """Return the learning rate of an update, counted from 1; a skipped step is no update."""
         return float(self._learning_rate(update - 1))
 
     @cached_property
     def _learning_rate(self) -> Callable[[int], jax.Array]:
-        """Compiled as one program: as many operations, each a program of its own, would take a tenth of a start."""
+        """Return the learning rate compiled as one program; separate operations would take a tenth of the start-up."""
         return jax.jit(self.psdp.optimizer.learning_rate)
 
     def traffic(self, step: int) -> dict[str, int]:
-        """Bytes that a device sends over `replica` in the first `step` steps, if all are of this set-up.
+        """Return the bytes that a device sends over `replica` in the first `step` steps, if all have this setup.
 
-        With the method's other figures.
+        The result includes the method's other metrics.
         """
         method, warm = self.method, min(step, self.config.sync.warm_up())
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
-        """The pipeline's schedule; None: the layers are not pipelined."""
+        """Return the pipeline's schedule; None without a pipeline."""
         pipeline = self.config.pipeline
         return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 
     def evaluation_execution(self, layout: Layout | None = None) -> Execution:
-        """How held-out losses are computed: all replicas share the batch, nothing is differentiated.
+        """Return the execution of held-out losses: all replicas share the batch, without gradients.
 
-        - `layout`: for those who do; default: the whole one
+        - `layout`: layout of the computation; default: the layout of this setup
         """
         inside = execution(self.config.compute, self.layout, self.config.model)
         return Execution(**{**vars(inside), "layout": layout or self.layout, "remat": "none"})
 
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
-    """The model's vocabulary axis for a tokenizer of so many tokens."""
+    """Return the model's vocabulary axis for a tokenizer of `tokens` tokens."""
     wanted = getattr(config.model, "vocabulary", None)
     if wanted is not None and wanted < tokens:
         raise UserError(
@@ -159,7 +159,7 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
 
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
-    """The layout of a run; raises `UserError` for whatever the mesh does not divide, before anything is compiled."""
+    """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
     layout = standard_layout(mesh)
     batch = config.batch
     check_divides(
@@ -180,9 +180,9 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
 
 
 def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
-    """Raises `UserError` if stages, layers, rows and the rest of the configuration do not make up a pipeline.
+    """Raise `UserError` if stages, layers and rows do not divide as the pipeline requires.
 
-    `rows`: of one of `batch.microbatches` on one device
+    `rows`: rows of one of `batch.microbatches` on one device
     """
     stages = layout.mesh.shape["stage"]
     if config.pipeline is None:
@@ -210,13 +210,13 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
 
 
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
-    """Builds what a configuration asks for; nothing is allocated or compiled.
+    """Return the setup of a configuration, without allocation or compilation.
 
     Arguments:
     - `tokens`: the tokenizer's vocabulary size
-    - `mesh`: default: the configured one on all devices
+    - `mesh`: default: the configured mesh on all devices
 
-    Raises `UserError` for what does not fit together.
+    Raises `UserError` for values that contradict one another.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     Vocab = padded_vocabulary(config, tokens)
@@ -228,29 +228,29 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
-    """The methods of a run: those of `sync` on the mesh, or of one island of a fleet that `sync` joins."""
+    """Return the methods of a run: those of `sync` on the mesh, or those of one island."""
     if config.islands.lighthouse is None:
         return config.sync.build(parts)
     return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
 
 
 def parts_of(config: TrainConfig, model, layout: Layout) -> MethodContext:
-    """What the configuration's methods are built of."""
+    """Return the context from which the configuration builds its methods."""
     options = compiler_options(config.compute.compiler_options, layout.mesh)
     return MethodContext(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
 
 
 def check_parameters(model) -> None:
-    """Raises `UserError` for more parameters than the compiler can count the bytes of."""
-    if (count := parameter_count(model)) > MOST_PARAMETERS:
+    """Raise `UserError` for a number of parameters whose bytes overflow the compiler's counters."""
+    if (count := parameter_count(model)) > MAX_PARAMETERS:
         raise UserError(
-            f"model: these sizes make up {count:,} parameters, and {MOST_PARAMETERS:,} is the most. Look at "
+            f"model: these sizes make up {count:,} parameters, and {MAX_PARAMETERS:,} is the most. Look at "
             "model.layers, model.hidden, model.heads times model.head_size, model.mlp and model.vocabulary."
         )
 
 
 def check_replicas(config: TrainConfig, layout: Layout) -> None:
-    """Raises `UserError` if the replicas are not those that `data.replica_mixtures` is for."""
+    """Raise `UserError` if the number of replicas differs from the number of `data.replica_mixtures`."""
     mixtures = len(config.data.replica_mixtures)
     if not mixtures:
         return
@@ -271,7 +271,7 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
 
 
 def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
-    """The PSDP step of a configuration on a layout, the whole one or one replica's."""
+    """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
         run = pipelined_execution(config.pipeline, run)

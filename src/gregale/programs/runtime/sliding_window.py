@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of documents, each token scored once by windows that slide over them."""
+"""Provides perplexity and bits per byte of documents by sliding windows that score each token once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIGURES = {"eval_loss": "nats a token", "perplexity": "perplexity", "bits_per_by
 
 
 class Documents(NamedTuple):
-    """Sums over the tokens of each document that are scored, [document]: losses in nats, tokens, bytes."""
+    """Sums over each document's scored tokens, [document]: losses in nats, tokens, bytes."""
 
     losses: np.ndarray
     tokens: np.ndarray
@@ -27,11 +27,11 @@ class Documents(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[Documents]) -> Documents:
-        """Those of all parts."""
+        """Return the documents of all parts."""
         return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
     def figures(self) -> dict[str, float]:
-        """`eval_loss` (nats a token), `perplexity` and `bits_per_byte`, each followed by its standard error."""
+        """Return `eval_loss` (nats per token), `perplexity` and `bits_per_byte`, each with its standard error."""
         loss, loss_error = ratio(self.losses, self.tokens)
         bits, bits_error = ratio(self.losses / math.log(2), self.sizes)
         perplexity = float(np.exp(loss))
@@ -46,10 +46,10 @@ class Documents(NamedTuple):
 
 
 class SlidingEvaluation:
-    """Scores documents by windows of a stride.
+    """Scores documents by sliding windows.
 
     - `stride`: tokens that a window scores
-    - `start`: tokens before every document; where there are none, the token that ends one
+    - `start`: tokens before each document; if empty, the token that ends a document
 
     Raises `UserError` for a stride that is longer than the context.
     """
@@ -70,9 +70,9 @@ class SlidingEvaluation:
         texts: Mapping[str, Sequence[DocumentStream]],
         at_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Documents]:
-        """The sums over each document of some texts, by name; all are scored together, by the fewest programs.
+        """Return the sums over each document of the texts, by name; one call scores all texts to compile few programs.
 
-        - `at_batch(done, total)`: called at each batch, with windows
+        - `at_batch(done, total)`: called for each batch, with counts of windows
         """
         end, streams = self._tokenizer.end_of_document, [each for its in texts.values() for each in its]
         windows = SlidingWindows(streams, self._scorer.context, self._stride, self._start, end)
@@ -85,12 +85,12 @@ class SlidingEvaluation:
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
-    """sum a / sum b over n documents, and its standard error, by the linear terms of its expansion.
+    """Return sum a / sum b over n documents, and its standard error to first order.
 
         sqrt(n / (n - 1) * sum (a - r b)^2) / sum b,  r = sum a / sum b
 
-    The documents are the sample, so that tokens of one document need not be independent. Empty ones are none of them.
-    NaN without a document, and the standard error of one.
+    The documents are the sample, so that tokens of one document need not be independent. Empty documents do not count.
+    Without documents both are NaN; for one document the error is NaN.
     """
     above, below = above[below > 0], below[below > 0]
     if not (count := len(below)):
@@ -102,14 +102,14 @@ def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     return float(value), float(math.sqrt(spread) / below.sum())
 
 
-def in_words(figures: Mapping[str, float]) -> str:
-    """The figures of texts in a line."""
-    said = []
+def format_metrics(figures: Mapping[str, float]) -> str:
+    """Return the metrics of texts in a line."""
+    sentences = []
     for name in dict.fromkeys(key.partition(".")[2] for key in figures):
         its = {figure: f"{figure}.{name}" if name else figure for figure in FIGURES}
         words = ", ".join(shown(figures, key, figure) for figure, key in its.items())
-        said.append(f"{name}: {words}" if name else words)
-    return "; ".join(said)
+        sentences.append(f"{name}: {words}" if name else words)
+    return "; ".join(sentences)
 
 
 def shown(figures: Mapping[str, float], key: str, figure: str) -> str:

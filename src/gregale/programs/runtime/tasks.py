@@ -1,4 +1,4 @@
-"""A model's figures on tasks, in a run and by `gregale eval`."""
+"""Provides a model's metrics on tasks, for a run and for `gregale eval`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ERROR = "_stderr"
 
 
 class TaskEvaluation:
-    """Takes the figures of some tasks; their text becomes tokens once, and equal texts are scored once.
+    """Computes the metrics of tasks; encodes their text once and scores equal texts once.
 
-    - `start`: tokens before every context
+    - `start`: tokens before each context
 
     Raises `UserError` for a question that cannot be scored, and if the files of the run's processes differ.
     """
@@ -43,9 +43,9 @@ class TaskEvaluation:
             raise UserError("evaluation.tasks: the files are not the same on all hosts of the run. Copy them anew.")
 
     def __call__(self, model, at_batch: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
-        """The figures of all tasks, `acc.NAME` and so on, each followed by its standard error, `acc_stderr.NAME`.
+        """Return the metrics of all tasks, `acc.NAME` and so on, each with its standard error, `acc_stderr.NAME`.
 
-        - `at_batch(done, total)`: called at each batch
+        - `at_batch(done, total)`: called for each batch
         """
         found = self._scorer(model, self._continuations, at_batch)
         figures = {}
@@ -57,7 +57,7 @@ class TaskEvaluation:
 
     @property
     def cut(self) -> dict[str, int]:
-        """By task, how many questions have more in them than the model's context holds."""
+        """Return by task the number of questions that are longer than the model's context."""
         is_cut = self._continuations.lengths > self._scorer.context
         return {
             task.name: sum(any(is_cut[self._numbers[pair]] for pair in each.pairs) for each in task.questions)
@@ -66,7 +66,7 @@ class TaskEvaluation:
 
 
 def check_scored(place: str, scored: int, context: int) -> None:
-    """Raises `UserError` for a continuation that is empty, or longer than the context."""
+    """Raise `UserError` for a continuation that is empty or longer than the context."""
     if not scored:
         raise UserError(
             f"{place}: nothing is left to score: a choice or answer is empty, or the tokenizer makes one token of it "
@@ -80,14 +80,14 @@ def check_scored(place: str, scored: int, context: int) -> None:
 
 
 def start_of(run: RunDirectory, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that a run's model knows before every text: what its tokenizer puts there, if it came from the hub."""
+    """Return the tokens before each text: those that an imported model's tokenizer adds, else none."""
     return tokenizer.start if run.huggingface.is_dir() else ()
 
 
 def tasks_of(
     setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
 ) -> TaskEvaluation | None:
-    """The tasks that a run is evaluated on; None if its configuration names none. `report` is told what is cut."""
+    """Return the evaluation of a run's configured tasks, None without tasks; report truncated questions."""
     found = read_tasks(setup.config.evaluation.tasks)
     if found and setup.config.evaluation.parse_special:
         tokenizer = tokenizer.parsing_special()
@@ -97,13 +97,13 @@ def tasks_of(
 def evaluation_on(
     tasks: Sequence[Task], setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
 ) -> TaskEvaluation:
-    """The evaluation on tasks; `report` is told how many of their questions are longer than the context.
+    """Return the evaluation on tasks; report the number of questions that are longer than the context.
 
-    It is also told which names of special tokens are plain text in them.
+    Also report the names of special tokens that the tasks have as plain text.
     """
     texts = ["".join(pair) for task in tasks for question in task.questions for pair in question.pairs]
-    if said := taken_as_text(texts, tokenizer, "texts of the tasks"):
-        report(said)
+    if note := taken_as_text(texts, tokenizer, "texts of the tasks"):
+        report(note)
     evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
     for task in tasks:
         if count := evaluation.cut[task.name]:
@@ -112,17 +112,17 @@ def evaluation_on(
     return evaluation
 
 
-def tasks_in_words(figures: Mapping[str, float | None]) -> str:
-    """The figures of tasks in a line; empty if there are none."""
-    said = [
+def format_tasks(figures: Mapping[str, float | None]) -> str:
+    """Return the metrics of tasks in a line; empty if there are none."""
+    sentences = [
         f"{task} {', '.join(f'{figure} {words}' for figure, words in its.items())}"
         for task, its in task_figures(figures).items()
     ]
-    return f"tasks: {'; '.join(said)}" if said else ""
+    return f"tasks: {'; '.join(sentences)}" if sentences else ""
 
 
 def task_figures(figures: Mapping[str, float | None]) -> dict[str, dict[str, str]]:
-    """Of all figures those of tasks, by task and figure, in words: `0.312 ± 0.013`."""
+    """Return the task metrics among all metrics, by task and metric, formatted: `0.312 ± 0.013`."""
     found: dict[str, dict[str, str]] = {}
     for key, value in figures.items():
         figure, _, task = key.partition(".")

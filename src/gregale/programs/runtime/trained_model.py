@@ -1,4 +1,4 @@
-"""Opening the model of a finished or running training run."""
+"""Provides the model of a complete or running training run."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """As `run_paths.find_run`, with what is read and written there."""
+    """Return the directory of the run that `run_paths.find_run` finds."""
     return RunDirectory(run_paths.find_run(name).path)
 
 
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
-    """The model of a run, from its newest sound checkpoint or from that of a step; only parameters are read.
+    """Return the model of a run, from its newest valid checkpoint or that of a step; read only parameters.
 
     Arguments:
-    - `devices`: how many devices to hold it on, or their mesh; None: the run's own mesh, which the replicas of DiLoCo
-      need anyway, where it is theirs that are evaluated
+    - `devices`: the number of devices, or their mesh; None: the run's own mesh. An evaluation of DiLoCo's replicas
+      always uses the run's mesh
 
     Raises `UserError` if there is no such run or checkpoint.
     """
@@ -62,19 +62,19 @@ def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) 
 
 
 def on_devices(config: TrainConfig, devices: int | MeshConfig | None) -> TrainConfig:
-    """A run's configuration with its model on so many devices, as `open_trained` says."""
+    """Return a run's configuration with its model on `devices`, see `open_trained`."""
     if devices is None or config.sync.evaluates_replicas:
         return config
     mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
     cpu_devices = mesh.device_count if config.cpu_devices and mesh.device_count is not None else config.cpu_devices
-    batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
+    batch = replace(config.batch, microbatches=1)  # The mesh may not divide the microbatches, and no step runs.
     return replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
 
 
 def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
-    """What a run's configuration, or another with its model, becomes on the first of the devices that were started.
+    """Return the setup of a configuration with the run's model, on the first of the started devices.
 
-    No step is made, so that a batch is filled up to as many sequences as these devices divide.
+    The setup makes no step, so that it rounds the batch size up to a multiple of the devices.
     """
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
@@ -86,10 +86,10 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
 
 
 def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[object, int, dict]:
-    """A run's model on the mesh of a set-up, the step that it is of, and what is noted beside it.
+    """Return a run's model on the mesh of a setup, its step, and the checkpoint's metadata.
 
-    - `setup`: with the run's model and method
-    - `step`: None: that of the newest sound checkpoint; of an imported model, 0
+    - `setup`: has the run's model and method
+    - `step`: None: the step of the newest valid checkpoint; 0 for an imported model
 
     Raises `UserError` if there is no such checkpoint.
     """

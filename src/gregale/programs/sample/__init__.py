@@ -1,1 +1,1 @@
-"""`gregale sample`: continues prompts with a trained model; and the texts that a run makes while it trains."""
+"""Provides `gregale sample`, which continues prompts with a trained model, and the samples of a training run."""

@@ -1,4 +1,4 @@
-"""What `gregale sample` writes: a text as it comes, results as JSON lines, and how fast they came."""
+"""Provides the output of `gregale sample`: text during sampling, results as JSON lines, and the throughput."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gregale.errors import UserError
 from gregale.storage import is_url
 from gregale.streams import ResilientStream, printable
 
-# What a terminal would act upon: control characters are shown by their pictures, but for tabs and the ends of lines.
+# Control characters that a terminal would execute, with their visible symbols; tabs and line ends stay.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Screen:
-    """Standard output, at once; to a terminal without what it would act upon, else as it is."""
+    """Unbuffered standard output, which shows control characters as symbols on a terminal."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._shown = stream, PICTURES if stream.isatty() else {}
@@ -33,15 +33,15 @@ class Screen:
 
 
 class Results:
-    """Results as JSON lines, in the order of the prompts, each as soon as those before it are there."""
+    """Writer of results as JSON lines in the order of the prompts; a result waits for all earlier ones."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._next = stream, 0
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._ascii = (stream.encoding or "").lower().replace("-", "") != "utf8"  # which can write every character
+        self._ascii = (stream.encoding or "").lower().replace("-", "") != "utf8"  # UTF-8 encodes every character
 
     def add(self, number: int, result: dict[str, Any]) -> None:
-        """The result of a prompt."""
+        """Add the result of a prompt, and write all results whose predecessors are complete."""
         self._waiting[number] = result
         while self._next in self._waiting:
             self._write(self._waiting.pop(self._next))
@@ -49,7 +49,7 @@ class Results:
         self._stream.flush()
 
     def finish(self) -> None:
-        """Writes those that wait for others, which will not come."""
+        """Write the held results, whose predecessors will not complete."""
         for number in sorted(self._waiting):
             self._write(self._waiting.pop(number))
         self._stream.flush()
@@ -60,10 +60,10 @@ class Results:
 
 @contextmanager
 def results_to(out: str | None) -> Iterator[Results]:
-    """Results that go to a file, or to standard output; when the work is interrupted, those that are there.
+    """Yield a writer of results to a file or to standard output; an interrupt keeps the complete results.
 
-    Until then the file has another name (`.partial-` and a number at its end), which it keeps if the work fails or the
-    process is killed.
+    Before the end the file has a temporary name (`.partial-` and a number at its end). It keeps that name if the
+    command fails or the process is killed.
 
     Raises `UserError` if the file exists, or cannot be made.
     """
@@ -84,7 +84,7 @@ def results_to(out: str | None) -> Iterator[Results]:
         file = open(partial, "w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"out: {path} cannot be written: {error.strerror}.") from None
-    is_right = False
+    is_valid = False
     try:
         with file:
             results = Results(file)
@@ -92,24 +92,24 @@ def results_to(out: str | None) -> Iterator[Results]:
                 yield results
             finally:
                 results.finish()
-        is_right = True
+        is_valid = True
     except KeyboardInterrupt:
-        is_right = True
+        is_valid = True
         raise
     finally:
         if not partial.stat().st_size:
             partial.unlink()
-        elif is_right and path.exists():
+        elif is_valid and path.exists():
             raise UserError(f"out: {path} was made by another meanwhile; the results are in {partial}.")
-        elif is_right:
+        elif is_valid:
             os.replace(partial, path)
 
 
 class ThroughputMeter:
-    """How many tokens came, and how fast: until the first ones, which programs are compiled for, and after them.
+    """Measures throughput: the time until the first tokens, which includes compilation, and the rate after them.
 
     Attributes:
-        tokens: that have come.
+        tokens: the number of tokens so far.
     """
 
     def __init__(self, compiled_blocks: int = 2):
@@ -117,20 +117,20 @@ class ThroughputMeter:
         self._blocks, self._compiled_blocks, self.tokens, self._s = 0, compiled_blocks, 0, 0.0
 
     def at(self, tokens: int) -> None:
-        """A block has come, and there are so many tokens in all."""
+        """Record a new block; `tokens` is the total number so far."""
         self.tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
         if self._blocks <= self._compiled_blocks:
             self._first_s, self._first_tokens = self._s, tokens
 
     def __str__(self) -> str:
-        """`120 tokens: the first after 2.13 s, then 312 tokens/s`."""
+        """Return `120 tokens: the first after 2.13 s, then 312 tokens/s`."""
         later, later_s = self.tokens - self._first_tokens, self._s - self._first_s
         rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
         return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
 
 
 class Status:
-    """A line on standard error that is written over and over on a terminal, and stays away elsewhere."""
+    """Status line on standard error, which a terminal redraws; other streams get none."""
 
     def __init__(self):
         self._is_shown, self._stream = sys.stderr.isatty(), ResilientStream(sys.stderr)
@@ -148,7 +148,7 @@ class Status:
 
 
 def say(words: str) -> None:
-    """A line on standard error, if anybody is there to read it."""
+    """Write a line to standard error; ignore a closed stream."""
     stream = ResilientStream(sys.stderr)
     stream.write(f"{printable(words)}\n")
     stream.flush()

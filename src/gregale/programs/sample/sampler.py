@@ -1,4 +1,4 @@
-"""Texts of a model on the devices that sample it."""
+"""Provides samples of a model, and the devices that compute them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.prompts import batches_of
 from gregale.programs.sample.text_format import Continuation, TextFormat
 
-PATIENCE_S = 0.1  # text is shown at least as often, if a token takes no longer
-TOGETHER = 8  # texts that a run makes at a time, at most: their caches lie beside the state that it trains
+MAX_DELAY_S = 0.1  # longest time between two outputs, unless a token takes longer
+MAX_BATCH = 8  # texts of a training run in a batch, whose caches share memory with the training state
 
 
 @dataclass(frozen=True)
 class SamplerPlacement:
-    """On which devices a model is sampled.
+    """The devices that sample a model.
 
-    - `layout`: of parameters and activations; its batch may be split
-    - `whole`: a device keeps all weights of its place on the axis `model`; else layers are gathered in their turn
+    - `layout`: layout of parameters and activations, which may split the batch
+    - `whole`: each device keeps the gathered weights of its index on `model`; else it gathers layer by layer
     """
 
     layout: Layout
@@ -38,18 +38,18 @@ class SamplerPlacement:
 
     @property
     def rows(self) -> int:
-        """What divides the rows of a batch."""
+        """Return the number that has to divide the rows of a batch."""
         inside = self.layout.inside_replica()
         axes = inside.mesh_axes((BATCH,), inside.compute)
         return prod(self.layout.mesh.shape[axis] for axis in axes)
 
 
 def beside_training(setup: Setup) -> SamplerPlacement:
-    """Where a run samples, with no batch split.
+    """Return the placement of a training run's samples, without a split of the batch.
 
-    On a CPU that is one device: simulated devices share the cores, and in every layer of every token they would wait
-    for one another. Elsewhere it is the mesh. There a device keeps whole weights if it has them anyway (nothing is
-    split over `data`, or `compute.gather` is per_step).
+    On a CPU it is one device: simulated devices share the cores, and would wait for one another in each layer of each
+    token. Other platforms use the mesh. There a device keeps gathered weights if training gathers them too (no split
+    over `data`, or `compute.gather` is per_step).
     """
     layout = setup.layout
     first = layout.mesh.local_devices[0]
@@ -62,35 +62,35 @@ def beside_training(setup: Setup) -> SamplerPlacement:
 
 
 class Sampler:
-    """Continues texts with models of one shape; compiles once for all of them."""
+    """Continues texts with models of one shape; compiles once."""
 
-    def __init__(self, setup: Setup, form: TextFormat, where: SamplerPlacement):
+    def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
-        self._trained_on, self._where, self._form = setup.layout.mesh, where, form
-        self._execution = execution(config.compute, where.layout, config.model)
-        run = replace(self._execution, weights_ready=where.whole)
+        self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
+        self._execution = execution(config.compute, placement.layout, config.model)
+        run = replace(self._execution, weights_ready=placement.whole)
         options = setup.compiler_options
         self._generator = Generator(run, form.tokenizer.vocabulary_size, form.ends, options)
         self._prepare = jax.jit(self._gathered, compiler_options=options)
 
     def prepared(self, model):
-        """The model as the other methods take it: on the devices that sample, gathered and cast once for all tokens."""
-        mesh = self._where.layout.mesh
+        """Return the model for the other methods: on the sampling devices, gathered and cast once for all tokens."""
+        mesh = self._placement.layout.mesh
         model = model if mesh == self._trained_on else on_one_device(model, self._trained_on, mesh.devices.flat[0])
-        return self._prepare(model) if self._where.whole else model
+        return self._prepare(model) if self._placement.whole else model
 
     def texts(self, model, prompts: Sequence[str], count: int, sampling: Sampling) -> list[str]:
-        """The continuations of prompts, each with the same seed. Every process of a run has to ask for them."""
-        asked = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
-        texts, rows = [Continuation(self._form, count) for _ in asked], min(len(asked), TOGETHER)
-        for numbers in batches_of([len(prompt.tokens) for prompt in asked], rows):
-            batch, chosen = [asked[number] for number in numbers], [texts[number] for number in numbers]
+        """Return the continuations of prompts, all with the same seed. All processes of a run make this call."""
+        encoded = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
+        texts, rows = [Continuation(self._form, count) for _ in encoded], min(len(encoded), MAX_BATCH)
+        for numbers in batches_of([len(prompt.tokens) for prompt in encoded], rows):
+            batch, chosen = [encoded[number] for number in numbers], [texts[number] for number in numbers]
             for _ in self.pieces(model, self.filled_up(batch, rows), chosen, sampling, repeat(BLOCK)):
                 pass
         return [text.text for text in texts]
 
     def filled_up(self, prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
-        """The prompts, and what fills a batch up to so many rows."""
+        """Return the prompts, padded with empty ones to a batch of `rows`."""
         return [*prompts, *[Prompt(self._form.ids(""))] * (rows - len(prompts))]
 
     def pieces(
@@ -101,12 +101,12 @@ class Sampler:
         sampling: Sampling,
         sizes: Iterator[int],
     ) -> Iterator[list[str]]:
-        """What comes to the texts, a piece for each, block by block until all have ended.
+        """Yield the new text of each continuation after each block, until all have ended.
 
         Arguments:
-        - `prompts`: a row each; those beyond the texts are filling
-        - `texts`: the continuations of the first of them, which grow
-        - `sizes`: see `Generator.blocks`; for several processes it may not depend on a clock
+        - `prompts`: one for each row; prompts beyond the number of texts are padding
+        - `texts`: the continuations of the first prompts, which this method extends
+        - `sizes`: see `Generator.blocks`; with several processes it must not depend on a clock
         """
 
         def is_over(row: int) -> bool:
@@ -122,17 +122,17 @@ class Sampler:
 
 
 def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
-    """That of a run while it trains."""
+    """Return the sampler of a training run."""
     return Sampler(setup, TextFormat(tokenizer), beside_training(setup))
 
 
 def unbatched(layout: Layout) -> Layout:
-    """The layout of a computation on a single row: parameters lie as ever, no mesh axis splits the batch."""
+    """Return the layout without a split of the batch; the parameters keep their layout."""
     return replace(layout, compute={name: axes for name, axes in layout.compute.items() if name != BATCH})
 
 
 def on_one_device(tree, mesh: Mesh, device):
-    """Whole arrays on one device of this process. If processes have shards of them, they send them to one another."""
+    """Return complete arrays on one device of this process; processes exchange their shards."""
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         everywhere = NamedSharding(mesh, PartitionSpec())
         tree = jax.tree.map(
@@ -141,11 +141,11 @@ def on_one_device(tree, mesh: Mesh, device):
     return jax.device_put(tree, SingleDeviceSharding(device))
 
 
-def steady(patience_s: float) -> Iterator[int]:
-    """Sizes of blocks: one token, then twice as many each time while a block takes less than half the patience."""
+def steady(max_delay_s: float) -> Iterator[int]:
+    """Yield block sizes: one token, then twice as many while a block takes less than half of `max_delay_s`."""
     size = 1
     while True:
         began = perf_counter()
         yield size
         took_s = perf_counter() - began
-        size = min(2 * size, BLOCK) if took_s < patience_s / 2 else max(size // 2, 1) if took_s > patience_s else size
+        size = min(2 * size, BLOCK) if took_s < max_delay_s / 2 else max(size // 2, 1) if took_s > max_delay_s else size

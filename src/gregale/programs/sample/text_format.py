@@ -1,4 +1,4 @@
-"""Where texts begin and end: the tokens around a prompt, stop strings, and what is shown of a text until then."""
+"""Provides the begin and end of texts: tokens around a prompt, and stop strings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.huggingface.folder import GENERATION, read_json
 from gregale.runs.run_directory import RunDirectory
 
-END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # by what a text has ended
+END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # reasons why a text ended
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a model's texts begin and end.
+    """Begin and end of a model's texts.
 
     - `beginning`: tokens before each prompt
-    - `others`: tokens that end a text, beside the tokenizer's own
+    - `others`: tokens that end a text, besides the tokenizer's own
     """
 
     tokenizer: Tokenizer
@@ -30,15 +30,15 @@ class TextFormat:
         return (self.tokenizer.end_of_document, *self.others)
 
     def ids(self, prompt: str) -> list[int]:
-        """The tokens that a text begins with; of an empty one, that which ends the text before it."""
+        """Return the tokens of a prompt; for an empty one, the token that ends the previous text."""
         return [*self.beginning, *self.tokenizer.encode(prompt).tolist()] or [self.tokenizer.end_of_document]
 
 
-def form_of(run: RunDirectory, tokenizer: Tokenizer) -> TextFormat:
-    """As the texts were that the model was trained on.
+def text_format_of(run: RunDirectory, tokenizer: Tokenizer) -> TextFormat:
+    """Return the format of the texts that the model was trained on.
 
-    Those of a run end with its end of document. A model that was imported, and not trained on, has what transformers
-    would give it: the tokens that its tokenizer puts before a text, and all ends of its generation config.
+    The texts of a run end with its end of document. An imported model without further training has the format of
+    transformers: the tokens that its tokenizer puts before a text, and all end tokens of its generation config.
     """
     if not run.is_imported:
         return TextFormat(tokenizer)
@@ -50,10 +50,10 @@ def form_of(run: RunDirectory, tokenizer: Tokenizer) -> TextFormat:
 
 
 class StopStrings:
-    """Finds where a text that comes in pieces has to end: before the string that is the first to be complete.
+    """Ends a text, which arrives in pieces, before the first stop string that is complete.
 
-    Of two that are complete with the same character it is the longer one. What could still become one is held back, so
-    that how a text is cut into pieces and tokens changes nothing.
+    Of two strings that end with the same character, the longer one counts. The class holds back text that may become a
+    stop string, so that the result does not depend on the pieces.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -61,7 +61,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """What of the text so far can be shown beside what was; once a string is found, what stands before it."""
+        """Return the new text that is certainly no stop string; after a match, the text before the match."""
         self._held += piece
         complete = [(at + len(each), -len(each), each) for each in self._strings if (at := self._held.find(each)) >= 0]
         if complete:
@@ -72,7 +72,7 @@ class StopStrings:
         return self._released(len(self._held) - next(kept, 0))
 
     def finish(self) -> str:
-        """What was held back, if nothing was found."""
+        """Return the text that was held back, if no stop string was found."""
         return "" if self.found is not None else self._released(len(self._held))
 
     def _may_begin(self, end: str) -> bool:
@@ -99,7 +99,7 @@ class Continuation:
         self._decoder = form.tokenizer.stream()
 
     def push(self, tokens: Iterable[int]) -> str:
-        """More tokens; returns the text that they add for certain, in whole characters."""
+        """Add tokens; return the text that they certainly add, in complete characters."""
         before = len(self.text)
         for token in tokens:
             if self.ended is not None:
@@ -116,7 +116,7 @@ class Continuation:
         return self.text[before:]
 
     def finish(self, ended: str) -> str:
-        """Ends the text; returns what was held back."""
+        """End the text; return the text that was held back."""
         if self.ended is not None:
             return ""
         rest = self._stops.push(self._decoder.finish())

@@ -1,1 +1,1 @@
-"""`gregale train`: trains, evaluates, saves, and goes on where it stopped."""
+"""Provides `gregale train`, which trains, evaluates, saves and resumes a run."""

@@ -1,4 +1,4 @@
-"""`gregale train`: trains, evaluates, saves, and goes on where it stopped."""
+"""Provides `gregale train`, which trains, evaluates, saves and resumes a run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.evaluation.tasks.files import read_tasks
 from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
-from gregale.programs.runtime.evaluation import in_words
+from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.initial_weights import keep_what_came_with, origin_of
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
-from gregale.programs.runtime.tasks import tasks_in_words
+from gregale.programs.runtime.tasks import format_tasks
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
@@ -49,7 +49,7 @@ from gregale.training.compilation_cache import keep_compiled
 class TrainOptions:
     """Options of the command, beside the configuration."""
 
-    fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and start anew"})
+    fresh: bool = field(default=False, metadata={"help": "do not resume: archive an existing run and start again"})
     profile: str | None = field(
         default=None,
         metadata={"help": "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"},
@@ -57,10 +57,10 @@ class TrainOptions:
 
 
 def main(options: TrainOptions, config: TrainConfig) -> int:
-    """Trains; returns 0 when the run is complete, 128 + the signal's number when it was stopped.
+    """Train; return 0 for a complete run, 128 + the signal's number for a stopped one.
 
-    The run directory is not touched before the configuration, the devices and the data are known to be right. Where
-    there are several processes, each ends if another is lost.
+    The command checks the configuration, the devices and the data before it writes to the run directory. In a run of
+    several processes, each process ends if another is lost.
     """
     if config.islands.lighthouse is not None:
         raise UserError(
@@ -77,20 +77,20 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class Watching:
-    """What looks on while a run trains: `progress` takes where it is, `window` has the steps to be traced."""
+    """Observation of a run: `progress` records the current phase, `window` has the steps to trace."""
 
     progress: Progress
     window: Window | None
 
 
 def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watching: Watching) -> int:
-    """Checks the configuration, prepares the data, takes the run's lock and trains."""
+    """Check the configuration, prepare the data, take the run's lock and train."""
     if not fresh:
         run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
-    # Refuses what does not fit together before the data is touched.
+    # Rejects contradictory values before the data are read.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
     check_start(fresh, config, run)
@@ -100,35 +100,35 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
-            held(run, fresh, console.message) as check,
+            hold_run(run, fresh, console.message) as check,
             Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check) as checkpoints,
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
-            if remark := config.sync.config_warning(setup.layout, config.steps):
-                console.message(remark)
+            if warning := config.sync.config_warning(setup.layout, config.steps):
+                console.message(warning)
             return train(setup, corpus, run, checkpoints, console, watching)
 
 
 def check_start(fresh: bool, config: TrainConfig, run: RunDirectory) -> None:
-    """Raises `UserError` if what a new run starts from does not fit."""
+    """Raise `UserError` if the model of `start_from` does not fit a new run."""
     if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
         origin_of(config)
 
 
 @contextmanager
-def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """The run's lock, in process 0; with `fresh`, after the old run was set aside, which nobody must be training.
+def hold_run(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Hold the run's lock in process 0; with `fresh`, archive the old run first, which no process may be training.
 
-    Yields what checks, in process 0, that the lock was not lost.
+    Yields a function that checks, in process 0, that the process still holds the lock.
     """
     with ExitStack() as stack:
 
         def take() -> Callable[[], None]:
             if fresh and run.path.exists():
                 with training(run.path, report):
-                    aside = run.archive()
-                report(f"The old run is now {aside}.")
+                    archived = run.archive()
+                report(f"The old run is now {archived}.")
             check = stack.enter_context(training(run.path, report))
             run.checkpoints.mkdir(exist_ok=True)
             return check
@@ -137,14 +137,14 @@ def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Itera
 
 
 def is_writer() -> bool:
-    """Whether this process writes what one process writes for all."""
+    """Return whether this process writes the files of the run."""
     return jax.process_index() == 0
 
 
 def train(
     setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, watching: Watching
 ) -> int:
-    """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
+    """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
@@ -153,7 +153,7 @@ def train(
     first_step = start.step
     evaluated = not config.evaluates or run.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
-        if (damaged := run.figures().problem) is not None:  # a run that goes on mends the file, and says so
+        if (damaged := run.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
             console.message(damaged)
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
@@ -199,7 +199,7 @@ def train(
         name = stop.signal_name or "SIGTERM"
         console.message(f"Stopped by {name} after step {step} and saved; the same command goes on from there.")
         return 128 + signal.Signals[name]
-    loss = loop.evaluation.get("eval_loss", 0.0)  # none where nothing is evaluated
+    loss = loop.evaluation.get("eval_loss", 0.0)  # A run without evaluation has no loss.
     if not math.isfinite(loss):
         raise UserError(
             f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing that "
@@ -210,7 +210,7 @@ def train(
 
 
 def describe(setup: Setup, corpus: Corpus) -> str:
-    """What is about to be trained, on what, where."""
+    """Return the description of the run's model, devices, data and compiler options."""
     config = setup.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
@@ -224,24 +224,24 @@ def describe(setup: Setup, corpus: Corpus) -> str:
 
 
 def text_of(corpus: Corpus, config: TrainConfig) -> str:
-    """How much there is to train on, and to evaluate on."""
+    """Return the sizes of the training and evaluation text."""
     epochs = config.steps * config.batch.tokens / corpus.training_tokens
-    return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
+    return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {evaluation_sizes(corpus)}"
 
 
-def held_back(corpus: Corpus) -> str:
-    """How much there is to evaluate on."""
+def evaluation_sizes(corpus: Corpus) -> str:
+    """Return the sizes of the evaluation text."""
     parts = [f"{corpus.held_out_tokens:,} tokens held out"] if corpus.held_out_tokens else ["nothing held out"]
     parts += [f"{len(stream):,} tokens of {name} to evaluate on" for name, stream in corpus.validation_streams.items()]
     return ", ".join(parts)
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
-    """The last evaluation, beside a bigram model of the same text if that is asked for."""
+    """Return the last evaluation, with the loss of a bigram model if `evaluation.bigram` is set."""
     if not config.evaluates:
         return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
-    of_text = in_words(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
-    words = "; ".join(filter(None, (of_text, tasks_in_words(evaluation))))
+    of_text = format_losses(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    words = "; ".join(filter(None, (of_text, format_tasks(evaluation))))
     text = f"Done. {words[0].upper()}{words[1:]}"
     if not config.evaluation.bigram:
         return text + "."

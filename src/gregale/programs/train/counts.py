@@ -1,4 +1,4 @@
-"""Counts of what a run has read and sent, whatever its batches and meshes were before, and of its seconds."""
+"""Provides counts of a run's examples, bytes sent and seconds, across changes of batch size and mesh."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gregale.runs.config import BatchConfig
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Counts examples and tokens, from where the run goes on.
+    """Counts examples and tokens from the step at which the run resumes.
 
-    - `first_step`: steps done before
-    - `examples_before`: examples that they have seen, whatever the size of their batches; the next step begins there
+    - `first_step`: steps before the resumption
+    - `examples_before`: examples of those steps; the next step begins at this example
     """
 
     batch: BatchConfig
@@ -24,20 +24,20 @@ class DataPosition:
     examples_before: int = 0
 
     def examples(self, step: int) -> int:
-        """Examples that the first `step` steps of the run have seen."""
+        """Return the number of examples in the first `step` steps of the run."""
         return self.examples_before + (step - self.first_step) * self.batch.size
 
     def tokens(self, step: int) -> int:
-        """Tokens that the first `step` steps of the run have seen; a run never changes its sequence length."""
+        """Return the number of tokens in the first `step` steps of the run, which never changes its sequence length."""
         return self.examples(step) * self.batch.sequence_length
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts what a device sends over `replica`, from where the run goes on.
+    """Counts the bytes that a device sends over `replica` from the step at which the run resumes.
 
-    - `first_step`: steps done before
-    - `bytes_before`: bytes that a device had sent then, on whatever meshes and by whatever methods
+    - `first_step`: steps before the resumption
+    - `bytes_before`: bytes that a device sent in those steps, on all meshes and by all methods
     """
 
     setup: Setup
@@ -45,19 +45,18 @@ class Traffic:
     bytes_before: int = 0
 
     def bytes_sent(self, step: int) -> int:
-        """Bytes that a device has sent in the first `step` steps of the run."""
+        """Return the bytes that a device has sent in the first `step` steps of the run."""
         return self.figures(step)["replica_bytes"]
 
     def figures(self, step: int) -> dict[str, int]:
-        """`replica_bytes`: bytes sent so far; for DiLoCo also `steps_since_sync`: steps since the last sending."""
+        """Return `replica_bytes`: bytes sent so far; for DiLoCo also `steps_since_sync`: steps since the last sync."""
         figures, at_first = self.setup.traffic(step), self.setup.traffic(self.first_step)
         since = figures["replica_bytes"] - at_first["replica_bytes"]
         return {**figures, "replica_bytes": self.bytes_before + since}
 
 
 class PhaseTimer:
-    """Counts seconds of the loop's own thread, from now on: while it waits for a batch, evaluates or saves, it hands
-    no step to the devices."""
+    """Counts the seconds in which the loop's thread starts no step: waits for batches, evaluations, saves."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -65,11 +64,11 @@ class PhaseTimer:
 
     @contextmanager
     def on(self, figure: str) -> Iterator[None]:
-        """Counts what is inside under this name."""
+        """Count the seconds of the `with` block under this name."""
         began = time.monotonic()
         yield
         self._seconds[figure] = self._seconds.get(figure, 0.0) + time.monotonic() - began
 
     def figures(self) -> dict[str, float]:
-        """`elapsed_seconds`, and of them those on each thing."""
+        """Return `elapsed_seconds`, and the seconds of each phase."""
         return {"elapsed_seconds": time.monotonic() - self._began, **self._seconds}

@@ -1,7 +1,7 @@
-"""Figures of each layer: norms of parameters and gradients, update-to-weight ratios, the largest attention logits.
+"""Provides metrics of each layer: norms of parameters and gradients, update-to-weight ratios, maximum attention logits.
 
-They come from a program of their own, which computes what the next step computes and leaves the state as it is: the
-step's program is the same whether it is inspected or not. So does the error of quantised averages.
+A separate program repeats the computation of the next step without a change of the state, so that inspection does not
+change the step's program. The error of quantised averages also has a separate program.
 
     inspector = Inspector(setup, method)
     figures = inspector(state, batch)  # before the step that takes this batch
@@ -41,12 +41,12 @@ class Inspector:
         )
 
     def __call__(self, state: TrainState, batch: Tree) -> dict[str, float]:
-        """The figures of the step that takes this batch; waits for the devices."""
+        """Return the metrics of the step that takes this batch; wait for the devices."""
         return figures(jax.device_get(self._inspected(state.method, batch)), self._by_array)
 
 
 def _probe(setup: Setup, method: Method) -> Probe:
-    """The largest attention logits, if the model can tell them."""
+    """Return the probe of the maximum attention logits, for models that have `attention_logit_maxima`."""
     execution = setup.evaluation_execution(method.step_layout)
 
     def probe(model, batch: Tree) -> Tree:
@@ -56,31 +56,31 @@ def _probe(setup: Setup, method: Method) -> Probe:
 
 
 def figures(found: Inspected, by_array: bool) -> dict[str, float]:
-    """The figures by name: `parameter_norm/layer.3`, `grad_norm/layer.3`, `update_ratio/layer.3` and so on.
+    """Return the metrics by name: `parameter_norm/layer.3`, `grad_norm/layer.3`, `update_ratio/layer.3` and so on.
 
-    Without a layer's name that of all together, but for the gradient, whose norm a step reports itself. Where replicas
-    train apart, norms and ratios are the replicas' mean and logits the largest of all.
+    A name without a layer is the value of all layers; there is no `grad_norm`, because each step reports it. If
+    replicas train separately, norms and ratios are the mean over replicas and logits the maximum.
 
     - `found`: as NumPy arrays
-    - `by_array`: for each array of a layer, `layer.3.attention.query.weight`, in place of each layer
+    - `by_array`: metrics of each array, `layer.3.attention.query.weight`, in place of each layer
     """
     parameters, gradients, updates = (_added(tree, by_array) for tree in found[:3])
-    told: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, norms in {"parameter_norm": parameters, "grad_norm": gradients}.items():
-        told |= {f"{name}/{part}" if part else name: _mean(np.sqrt(square)) for part, square in norms.items()}
-    del told["grad_norm"]
+        metrics |= {f"{name}/{part}" if part else name: _mean(np.sqrt(square)) for part, square in norms.items()}
+    del metrics["grad_norm"]
     for part, square in updates.items():
         with np.errstate(divide="ignore", invalid="ignore"):
-            told[f"update_ratio/{part}" if part else "update_ratio"] = _mean(np.sqrt(square / parameters[part]))
+            metrics[f"update_ratio/{part}" if part else "update_ratio"] = _mean(np.sqrt(square / parameters[part]))
     if found.probed is not None:
         largest = np.max(found.probed.array.reshape(-1, found.probed.array.shape[-1]), axis=0)  # [layers]
-        told[LOGITS] = _float(np.max(largest))
-        told |= {f"{LOGITS}/layer.{layer}": _float(value) for layer, value in enumerate(largest)}
-    return told
+        metrics[LOGITS] = _float(np.max(largest))
+        metrics |= {f"{LOGITS}/layer.{layer}": _float(value) for layer, value in enumerate(largest)}
+    return metrics
 
 
 def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
-    """Sums of squares by the name of a layer or an array, each a scalar or [replica]; all together under no name."""
+    """Return sums of squares by layer or array name, each a scalar or [replica]; the total has the name ""."""
     sums: dict[str, np.ndarray] = {}
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
     parts = [part for path, leaf in leaves for part in _parts(_words(path), leaf, by_array)]
@@ -90,7 +90,7 @@ def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
 
 
 def _parts(words: list[str], leaf: NamedArray, by_array: bool) -> list[tuple[str, np.ndarray]]:
-    """The sums of squares of an array, by layer if it is a stack of them."""
+    """Return the sums of squares of an array, one for each layer of a stack."""
     values = np.asarray(leaf.array, np.float64)
     if LAYERS not in leaf.axis_names:
         return [(".".join(words if by_array else words[:1]), values)]
@@ -107,18 +107,18 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _float(value: Any) -> float:
-    """NaN where there is no number: a ratio to nothing, an overflow."""
+    """Return the value; NaN for an infinite value, such as a ratio to zero."""
     return float(value) if math.isfinite(value) else math.nan
 
 
 class QuantisationFigures:
-    """Measures the configured method's first leg; compiled once.
+    """Measures the quantisation loss of the configured method's reduce-scatter; compiled once.
 
-    - `held_out`: its first batch is what gradients are taken of
+    - `held_out`: the gradients are those of its first batch
     """
 
     def __init__(self, setup: Setup, held_out: Examples):
-        assert isinstance(setup.method, Lossy), "`reduce.measure` is refused elsewhere"
+        assert isinstance(setup.method, Lossy), "the configuration rejects `reduce.measure` without a codec"
         self._setup, self._held_out = setup, held_out
         self._lost = jax.jit(
             setup.method.lost,
@@ -127,7 +127,7 @@ class QuantisationFigures:
         )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """`quantisation_error`: what a message lacks, relative to its values; `feedback_norm`: what is kept."""
+        """Return `quantisation_error`, relative to the values, and `feedback_norm`, the norm of the kept error."""
         with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
             batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
             lost = self._lost(state.method, batch)

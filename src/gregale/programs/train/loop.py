@@ -1,4 +1,4 @@
-"""The training loop: hands steps to the device, reads their losses when they are there, evaluates, saves."""
+"""Provides the training loop, which starts steps, reads their losses later, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELP = "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer
 
 
 class Loop:
-    """One run's loop; `evaluation` holds the figures of the last evaluation, none if there is no text for one."""
+    """Training loop of a run; `evaluation` has the metrics of the last evaluation, empty without evaluation text."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Loop:
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
-        """Trains from `start` to the end, or until a stop is asked for; returns the steps done.
+        """Train from `start` to the end, or until a stop request; return the number of steps done.
 
-        The state of the last step is saved either way.
+        In both cases the loop saves the state of the last step.
 
-        Raises `UserError` if too many steps in a row, or all, were skipped, or if the state to be saved is not finite.
+        Raises `UserError` if too many steps in a row, or all, were skipped, or if the state to save is not finite.
         """
         config = self._setup.config
         state, step = start.state, start.step
@@ -117,7 +117,7 @@ class Loop:
     def _inspected(
         self, method: Method, state: TrainState, batch: dict[str, NamedArray], step: int, log: StepLog
     ) -> dict[str, float]:
-        """The figures of each layer in a step that is about to be taken, none where none are due."""
+        """Return the metrics of each layer in the next step; empty if no inspection is due."""
         if not _is_due(step, self._setup.config.inspect.every):
             return {}
         log.catch_up()
@@ -132,14 +132,14 @@ class Loop:
         return figures
 
     def _trace(self, is_due: bool, action: Callable[[], None], log: StepLog) -> None:
-        """Begins or ends a trace while the devices have nothing to do; that time does not count."""
+        """Begin or end a trace while the devices are idle; the step rate excludes that time."""
         if is_due:
             log.catch_up()
             action()
             log.restart()
 
     def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic, consumed: DataPosition) -> None:
-        """Saves in the background."""
+        """Save in the background."""
         self._progress.at(step, Phase.SAVING)
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
@@ -161,7 +161,7 @@ class Loop:
         if self._sampler is not None:
             self._sample(self._sampler, model, step)
         if self.evaluation:
-            self._observers.trackers.log(step, self.evaluation)  # last: with this line a run is complete
+            self._observers.trackers.log(step, self.evaluation)  # Last, because this line marks a run as complete.
 
     def _sample(self, sampler: Sampler, model, step: int) -> None:
         samples = self._setup.config.samples
@@ -177,7 +177,7 @@ class Loop:
 
 
 def after_skipping(state: TrainState) -> str:
-    """What many skipped steps mean for the state that they left: skipped steps change nothing, but one before may."""
+    """Return the hint after many skipped steps: they change nothing, but an earlier update may not be finite."""
     if names := not_finite(state.method):
         return f"An update before them made {len(names)} arrays of the state infinite or NaN ({listed(names)}). {HELP}"
     return f"Nothing of these steps entered the parameters. {HELP}"

@@ -1,4 +1,4 @@
-"""Who is told of what a training loop does."""
+"""Provides the observers of a training loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gregale.tracking.profile import Profile
 
 @dataclass(frozen=True)
 class Observers:
-    """Those who look on.
+    """Observers of a training loop.
 
-    - `trackers`: take the figures of steps and evaluations
-    - `report`: told in one line of what fails and does not end the run
-    - `progress`: takes where the loop is, for whoever watches that it comes on
-    - `profile`: traces some of the steps
+    - `trackers`: log the metrics of steps and evaluations
+    - `report`: takes one line about a failure that does not end the run
+    - `progress`: records the loop's phase, for hang detection
+    - `profile`: traces the selected steps
     """
 
     trackers: Trackers

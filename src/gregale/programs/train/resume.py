@@ -1,4 +1,4 @@
-"""Where a run starts: from nothing, from a model, from its newest checkpoint, or from what another method left."""
+"""Provides the first state of a run: a new one, that of a model, or that of the newest checkpoint of any method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, noted, saved_by
+from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, recorded, saved_by
 from gregale.programs.runtime.initial_weights import started_state
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
@@ -19,19 +19,19 @@ from gregale.training.state import TrainState, abstract_state, state_shardings, 
 
 
 class Start(NamedTuple):
-    """Where a run starts or goes on."""
+    """The point at which a run starts or resumes."""
 
-    state: TrainState  # in the form of the method that takes the next step
+    state: TrainState  # of the method that makes the next step
     step: int  # steps done
-    replica_bytes: int  # bytes that a device has sent over `replica` until then
-    examples: int  # examples that they have seen
+    replica_bytes: int  # bytes that a device has sent over `replica` in those steps
+    examples: int  # examples of those steps
 
 
 def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus) -> Start:
-    """The state to start from, and what the run has done until then.
+    """Return the state to start from, and the run's counts so far.
 
     Arguments:
-    - `before`: the configuration that the run had until now; its `sync` and `reduce` say what the checkpoint holds
+    - `before`: the run's previous configuration; its `sync` and `reduce` determine the contents of the checkpoint
 
     Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
@@ -45,22 +45,22 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
     if restored is None:
         starts = setup.config.start_from is not None
         return Start(started_state(setup, corpus.tokenizer) if starts else setup.initial_state(), 0, 0, 0)
-    if noted(restored.metadata, "data") != corpus.fingerprint:
+    if recorded(restored.metadata, "data") != corpus.fingerprint:
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
         )
     state = converted(setup, restored.tree, restored.step, saved_by(saved, restored.metadata))
-    counted = (noted(restored.metadata, name) for name in ("replica_bytes", "examples"))
+    counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
     return Start(state, restored.step, *counted)
 
 
 def converted(setup: Setup, state: TrainState, step: int, method: Method) -> TrainState:
-    """The state in the form of the method that takes the step after `step` steps.
+    """Return the state converted for the method that makes the step after `step` steps.
 
-    Errors of quantised averages start anew if the state has none, or others than the method.
+    Errors of quantised averages start from zero if the state has none, or has other ones than the method.
 
-    - `method`: whose state it is
+    - `method`: the method that made the state
     """
     coming = setup.method_after(step)
     if coming is not method:

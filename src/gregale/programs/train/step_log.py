@@ -1,4 +1,4 @@
-"""The figures of steps, read from the device a few steps late so that the loop never waits for a loss."""
+"""Provides the log of step metrics, which reads losses a few steps late so that the loop never waits for one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gregale.programs.train.observers import Observers
 from gregale.tracking import Rate
 from gregale.training.state import StepReport
 
-# Steps handed to the device before the oldest one's loss is read: with one there is always a step waiting, and more
-# would let simulated CPU devices of several steps wait for one another for want of threads.
+# Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
+# simulated CPU devices in different steps could wait for one another because threads are few.
 STEPS_AHEAD = 1
 
 
@@ -35,10 +35,10 @@ class TooManySkipped(UserError):
 
 
 class StepLog:
-    """Hands the figures of every logged step to the trackers.
+    """Sends the metrics of each logged step to the trackers.
 
-    - `done`: the last step that was read
-    - `skipped`: of the steps that were read, how many were skipped, by the replica that skipped most
+    - `done`: the last step whose report was read
+    - `skipped`: the number of skipped steps among them, of the replica that skipped most
     """
 
     def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: DataPosition, spent: PhaseTimer):
@@ -48,24 +48,24 @@ class StepLog:
         self._peak = peak_tokens_per_second(setup)
         self.done = traffic.first_step
         self.skipped = 0
-        self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
+        self._outer: PseudoGradient | None = None  # the newest one since the last logged step
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
-        # A process sees its own replicas' figures only; where there are others, all are brought everywhere.
+        # A process sees only its own replicas' metrics; with several processes, every process gets all metrics.
         self._shared = jax.jit(lambda report: report, out_shardings=everywhere) if jax.process_count() > 1 else None
         self.restart()
 
     def restart(self) -> None:
-        """Begins to measure anew, so that time spent on other things does not count."""
+        """Restart the measurement of the step rate, which excludes time outside steps."""
         self._rate = Rate(time.monotonic(), self.done)
 
     def took(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
-        """Takes the report of a step that was handed to the device; one that was inspected is logged in any case."""
+        """Queue the report of a started step; log inspected steps always."""
         self._pending.append((step, self._shared(report) if self._shared else report, inspected))
         while len(self._pending) > STEPS_AHEAD:
             self._log(*self._pending.popleft())
 
     def catch_up(self) -> None:
-        """Waits for all steps so far."""
+        """Read and log the reports of all started steps."""
         while self._pending:
             self._log(*self._pending.popleft())
 
@@ -98,7 +98,7 @@ class StepLog:
 
 
 def measured(report: StepReport) -> dict[str, float]:
-    """Loss and gradient norm over all replicas and, where replicas train apart, those of each and their spread."""
+    """Return loss and gradient norm over all replicas; for separate replicas also each loss and their spread."""
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
     total = weights.sum()
@@ -110,16 +110,16 @@ def measured(report: StepReport) -> dict[str, float]:
 
 
 def measured_between(outer: PseudoGradient) -> dict[str, float]:
-    """Norm of a pseudo-gradient, and the replicas' cosine similarity if at least two had a share in it."""
+    """Return the norm of a pseudo-gradient, and the replicas' cosine similarity if at least two contributed."""
     values = {"outer_grad_norm": float(outer.norm)}
     similarity = cosine(outer)
     return values if similarity is None else {**values, "outer_grad_cosine": similarity}
 
 
-def check_finite(step: int, report: StepReport, most: int) -> None:
-    """Raises `TooManySkipped` if the last `most` steps were all skipped, of any replica."""
+def check_finite(step: int, report: StepReport, max_skipped: int) -> None:
+    """Raise `TooManySkipped` if a replica skipped all of the last `max_skipped` steps."""
     in_a_row = int(np.max(report.skipped_in_a_row))
-    if in_a_row >= most:
+    if in_a_row >= max_skipped:
         raise TooManySkipped(
             f"max_skipped: loss or gradient was not finite in the last {in_a_row} steps (step {step}: loss "
             f"{report.metrics.loss}, gradient norm {report.metrics.grad_norm})."
@@ -127,10 +127,10 @@ def check_finite(step: int, report: StepReport, most: int) -> None:
 
 
 def peak_tokens_per_second(setup: Setup) -> float | None:
-    """Tokens a second if all devices did nothing but the model's products, at their peak in bfloat16.
+    """Return tokens per second if all devices computed only the model's products, at their peak in bfloat16.
 
-    So `tokens_per_second / peak_tokens_per_second` is the utilisation. None on CPU devices and unknown chips, and for
-    models without a closed form.
+    `tokens_per_second / peak_tokens_per_second` is the model FLOPs utilisation. None on CPU devices and unknown chips,
+    and for models without a closed form of their FLOPs.
     """
     mesh = setup.layout.mesh
     chip = of_device(mesh.devices.flat[0].device_kind)
@@ -140,18 +140,18 @@ def peak_tokens_per_second(setup: Setup) -> float | None:
 
 
 def memory_in_use(devices: Sequence[Any]) -> dict[str, int]:
-    """`host_memory_bytes`, and of the device that has most `device_memory_bytes` and `device_memory_peak_bytes`.
+    """Return `host_memory_bytes`, and the maximum over devices of `device_memory_bytes` and `device_memory_peak_bytes`.
 
-    Devices that count nothing (CPU) have none. Nothing is waited for.
+    Devices without memory statistics (CPU) have no entry. The function does not wait for the devices.
 
-    - `devices`: of this process
+    - `devices`: devices of this process
     """
     counted = [stats for device in devices if (stats := device.memory_stats())]
     figures = {"device_memory_bytes": "bytes_in_use", "device_memory_peak_bytes": "peak_bytes_in_use"}
-    most = {name: max(stats.get(key, 0) for stats in counted) for name, key in figures.items() if counted}
-    return {"host_memory_bytes": _resident(), **most}
+    maxima = {name: max(stats.get(key, 0) for stats in counted) for name, key in figures.items() if counted}
+    return {"host_memory_bytes": _resident(), **maxima}
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

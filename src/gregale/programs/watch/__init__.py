@@ -1,1 +1,1 @@
-"""`gregale watch`: a run while it trains, in the terminal or on a page."""
+"""Provides `gregale watch`, which shows a running run in the terminal or on a page."""

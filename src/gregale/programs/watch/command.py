@@ -1,4 +1,4 @@
-"""`gregale watch`: follows a run, or the islands of a fleet, until it is complete or Ctrl-C."""
+"""Provides `gregale watch`, which follows a run, or the islands of a fleet, until completion or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class WatchOptions(Settings):
     seconds: float | None = field(
         default=None,
         metadata={
-            "help": "between two looks; null: 1, and 10 at a run in a store",
+            "help": "the time between two polls; null: 1, and 10 for a run in an object store",
             "range": between(0.1, 3600),
         },
     )
-    once: bool = field(default=False, metadata={"help": "show how it is now, and end"})
-    web: bool = field(default=False, metadata={"help": "serve a page too, to a browser on this machine, until Ctrl-C"})
-    port: int = field(default=0, metadata={"help": "of the page; 0: any that is free", "range": whole(0, 65_535)})
+    once: bool = field(default=False, metadata={"help": "show the current state, and exit"})
+    web: bool = field(default=False, metadata={"help": "also serve a page to a browser on this machine, until Ctrl-C"})
+    port: int = field(default=0, metadata={"help": "the port of the page; 0: any free port", "range": whole(0, 65_535)})
     address: str = field(
-        default="127.0.0.1", metadata={"help": "where the page is served; beyond this machine, below a secret path"}
+        default="127.0.0.1", metadata={"help": "the page's address; other than loopback, it adds a secret path"}
     )
 
     def __post_init__(self):
@@ -59,18 +59,18 @@ class WatchOptions(Settings):
 
 
 def main(options: WatchOptions) -> int:
-    """Shows the run until it is complete; 0 then and after Ctrl-C, 128 + the signal's number after another one."""
+    """Show the run until it is complete; return 0 then and after Ctrl-C, 128 + the number of another signal."""
     runs = runs_of(options.run)
-    followers = {run.path: RunPoller(run) for run in runs}
+    pollers = {run.path: RunPoller(run) for run in runs}
     seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, ObjectPath) else SECONDS)
     with ExitStack() as stack:
         stop, screen = stack.enter_context(stopped_by_signals()), stack.enter_context(Screen())
         if options.web:
             screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
-            for run in islands_of(options.run):  # one of them may have begun after the others
-                followers.setdefault(run.path, RunPoller(run))
-            if snapshots := looks(followers.values(), screen):
+            for run in islands_of(options.run):  # an island may begin after the others
+                pollers.setdefault(run.path, RunPoller(run))
+            if snapshots := poll_all(pollers.values(), screen):
                 complete = all(each.summary.state is State.COMPLETE for each in snapshots)
                 ends = options.once or (complete and not options.web)
                 screen.show(snapshots, is_last=ends)
@@ -81,8 +81,8 @@ def main(options: WatchOptions) -> int:
 
 
 def served(runs: Sequence[RunPaths], options: WatchOptions) -> Server:
-    """A server of the page of runs. Raises `UserError` if the page cannot be made or served."""
-    from gregale.programs.report.serving import LivePage  # late: the terminal needs none of it
+    """Return a server of the page of runs. Raises `UserError` if the page cannot be made or served."""
+    from gregale.programs.report.serving import LivePage  # a late import, because the terminal does not need it
     from gregale.programs.watch.web import Server
 
     page = LivePage(runs)
@@ -91,7 +91,7 @@ def served(runs: Sequence[RunPaths], options: WatchOptions) -> Server:
 
 
 def runs_of(name: str) -> list[RunPaths]:
-    """The run of a name, or those of a fleet's islands, as far as they have begun."""
+    """Return the run with a name, or the runs of a fleet's islands that have begun."""
     if found := islands_of(name):
         return found
     try:
@@ -100,19 +100,19 @@ def runs_of(name: str) -> list[RunPaths]:
         if not (logs := logs_of(name)):
             raise
         raise UserError(
-            f"{name} is a fleet none of whose islands has begun: they prepare their data first, or have ended before "
-            f"that. What they say is in {logs[0].parent}."
+            f"{name} is a fleet without a run: its islands still prepare their data, or have ended before that. "
+            f"Their logs are in {logs[0].parent}."
         ) from None
 
 
 def islands_of(name: str) -> list[RunPaths]:
-    """The runs of a fleet's islands, of those that have begun; none if this is no fleet."""
+    """Return the runs of a fleet's islands that have begun; none if this is no fleet."""
     islands = [log.parent.parent / log.stem for log in logs_of(name)]
     return [RunPaths(island) for island in islands if island.is_dir()]
 
 
 def logs_of(name: str) -> list[Path]:
-    """What `gregale islands` has written down of each island of a fleet, by name; none if this is no fleet."""
+    """Return the log of each island of a fleet, sorted by name; none if this is no fleet."""
     for folder in (Path(f"{name}{FLEET}"), Path("runs") / f"{name}{FLEET}", Path(name), Path("runs") / name):
         if folder.name.endswith(FLEET):
             logs = [log for log in sorted(folder.glob("*.log")) if log.stem != COORDINATOR]
@@ -121,10 +121,10 @@ def logs_of(name: str) -> list[Path]:
     return []
 
 
-def looks(followers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
-    """Return the runs as they are now, and tell what has happened; none if their store is out of order for now."""
+def poll_all(pollers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
+    """Return the current state of the runs and print their events; return none if their store does not answer."""
     try:
-        found = [follower.poll() for follower in followers]
+        found = [poller.poll() for poller in pollers]
     except StoreError as error:
         screen.message(str(error))
         return []
@@ -134,7 +134,7 @@ def looks(followers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
 
 
 class Screen:
-    """A view that is redrawn on a terminal; plain lines elsewhere, some seconds apart and only if there is news."""
+    """Output that redraws a view on a terminal; other streams get a plain line after each change, rate-limited."""
 
     def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):
         stream = ResilientStream(file or sys.stdout)
@@ -144,10 +144,10 @@ class Screen:
             self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
             self._live.start()
         self._plain_seconds = plain_seconds
-        self._said: dict[str, tuple[str, float]] = {}
+        self._printed: dict[str, tuple[str, float]] = {}
 
     def show(self, snapshots: Sequence[RunStatus], is_last: bool = False) -> None:
-        """Shows one run, or several side by side; `is_last`: as it will stand."""
+        """Show one run, or several side by side; `is_last`: the final view."""
         if self._live is not None:
             several = len(snapshots) > 1
             view = fleet_view(snapshots, self._console) if several else view_of(snapshots[0], self._console)
@@ -155,15 +155,15 @@ class Screen:
             return
         for each in snapshots:
             name, line, now = each.summary.path, plain_line(each), time.monotonic()
-            said, when = self._said.get(name, ("", -self._plain_seconds))
-            if line != said and (is_last or now - when >= self._plain_seconds):
-                self._said[name] = line, now
+            printed, when = self._printed.get(name, ("", -self._plain_seconds))
+            if line != printed and (is_last or now - when >= self._plain_seconds):
+                self._printed[name] = line, now
                 self.message(line)
-                if not said and each.summary.state in (State.STOPPED, State.DAMAGED):
+                if not printed and each.summary.state in (State.STOPPED, State.DAMAGED):
                     self.message(state_sentence(each.summary))
 
     def message(self, text: str) -> None:
-        """Shows a line, above the view if there is one."""
+        """Print a line, above the view if there is one."""
         self._console.print(printable(text), soft_wrap=self._live is None)
 
     def __enter__(self) -> Screen:
@@ -176,13 +176,13 @@ class Screen:
 
 
 class Stop:
-    """Whether somebody wants it to end; `code` is what the command returns then."""
+    """Stop request by a signal; `code` is the exit code of the command."""
 
     def __init__(self) -> None:
         self._event, self.code = Event(), 0
 
     def take(self, number: int, _: object) -> None:
-        """Takes a signal: Ctrl-C is how one stops watching, and no failure."""
+        """Handle a signal; Ctrl-C is the normal end of the command, not a failure."""
         self.code = 0 if number == signal.SIGINT else 128 + number
         self._event.set()
 
@@ -192,7 +192,7 @@ class Stop:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[Stop]:
-    """Inside, signals end the watching between two looks, so that the terminal is given back as it was."""
+    """Make signals request a stop between two polls, so that the command restores the terminal."""
     stop = Stop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, stop.take) for number in numbers}

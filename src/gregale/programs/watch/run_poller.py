@@ -1,4 +1,4 @@
-"""Looks at a run again and again: what it has written, how it stands, what has happened since the last look."""
+"""Provides the poller of a run: its files, its state, and its events since the last poll."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gregale.tracking.metrics import EVALUATION, in_unit, metric_of
 
 Entry = Mapping[str, Any]
 
-LONGEST_LINE = 1000
-WINDOW = 200  # lines back from which the speed is taken
+MAX_LINE_LENGTH = 1000
+WINDOW = 200  # newest lines that determine the speed
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at a moment.
+    """State of a run at one time.
 
     - `starts`: the entries of starts.jsonl
-    - `silent_seconds`: since a line was seen to come; None before one was
-    - `stalled`: what an island says while its fleet commits no round; empty while it does
+    - `silent_seconds`: time since the poller saw a new line; None before the first one
+    - `stalled`: an island's message while its fleet commits no round; else empty
     """
 
     summary: Summary
@@ -38,12 +38,12 @@ class RunStatus:
 
     @property
     def start(self) -> Entry:
-        """The newest start."""
+        """Return the newest start."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Until the last step, at the speed of late, pauses included; None if that is not known."""
+        """Return the time until the last step at the recent speed, which includes pauses; None if unknown."""
         summary = self.summary
         if summary.state is not State.RUNNING or summary.steps is None:
             return None
@@ -51,17 +51,17 @@ class RunStatus:
         return None if seconds is None else seconds * max(summary.steps - summary.step, 0)
 
     def last(self, name: str) -> float | None:
-        """The newest value of a figure; None if there is none."""
+        """Return the newest value of a metric; None if there is none."""
         column = self.figures.get(name)
         return None if column is None or column.values[-1] != column.values[-1] else float(column.values[-1])
 
 
 def seconds_a_step(figures: Figures) -> float | None:
-    """What a step has taken of late, pauses for evaluations and checkpoints included, since the newest start."""
+    """Return the recent time per step since the newest start, which includes evaluations and checkpoints."""
     elapsed = figures.get("elapsed_seconds")
     if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
-        falls = (values[1:] < values[:-1]).nonzero()[0]  # each begins at 0
+        falls = (values[1:] < values[:-1]).nonzero()[0]  # each start begins at 0
         first = falls[-1] + 1 if len(falls) else 0
         if steps[-1] > steps[first]:
             return float((values[-1] - values[first]) / (steps[-1] - steps[first]))
@@ -70,7 +70,7 @@ def seconds_a_step(figures: Figures) -> float | None:
 
 
 class RunPoller:
-    """Follows one run.
+    """Polls one run.
 
     - `clock`: the time in seconds
     """
@@ -82,7 +82,7 @@ class RunPoller:
         self._before: RunStatus | None = None
 
     def poll(self) -> tuple[RunStatus, list[str]]:
-        """The run as it is now, and what has happened since the last look, in lines."""
+        """Return the current state of the run, and its events since the last poll as sentences."""
         summary, figures = summary_of(self.run), self._reader.read()
         if figures.lines != self._lines:
             self._came = None if self._lines < 0 else self._clock()
@@ -90,13 +90,13 @@ class RunPoller:
         silent = None if self._came is None else self._clock() - self._came
         stalled = stalled_line(self.run) if summary.state is State.RUNNING else ""
         now = RunStatus(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
-        events = [] if self._before is None else happened(self._before, now)
+        events = [] if self._before is None else events_between(self._before, now)
         self._before = now
         return now, events
 
 
-def happened(before: RunStatus, now: RunStatus) -> list[str]:
-    """What lies between two looks: starts, evaluations, ends."""
+def events_between(before: RunStatus, now: RunStatus) -> list[str]:
+    """Return the events between two polls: starts, evaluations, ends."""
     name, events = now.summary.name, []
     if len(now.starts) > len(before.starts):
         events.append(f"{name} goes on after step {now.start.get('step', 0)}, on {devices(now.start)}.")
@@ -112,26 +112,26 @@ def happened(before: RunStatus, now: RunStatus) -> list[str]:
 
 
 def stalled_line(run: RunPaths) -> str:
-    """What an island says while its fleet commits no round."""
+    """Return the message of an island whose fleet commits no round; else empty."""
     try:
-        return run.stalled.read_bytes().decode(errors="replace")[:LONGEST_LINE]
+        return run.stalled.read_bytes().decode(errors="replace")[:MAX_LINE_LENGTH]
     except OSError:
         return ""
 
 
 def evaluations(figures: Figures) -> list[str]:
-    """The names of the figures of evaluations, without their standard errors."""
+    """Return the names of evaluation metrics, without their standard errors."""
     found = ((name, metric_of(name)) for name in figures if "_stderr." not in name)
     return [name for name, metric in found if metric is not None and metric.when == EVALUATION]
 
 
 def evaluated_step(figures: Figures) -> int:
-    """The step of the newest evaluation; 0 before the first."""
+    """Return the step of the newest evaluation; 0 before the first."""
     return max((int(figures[name].steps[-1]) for name in evaluations(figures)), default=0)
 
 
 def state_sentence(summary: Summary) -> str:
-    """How a run stands, in a sentence."""
+    """Return a sentence with the state of a run."""
     at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
     if summary.state is State.COMPLETE:
         return f"{summary.name} is complete, {at}."
@@ -143,7 +143,7 @@ def state_sentence(summary: Summary) -> str:
 
 
 def devices(start: Entry) -> str:
-    """On what a run was started: `8 TPU v5e (replica 2 x data 4)`."""
+    """Return the devices of a start: `8 TPU v5e (replica 2 x data 4)`."""
     count, kind, mesh = (start.get(name) for name in ("devices", "device_kind", "mesh"))
     if count is None:
         return "devices that it did not name"

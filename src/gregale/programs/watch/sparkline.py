@@ -1,4 +1,4 @@
-"""A curve in a line of text."""
+"""Provides a curve as a line of text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SHOWN = 95  # percent of the bars of a long line
 
 
 def sparkline(values: np.ndarray, width: int, bars: str = BARS) -> str:
-    """Values as a line of at most `width` bars, each the mean of as many of them, from the least to the largest.
+    """Return values as a line of at most `width` bars, each the mean of equally many values.
 
-    Where there is no number the line has a gap. In a long one the highest twentieth is cut off, so that a loss has a
-    shape after its first steps, and a curve beside its spikes.
+    A bar without finite values is a gap. A long line clips the highest twentieth, so that the high losses of the first
+    steps, and spikes, do not flatten the curve.
 
     - `values`: [point]
     """
@@ -28,5 +28,5 @@ def sparkline(values: np.ndarray, width: int, bars: str = BARS) -> str:
         return NONE * len(means)
     low, high = known.min(), np.percentile(known, SHOWN) if len(known) >= LONG else known.max()
     heights = np.nan_to_num(np.minimum((means - low) / (high - low), 1) if high > low else np.zeros(len(means)))
-    places = np.minimum((heights * len(bars)).astype(int), len(bars) - 1)
-    return "".join(bars[place] if np.isfinite(mean) else NONE for place, mean in zip(places, means, strict=True))
+    indices = np.minimum((heights * len(bars)).astype(int), len(bars) - 1)
+    return "".join(bars[index] if np.isfinite(mean) else NONE for index, mean in zip(indices, means, strict=True))

@@ -1,4 +1,4 @@
-"""How a run, or the islands of a fleet, look in a terminal."""
+"""Provides the terminal view of a run or of the islands of a fleet."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ CURVES = (
 SPENT = {"data_seconds": "data", "evaluation_seconds": "evaluation", "saving_seconds": "saving"}
 SPENT_ELSE = {"inspection_seconds": "inspection", "waiting_seconds": "network", "healing_seconds": "healing"}
 COLOURS = {State.RUNNING: "green", State.COMPLETE: "cyan", State.STOPPED: "yellow", State.DAMAGED: "red"}
-LINES_BESIDE = 8  # that a view has beside its curves
-SILENT = 10  # times the duration of a step, after which it is said that nothing comes
+LINES_BESIDE = 8  # lines of a view besides its curves
+SILENT = 10  # durations of a step without new data, after which the view reports a stall
 SILENT_SECONDS = 30.0
 CURVE = ""  # the heading of the loss's curve
 COLUMNS = ("island", "state", "step", "loss", CURVE, "tokens/s", "round", "members", "waited")  # of a fleet
-FIRST_TO_GO = ("waited", "members", "tokens/s", "round")  # on a terminal too narrow for all
-LEAST_CURVE = 8
-WIDEST = 1000
+DROP_ORDER = ("waited", "members", "tokens/s", "round")  # columns to drop on a narrow terminal
+MIN_CURVE_WIDTH = 8
+MAX_WIDTH = 1000
 
 
 def view_of(snapshot: RunStatus, console: Console) -> RenderableType:
-    """One run: how far it is, its curves, where its time goes, on what it runs."""
+    """Return the view of one run: progress, curves, time by phase, devices."""
     summary = snapshot.summary
     parts: list[RenderableType] = [headline(snapshot)]
     if summary.steps:
-        bar = Table.grid()  # for the end of its line, which a bar by itself does not write
+        bar = Table.grid()  # a grid, because a bar alone writes no line end
         bar.add_row(ProgressBar(total=summary.steps, completed=summary.step, width=min(console.width - 2, 78)))
         parts.append(bar)
     parts.append(curves(snapshot, console))
@@ -51,7 +51,7 @@ def view_of(snapshot: RunStatus, console: Console) -> RenderableType:
 
 
 def headline(snapshot: RunStatus) -> Text:
-    """`quickstart  running  step 250 of 500 (50%)  ETA 1m 48s`."""
+    """Return `quickstart  running  step 250 of 500 (50%)  ETA 1m 48s`."""
     summary = snapshot.summary
     line = Text(overflow="ellipsis", no_wrap=True)
     line.append(printable(summary.name), style="bold").append("  ").append(
@@ -65,7 +65,7 @@ def headline(snapshot: RunStatus) -> Text:
 
 
 def progress(snapshot: RunStatus) -> str:
-    """How far a run is, in words."""
+    """Return the progress of a run as text."""
     summary, remaining = snapshot.summary, snapshot.remaining_seconds
     if summary.state is State.RUNNING and not summary.step:
         return "no step yet: preparing data or compiling"
@@ -74,7 +74,7 @@ def progress(snapshot: RunStatus) -> str:
 
 
 def curves(snapshot: RunStatus, console: Console) -> Table:
-    """A line for each figure: its name, its curve, its newest value."""
+    """Return a line for each metric: its name, its curve, its newest value."""
     names = [name for name in CURVES if name in snapshot.figures]
     names += [name for name in evaluations(snapshot.figures) if name not in names]
     table = Table.grid(padding=(0, 1))
@@ -89,7 +89,7 @@ def curves(snapshot: RunStatus, console: Console) -> Table:
 
 
 def facts(snapshot: RunStatus) -> list[str]:
-    """Where the time goes, what memory is in use, on what it runs."""
+    """Return lines about time by phase, memory, bytes sent and devices."""
     lines = []
     if elapsed := snapshot.last("elapsed_seconds"):
         spent = {word: seconds for name, word in SPENT.items() if (seconds := snapshot.last(name)) is not None}
@@ -110,27 +110,27 @@ def facts(snapshot: RunStatus) -> list[str]:
 
 
 def fleet_view(snapshots: Sequence[RunStatus], console: Console) -> RenderableType:
-    """Several runs side by side: a line each, with the curve of its loss, and what the terminal has room for."""
+    """Return the view of several runs: a line for each, with its loss curve and the columns that fit the terminal."""
     columns = list(COLUMNS)
-    for column in FIRST_TO_GO:
-        if (room := _room_beside(snapshots, columns, console)) >= LEAST_CURVE:
+    for column in DROP_ORDER:
+        if (room := _room_beside(snapshots, columns, console)) >= MIN_CURVE_WIDTH:
             break
         columns.remove(column)
     else:
         room = _room_beside(snapshots, columns, console)
-    table = _fleet_table(snapshots, columns, max(room, LEAST_CURVE), bars_of(console))
+    table = _fleet_table(snapshots, columns, max(room, MIN_CURVE_WIDTH), bars_of(console))
     stalled = [f"{each.summary.name}: {each.stalled}" for each in snapshots if each.stalled]
     return Group(table, *(Text(line, style="yellow") for line in stalled))
 
 
 def _room_beside(snapshots: Sequence[RunStatus], columns: Sequence[str], console: Console) -> int:
-    """How long curves may be beside these columns."""
+    """Return the width that these columns leave for curves."""
     table = _fleet_table(snapshots, columns, 0, "")
-    return console.width - console.measure(table, options=console.options.update(width=WIDEST)).maximum
+    return console.width - console.measure(table, options=console.options.update(width=MAX_WIDTH)).maximum
 
 
 def _fleet_table(snapshots: Sequence[RunStatus], columns: Sequence[str], width: int, bars: str) -> Table:
-    """A row for each run; `width`: of the curves."""
+    """Return a table with a row for each run; `width`: width of the curves."""
     table = Table()
     for column in columns:
         justify = "left" if column in ("island", "state", CURVE) else "right"
@@ -153,7 +153,7 @@ def _fleet_table(snapshots: Sequence[RunStatus], columns: Sequence[str], width: 
 
 
 def plain_line(snapshot: RunStatus) -> str:
-    """A run in a line, where there is no terminal."""
+    """Return the line about a run for a stream that is no terminal."""
     parts = [f"{snapshot.summary.name} {snapshot.summary.state}", progress(snapshot)]
     parts += [snapshot.stalled] if snapshot.stalled else []
     for name, label in {"loss": "loss ", "eval_loss": "eval loss ", "tokens_per_second": "", "mfu": "MFU "}.items():
@@ -163,7 +163,7 @@ def plain_line(snapshot: RunStatus) -> str:
 
 
 def bars_of(console: Console) -> str:
-    """What curves are drawn with: the terminal's encoding may lack the bars."""
+    """Return the characters of curves; a terminal's encoding may lack the bars."""
     try:
         BARS.encode(console.encoding)
     except (UnicodeEncodeError, LookupError):

@@ -1,12 +1,12 @@
-"""A page over HTTP, for the reader on this machine: who is elsewhere needs a secret, and other pages get nothing.
+"""Provides a page over HTTP to this machine; other machines need a secret path, and other web pages get no content.
 
     with Server(page.now, "127.0.0.1", 0) as server:
         print(server.address)                # http://127.0.0.1:40321/
-        ...                                  # it answers in threads of its own until the block ends
+        ...                                  # the server answers in its own threads until the block ends
 
-A page of another site may send a reader's browser here, by a name that leads to this machine (DNS rebinding). So on
-loopback only its own names are answered to. On any other address everything lies below a secret path. A browser that
-has the page as it is now is told so in a few bytes.
+Another site can direct a reader's browser here by a host name that resolves to this machine (DNS rebinding). On
+loopback the server therefore accepts only loopback host names. On any other address the page has a secret path. A
+browser that has the current page gets a short "not modified" answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from gregale.errors import UserError
 
 Content = Callable[[], bytes]
-"""The page as it is now; asked by several threads."""
+"""Function that returns the current page; several threads call it."""
 
 HERE = "127.0.0.1"
 HEADERS = {
@@ -45,10 +45,10 @@ class Server:
 
     def __init__(self, content: Content, host: str, port: int):
         """
-        - `host`: the address to listen at
-        - `port`: 0: any that is free
+        - `host`: the address to listen on
+        - `port`: 0: any free port
 
-        Raises `UserError` if nothing can listen there.
+        Raises `UserError` if the server cannot listen there.
         """
         self.is_local = is_loopback(host)
         self._prefix = "/" if self.is_local else f"/{token_urlsafe(16)}/"
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page."""
+        """Return the URL of the page."""
         address, port = self._server.server_address[:2]
         host = socket.gethostname() if address in ("0.0.0.0", "::") else str(address)
         shown = f"[{host}]" if ":" in host else host
@@ -80,7 +80,7 @@ class Server:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether an address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -96,19 +96,19 @@ class _Listening(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without HTTPServer's question to a name server for this machine's name, which may take long."""
+        """Bind without HTTPServer's DNS query for this machine's name, which can be slow."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a reader who goes away while he is answered is no failure."""
+        """Ignore the error: a client that disconnects during an answer is no failure."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Listening
-    timeout = 60  # seconds that a connection may be silent; it ends with its answer
+    timeout = 60  # seconds without data on a connection; each connection ends after its answer
 
     def do_GET(self) -> None:
-        """Answers with the page."""
+        """Answer with the page."""
         if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"This page is for the names of this machine only, such as 127.0.0.1.")
             return
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests are not worth a line."""
+        """Log nothing."""
 
     def _answer(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str] = TEXT) -> None:
         self.send_response(status)
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether a request's Host is a name of loopback, with any port: one that a tunnel leads here may be another."""
+    """Return whether a request's Host is a loopback name, with any port, because a tunnel may use another port."""
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
