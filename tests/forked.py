@@ -21,7 +21,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,18 @@ class Popen(subprocess.Popen):
             self._child_created = True
         finally:
             self._close_pipe_fds(stdin, stdin_here, out_here, out, err_here, err)
+
+
+def run(command: Sequence[str], seconds: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, with what the process has said as text."""
+    pipe = subprocess.PIPE
+    with Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def may_be_forked(environment: Mapping[str, str]) -> bool:
@@ -161,10 +173,10 @@ def _program(words: list[str], folder: str, environment: dict[str, str], new_ses
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     if "PYTHONUNBUFFERED" in environment:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    return lambda: run(words)
+    return lambda: run_words(words)
 
 
-def run(words: list[str]) -> None:
+def run_words(words: list[str]) -> None:
     """As `python WORDS` does."""
     kind, *rest = words
     if kind == "-m":

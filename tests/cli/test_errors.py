@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import yaml
 
 from gregale.cli import main
 from gregale.data.tokenizers import BpeConfig, FileConfig, TokenizerConfig, train_bpe
+from tests.forked import run
 from tests.programs.tiny import write_inputs
 
 
@@ -193,7 +193,7 @@ def test_for_real(folder):
     before = content(folder)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", "--cpu_devices", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    done = run(command, env=environment, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "2 * 1 * 2 * 2 = 8 devices, but there are 2" in done.stderr
     assert done.stderr.count("\n") == 1

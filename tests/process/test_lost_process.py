@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
-from tests.forked import Popen
+from tests.forked import Popen, run
 from tests.ports import free_port
 
 TIMEOUT_SECONDS = 4
@@ -163,7 +163,7 @@ def test_a_process_does_not_wait_for_ever_for_others_that_never_come():
     port = free_port()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", ALONE, str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    done = run(command, env=environment)
     assert done.returncode == EXIT_CODE
     last = f"process 1 of 2 did not come to 127.0.0.1:{port} within 1 s (distributed.join_seconds)."
     assert done.stderr.splitlines()[-1] == f"gregale: error: {last}"
