@@ -1,7 +1,5 @@
 """Networks of several sites on this machine. Needs root and the tools `ip` and `tc`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The three mappings, what they do to shards, and what is refused before anything is compiled."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sizes of mesh axes, and the order of devices in a mesh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -1,7 +1,5 @@
 """Bad configurations through the real command line: one paragraph, exit code 2, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Settings that have to agree: as text, and what differs between them."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.distributed.agreement import difference, from_text, in_words, to_text

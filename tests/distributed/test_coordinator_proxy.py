@@ -1,7 +1,5 @@
 """The way to JAX's coordinator: it carries, and stays open when the coordinator is gone."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

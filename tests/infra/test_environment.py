@@ -1,7 +1,5 @@
 """What `make` does before anything runs: it finds a Python, makes .venv or mends it, and says how far it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -1,7 +1,5 @@
 """`infra/k8s`: the manifest of a run, the commands of `train.sh`, and `infra/Dockerfile`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`infra/tpu_vm.sh`: the commands that it prints, its mistakes, and what its commands do on a host."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the configuration of islands takes and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.errors import KeyedError

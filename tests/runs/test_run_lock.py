@@ -1,7 +1,5 @@
 """One process trains a run, on a disk with locks or without and in a store; one that is gone keeps nobody from it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

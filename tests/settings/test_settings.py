@@ -1,7 +1,5 @@
 """Ranges: what they hold, and what they are called."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is written: to a terminal and elsewhere, results in their order, figures."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
