@@ -136,12 +136,6 @@ def test_the_sizes_that_a_refusal_offers_work(replica, data, model, key, size):
         assert abs(value - size) < divisor
 
 
-def test_a_refusal_shows_the_product_of_the_mesh_axes():
-    message = refusal(bare_layout(2, 4, 1), {"batch.size": ("a batch", Axis(BATCH, 12))})
-    assert "replica 2 x data 4 = 8 devices, and 12 / 8 = 1.5 is not a whole number" in message
-    assert "batch.size 8 or 16 would work" in message
-
-
 @pytest.mark.parametrize(
     ("sizes", "unused"), [((1, 1, 2), "model"), ((1, 2, 1), "data"), ((2, 1, 1), "replica"), ((1, 1, 1), None)]
 )

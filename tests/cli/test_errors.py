@@ -167,12 +167,6 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused_before_the_text_is_
     assert f"model.vocabulary is {tokens - 1}, but the tokenizer has {tokens} tokens" in error
 
 
-def test_missing_text(folder, capsys):
-    error = refused(folder, capsys, "tiny.yaml", "--data.sources.words.files", "[none/*.txt]")
-    assert "data.sources.words" in error
-    assert "none/*.txt" in error
-
-
 def test_too_little_text(tmp_path, monkeypatch, capsys):
     folder = write_inputs(tmp_path)
     monkeypatch.chdir(folder)

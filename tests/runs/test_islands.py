@@ -19,11 +19,6 @@ def test_a_lighthouse_has_a_port():
     assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
 
 
-def test_the_host_has_a_name():
-    assert IslandsConfig().own_name
-    assert IslandsConfig(name="oslo").own_name == "oslo"
-
-
 def test_seconds_are_those_of_the_network_but_what_is_given():
     lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
     assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)

@@ -326,8 +326,3 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_mode_lists_the_choices():
-    with pytest.raises(UserError, match=r"is 'login'\. Valid choices: auto, online, offline"):
-        type(CONFIGS["wandb"])(mode="login")
