@@ -11,24 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gregale.codecs.config import ReduceConfig
 from gregale.codecs.formats import BLOCK_BITS, CODECS
 from gregale.codecs.message import decode_all, encode_all
 from tests.codecs.oracle import quantised, rows_quantised
+from tests.codecs.test_wire_format import codec_of, encode
 
 SMALLEST = np.float32(2.0**-126)
 SIZES = st.sampled_from([1, 61, 131])  # few, as each is compiled once
 NUMBERS = st.floats(-(2.0**127), 2.0**127, width=32)
 MODERATE = st.floats(-1e6, 1e6, width=32)
-
-
-def codec_of(name, block=64, **options):
-    return ReduceConfig(codec=name, block=block, **options).first_codec()
-
-
-@partial(jax.jit, static_argnames=("codec",))
-def encode(values, codec):
-    return codec.encode(values)
 
 
 @partial(jax.jit, static_argnames=("codec",))
