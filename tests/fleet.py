@@ -31,6 +31,7 @@ from gregale.programs.local_fleet.processes import end, make_token
 from gregale.runs.history import ROUNDS
 from gregale.storage import ObjectPath, StoragePath, storage_path
 from gregale.storage.jsonl_reader import Entry, read_entries
+from tests.forked import Popen
 from tests.namespaces import Network, Site
 
 POLL_SECONDS = 0.05
@@ -182,7 +183,7 @@ class Fleet:
 
     def _process(self, command: Sequence[str], output: Path, more: dict[str, str]) -> subprocess.Popen:
         with output.open("ab") as file:
-            return subprocess.Popen(
+            return Popen(
                 command,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,

@@ -24,6 +24,7 @@ from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
 from gregale.storage import RetryPolicy, StoragePath, files_below, names, storage_path
 from tests.disk import largest_file
+from tests.forked import Popen
 from tests.stores import Fault, proxied
 
 Embed, Vocab = Axis("embed", 16), Axis("vocab", 24)
@@ -385,7 +386,7 @@ def test_kill_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, monkeypat
     newest = 0
     for _ in range(3):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(directory)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        with Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             for _ in range(random.integers(1, 4)):
                 assert process.stdout.readline()
             with pytest.raises(subprocess.TimeoutExpired):

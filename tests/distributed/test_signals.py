@@ -4,8 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.distributed.signals import StopRequest
 
@@ -79,3 +85,31 @@ def test_a_closed_terminal_is_ignored_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_exchange_among_processes_does_not_overtake_a_step(monkeypatch):
+    """Keep two programs apart whose collectives would meet in one connection: Gloo aborts the process then."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    go_on = Event()
+
+    def wait(number: np.ndarray) -> np.ndarray:
+        go_on.wait(60)
+        return number
+
+    def on_device(number: jax.Array) -> jax.Array:
+        return jax.lax.psum(jax.pure_callback(wait, jax.ShapeDtypeStruct((1,), jnp.float32), number), "device")
+
+    mesh, split = Mesh(np.asarray(jax.devices()), ("device",)), PartitionSpec("device")
+    numbers = jax.device_put(np.ones(mesh.size, np.float32), NamedSharding(mesh, split))
+    step = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+    with StopRequest(check_every=1) as stop, ThreadPoolExecutor(1) as thread:
+        sums = step(numbers)
+        try:
+            assert not stop.agreed(1), "it begins an exchange and does not wait for the step"
+            answer = thread.submit(stop.agreed, 2)
+            with pytest.raises(TimeoutError):
+                answer.result(1)
+        finally:
+            go_on.set()
+        assert not answer.result(60)
+    assert float(sums[0]) == mesh.size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.forked import Popen
 from tests.ports import free_port
 
 JOIN = """
@@ -26,7 +27,7 @@ def run(program: str, *arguments: str, devices: int = 2) -> list[str]:
     }
     port = str(free_port())
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-c", JOIN + program, str(rank), port, *arguments],
             env=environment,
             stdout=subprocess.PIPE,

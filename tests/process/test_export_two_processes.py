@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Popen
 from tests.huggingface.hub import made
 from tests.ports import free_port
 from tests.programs.tiny import finished
@@ -31,7 +32,7 @@ def exported(imported: Path, target: Path) -> list[tuple[int, str, str]]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-m", "gregale", "export", str(imported), str(target), *join]
     processes = [
-        subprocess.Popen(
+        Popen(
             [*command, "--distributed.process", str(rank)],
             env=environment,
             stdout=subprocess.PIPE,

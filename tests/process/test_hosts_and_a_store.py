@@ -16,6 +16,7 @@ from gregale.checkpoint.manifest import find_damage
 from gregale.checkpoint.retention import folder_name
 from gregale.distributed.liveness import EXIT_CODE
 from gregale.storage import ObjectPath
+from tests.forked import Popen
 from tests.ports import free_port
 from tests.programs.tiny import (
     FAST_TO_COMPILE,
@@ -64,7 +65,7 @@ def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
         command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(HOSTS)]
         command += ["--distributed.process", str(host)]
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
+        processes.append(Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
     return processes
 
 

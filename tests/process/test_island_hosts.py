@@ -16,6 +16,7 @@ import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
 from gregale.islands import outer_checkpoint
+from tests.forked import Popen
 from tests.ports import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, finished, write_config, write_inputs
 
@@ -49,7 +50,7 @@ def lighthouse(inputs) -> Iterator[str]:
     """The address of a coordinator."""
     command = ["lighthouse", "--bind", "127.0.0.1:0", "--heartbeat_seconds", "5"]
     command += ["--token_file", str(inputs / "token")]
-    process = subprocess.Popen([sys.executable, "-m", "gregale", *command], stdout=subprocess.PIPE, text=True)
+    process = Popen([sys.executable, "-m", "gregale", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process.stdout.readline().split("listens at ")[1].split(". ")[0]
     process.kill()
@@ -65,7 +66,7 @@ def start_island(inputs: Path, lighthouse: str, name: str, processes: int, *argu
     if processes > 1:
         command += ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(processes)]
     return [
-        subprocess.Popen(
+        Popen(
             [*command, "--distributed.process", str(process)],
             cwd=inputs,
             env=environment,

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
+from tests.forked import Popen
 from tests.ports import free_port
 
 TIMEOUT_SECONDS = 4
@@ -66,7 +67,7 @@ class Job:
         port = str(free_port())
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.processes = [
-            subprocess.Popen(
+            Popen(
                 [sys.executable, "-c", PROGRAM, str(rank), str(processes), port, str(errs_at), str(hangs_at)],
                 env=environment,
                 stdout=subprocess.PIPE,

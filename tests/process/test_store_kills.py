@@ -23,6 +23,7 @@ from gregale.checkpoint.manifest import find_damage
 from gregale.checkpoint.retention import folder_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.storage import ObjectPath
+from tests.forked import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +62,7 @@ def kill_within_a_save(folder: ObjectPath, source: random.Random) -> int:
     """Start a process that saves, kill it within its third save, and return the step of that save."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    with subprocess.Popen(
+    with Popen(
         [sys.executable, "-c", SAVES, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

@@ -19,6 +19,7 @@ import yaml
 from gregale.checkpoint.retention import committed_steps, folder_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.storage import StoragePath
+from tests.forked import Popen
 
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]
 
@@ -80,9 +81,7 @@ def start_train(folder: Path, *arguments: str) -> subprocess.Popen:
     """`python -m gregale train tiny.yaml ...` in a process of its own."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_TO_COMPILE}
     command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finished(process: subprocess.Popen) -> tuple[int, str, str]:

@@ -88,19 +88,23 @@ def _is_ignored(number: signal.Signals) -> bool:
 
 
 class _ProcessFlags:
-    """One flag a process, and whether any is set; one device of each process takes part."""
+    """Says whether any process has set its flag; all devices of all processes take part, as in a step.
+
+    A program with several devices of this process runs on CPUs after those handed over before it. A program with one of
+    them runs at once: it would overtake a step, in one process earlier in the step than in another, and the collectives
+    of both would meet in one connection of Gloo, which aborts the process.
+    """
 
     def __init__(self):
-        first_devices = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.asarray([first_devices[process] for process in sorted(first_devices)]), ("process",))
-        self._split = NamedSharding(mesh, PartitionSpec("process"))
+        mesh = Mesh(np.asarray(jax.devices()), ("device",))
+        self._split = NamedSharding(mesh, PartitionSpec("device"))
         self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._last: jax.Array | None = None
 
     def exchange(self, flag: bool) -> None:
         """Starts an exchange and returns at once."""
-        flags = jax.make_array_from_process_local_data(self._split, np.asarray([flag]))
-        self._last = self._any(flags)
+        shape = (self._split.mesh.size,)
+        self._last = self._any(jax.make_array_from_callback(shape, self._split, lambda _: np.asarray([flag])))
 
     def last_any(self) -> bool:
         """Whether any process's flag was set at the last exchange; waits for it if need be."""

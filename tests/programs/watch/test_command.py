@@ -56,7 +56,7 @@ def test_it_follows_to_the_end(folder, capsys, monkeypatch):
             (folder / "b" / "checkpoints").rename(run / "checkpoints")
             (folder / "b" / "newest_checkpoint.json").rename(run / "newest_checkpoint.json")
 
-    monkeypatch.setattr(RunPoller, "look", seen)
+    monkeypatch.setattr(RunPoller, "poll", seen)
     trainer = threading.Thread(target=train)
     trainer.start()
     begun.wait(60)
