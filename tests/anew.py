@@ -1,7 +1,5 @@
 """JAX without a folder for compiled programs, and what it tells of one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

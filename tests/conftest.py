@@ -1,7 +1,5 @@
 """Every test sees eight simulated CPU devices; the flags have to be set before JAX starts."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The batch is split over (replica, data), and every microbatch's gradient is adde
 the parameters. So each gradient has to be summed over `replica` as soon as it is made, once a microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

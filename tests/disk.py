@@ -1,7 +1,5 @@
 """A disk that takes no more, without being root: the system lets no file of this process grow beyond a size."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

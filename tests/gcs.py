@@ -1,7 +1,5 @@
 """A stand-in for GCS: gcp-storage-emulator's, on a socket that listens; it carries out one request at a time."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from functools import partial

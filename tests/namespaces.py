@@ -11,8 +11,6 @@ A bridge, and for each site a namespace whose only link ends in the bridge. Both
 that made them, so that what a killed one has left is known and removed by the next.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

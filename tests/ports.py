@@ -1,7 +1,5 @@
 """Ports for servers that other processes start a while later."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from contextlib import suppress

@@ -3,8 +3,6 @@
 moto looks whether there is such an object and then writes it, and another thread's request may come between.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Stand-ins for object stores, in processes of their own, and a proxy before them that fails when told to."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Files are whole or not there, and locks are those of the file that others see."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

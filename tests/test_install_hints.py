@@ -1,7 +1,5 @@
 """Hints for missing extras name commands that work in a clone, and extras that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Networks of several sites on this machine. Needs root and the tools `ip` and `tc`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -50,7 +48,6 @@ def sent(network: Network, count: int, timeout_seconds: float, before=lambda: No
     to, origin = network.sites[1], network.sites[0]
     receive = [*to.command, sys.executable, "-c", RECEIVE, to.address, str(timeout_seconds)]
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
-        assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listens\n"
         send = [*origin.command, sys.executable, "-c", SEND, to.address, str(count)]
         with subprocess.Popen(send, stderr=subprocess.DEVNULL) as sender:

@@ -1,7 +1,5 @@
 """The list of slow tests has no name that nothing has any more."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conftest import SLOW, TESTS

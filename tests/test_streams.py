@@ -1,7 +1,5 @@
 """A console that nobody reads any more is silent, and no reason to end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small PSDP steps, set up and compiled, for the tests of the closed forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 

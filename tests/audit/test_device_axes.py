@@ -1,7 +1,5 @@
 """From groups of devices to mesh axes, on meshes of any shape."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,17 +7,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from gregale.audit.device_axes import BETWEEN, INSIDE, UNKNOWN, Placement
+from tests.audit.test_groups import counted_groups
 
 meshes_and_axes = st.lists(st.integers(2, 4), min_size=1, max_size=4).flatmap(
     lambda sizes: st.tuples(st.just(tuple(sizes)), st.sets(st.integers(0, len(sizes) - 1), min_size=1))
 )
-
-
-def counted_groups(sizes, axes):
-    groups = {}
-    for number, place in enumerate(itertools.product(*(range(size) for size in sizes))):
-        groups.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(number)
-    return tuple(tuple(group) for group in groups.values())
 
 
 @settings(deadline=None)

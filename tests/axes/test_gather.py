@@ -1,7 +1,5 @@
 """Gathering weights: the bytes of the compute dtype on the way out, the shard of `params` on the way back."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The three mappings, what they do to shards, and what is refused before anything is compiled."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from types import SimpleNamespace
@@ -136,12 +134,6 @@ def test_the_sizes_that_a_refusal_offers_work(replica, data, model, key, size):
     for value in offered:
         check_divides(layout, axes(value))
         assert abs(value - size) < divisor
-
-
-def test_a_refusal_shows_the_product_of_the_mesh_axes():
-    message = refusal(bare_layout(2, 4, 1), {"batch.size": ("a batch", Axis(BATCH, 12))})
-    assert "replica 2 x data 4 = 8 devices, and 12 / 8 = 1.5 is not a whole number" in message
-    assert "batch.size 8 or 16 would work" in message
 
 
 @pytest.mark.parametrize(

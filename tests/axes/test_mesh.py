@@ -1,7 +1,5 @@
 """Sizes of mesh axes, and the order of devices in a mesh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 
@@ -128,15 +126,3 @@ def test_sizes_multiply_to_the_devices_or_the_message_has_the_arithmetic(given_s
         if free is None:
             assert sum(config.sizes(given).values()) == sum(given_sizes), "the number of devices it offers works"
             assert f"devices: {given}`" in message
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("size", [0, -2])
-def test_sizes_below_one_are_refused(axis, size):
-    with pytest.raises(UserError, match=rf"{axis} is {size}; it has to be at least 1 or -1"):
-        MeshConfig(**{axis: size})
-
-
-def test_two_free_axes_are_refused():
-    with pytest.raises(UserError, match="more than one -1"):
-        MeshConfig(replica=-1, data=-1)

@@ -1,7 +1,5 @@
 """The command line, in this process with toy programs, and once for real."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Bad configurations through the real command line: one paragraph, exit code 2, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -46,6 +44,8 @@ def refused(folder: Path, capsys, *arguments: str) -> str:
     return captured.err
 
 
+DILOCO, STREAMING = ["--sync.type", "diloco"], ["--sync.type", "streaming_diloco"]
+MIXTURES = "--data.replica_mixtures"
 STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--pipeline.repeats", "1"]
 
 
@@ -54,6 +54,7 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
     [
         (["--batch.size", "12"], ["batch.size is 12", "replica 2 x data 2 x microbatches 2 = 8", "8 or 16 would work"]),
         (["--batch.size", "6"], ["batch.size is 6", "6 / 4 = 1.5", "4 or 8 would work"]),
+        (["--data.sources", "{}"], ["data.sources: empty", "jsonl, parquet, text"]),
         (["--batch.microbatches", "3"], ["batch.size is 8", "microbatches 3 = 12", "12 would work"]),
         (
             ["--model.hidden", "30", "--model.head_size", "16"],
@@ -94,22 +95,6 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
         (["--optimizer.schedule.warmup", "12"], ["optimizer.schedule.warmup is 12", "takes only 12", "Less than 12"]),
         (["--distributed.processes", "2"], ["distributed.processes is 2", "distributed.coordinator is not set"]),
         (["--cpu_devices", "3", "--distributed.processes", "2"], ["cpu_devices is 3", "Use a multiple of 2"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
-)
-def test_sizes_that_do_not_fit(folder, capsys, arguments, parts):
-    error = refused(folder, capsys, "tiny.yaml", *arguments)
-    for part in parts:
-        assert part in error
-
-
-DILOCO, STREAMING = ["--sync.type", "diloco"], ["--sync.type", "streaming_diloco"]
-MIXTURES = "--data.replica_mixtures"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
         (
             [*STREAMING, "--sync.period", "4", "--sync.delay", "4", "--sync.fragments", "2"],
             ["sync.delay is 4 and sync.period is 4", "before it is sent again", "at most 3"],
@@ -145,16 +130,10 @@ MIXTURES = "--data.replica_mixtures"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
 )
-def test_diloco_that_does_not_fit(folder, capsys, arguments, parts):
+def test_what_does_not_fit(folder, capsys, arguments, parts):
     error = refused(folder, capsys, "tiny.yaml", *arguments)
     for part in parts:
         assert part in error
-
-
-def test_a_run_without_text(folder, capsys):
-    error = refused(folder, capsys, "tiny.yaml", "--data.sources", "{}")
-    assert "data.sources: empty" in error
-    assert "jsonl, parquet, text" in error
 
 
 @pytest.mark.parametrize(
@@ -167,12 +146,6 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused_before_the_text_is_
     options = yaml.safe_dump(draccus.encode(tokenizer, TokenizerConfig), default_flow_style=True).strip()
     error = refused(folder, capsys, "tiny.yaml", "--data.tokenizer", options, "--model.vocabulary", str(tokens - 1))
     assert f"model.vocabulary is {tokens - 1}, but the tokenizer has {tokens} tokens" in error
-
-
-def test_missing_text(folder, capsys):
-    error = refused(folder, capsys, "tiny.yaml", "--data.sources.words.files", "[none/*.txt]")
-    assert "data.sources.words" in error
-    assert "none/*.txt" in error
 
 
 def test_too_little_text(tmp_path, monkeypatch, capsys):

@@ -14,10 +14,6 @@ def test_bytes_per_parameter(codec, expected):
     assert bytes_per_parameter(codec) == expected
 
 
-def test_larger_blocks_cost_less():
-    assert bytes_per_parameter("int4", block=128) == 0.5 + 2 / 128
-
-
 def test_a_message_is_counted_block_by_block():
     assert wire_format("int4").message_bytes(64) == 34
     assert wire_format("int4").message_bytes(65) == 68

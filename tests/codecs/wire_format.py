@@ -1,7 +1,5 @@
 """Codecs written from the section "Wire format" of docs/quantised.md alone: plain Python, one value after the other."""
 
-from __future__ import annotations
-
 import struct
 from math import copysign, isfinite, nan, sqrt
 

@@ -1,7 +1,5 @@
 """Accumulated sums against sums over all rows at once; how rows are cut; what is refused."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

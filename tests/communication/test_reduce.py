@@ -1,7 +1,5 @@
 """The reduction over `replica`: values, shardings, and exactly one collective an array each way."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import haliax as hax

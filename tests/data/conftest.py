@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_part_manifest
+from gregale.data.progress import silent
 from gregale.data.store import TokenStore, complete_store, open_store
+from gregale.data.stream import DocumentStream
 from gregale.data.text_bytes import NONE, Corrections
+from gregale.data.tokenizers import BytesTokenizer
 
 END = 9
 
@@ -47,6 +51,17 @@ def in_memory(documents: Sequence[Sequence[int]]) -> InMemory:
     """Documents [document][token] as they are, without ends of their own."""
     tokens = np.array([token for each in documents for token in each], np.uint16)
     return InMemory(tokens, np.array([0, *map(len, documents)]).cumsum())
+
+
+def build(source, cache: Path, report=silent, workers: int = 1, disk: ChunkCache | None = None) -> TokenStore:
+    """Build the store of a source in bytes."""
+    disk = disk or ChunkCache(cache / "pieces", 10**9)
+    return build_store(NamedSource("x", source), BytesTokenizer(), TokenCache(cache, disk), workers, report)
+
+
+def stream_of(store) -> DocumentStream:
+    """Return a stream of all documents of a store."""
+    return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
 
 
 @pytest.fixture

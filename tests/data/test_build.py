@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gregale.data import parts
-from gregale.data.build import NamedSource, TokenCache, build_store, store_key
+from gregale.data.build import store_key
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import make_tasks, token_dtype
-from gregale.data.progress import silent
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.store import open_store
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
 from gregale.storage import names, storage_path
+from tests.data.conftest import build
 
 BYTES = BytesTokenizer()
 
@@ -62,12 +62,6 @@ if GUARD:
     cache = TokenCache(Path(sys.argv[1]), ChunkCache(Path('none'), 0))
     build_store(NamedSource("x", Dying()), BytesTokenizer(), cache, 2, silent)
 """
-
-
-def build(source, cache, workers=1, report=silent):
-    return build_store(
-        NamedSource("x", source), BYTES, TokenCache(cache, ChunkCache(cache / "pieces", 10**9)), workers, report
-    )
 
 
 def opened(folder):

@@ -10,13 +10,12 @@ import pytest
 
 from gregale.data import build as building
 from gregale.data import claims, parts
-from gregale.data.build import Build, NamedSource, TokenCache, build_store, store_key
-from gregale.data.chunk_cache import ChunkCache
+from gregale.data.build import Build, NamedSource, store_key
 from gregale.data.parts import discard, make_tasks, read_part, read_part_manifest
-from gregale.data.progress import silent
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from tests.data.conftest import build
 from tests.disk import largest_file
 
 FILES = 12
@@ -59,12 +58,6 @@ def source(tmp_path, monkeypatch):
     source = TextSource(files=(f"{tmp_path}/text/*.txt",))
     assert len(make_tasks(source)) == FILES
     return source
-
-
-def build(source, cache, report=silent):
-    return build_store(
-        NamedSource("x", source), BYTES, TokenCache(cache, ChunkCache(cache / "pieces", 10**9)), 1, report
-    )
 
 
 def same(one, two) -> bool:

@@ -7,15 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.examples import Windows, held_out_examples, make_example, training_examples
-from gregale.data.stream import DocumentStream
-from gregale.errors import UserError
+from tests.data.conftest import stream_of
 
 LENGTH = 4
 KEYS = {"tokens", "targets", "loss_mask", "segment_ids", "positions"}
-
-
-def stream_of(store):
-    return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
 
 
 def numbered(make_store, count, first):
@@ -139,9 +134,3 @@ def test_every_held_out_token_but_the_first_is_a_target_once(make_store):
     examples = held_out_examples({"x": stream}, 5, True)
     targets = examples.rows(range(len(examples)))["targets"].ravel()
     assert Counter(targets.tolist()) == Counter([*range(1, 8), *[9] * 8])
-
-
-def test_too_little_held_out_text_is_refused_with_the_sum(make_store):
-    streams = {"a": stream_of(make_store([[1, 2, 3]]))}
-    with pytest.raises(UserError, match=r"data\.held_out: .* takes 4 \+ 1 = 5 tokens; the held-out tokens are: a 4\."):
-        held_out_examples(streams, LENGTH, False)

@@ -6,7 +6,7 @@ import pytest
 
 from gregale.data.examples import Windows, held_out_examples, training_examples
 from gregale.data.loader import batches
-from gregale.data.stream import DocumentStream
+from tests.data.conftest import stream_of
 
 BATCH = 8
 
@@ -14,7 +14,7 @@ BATCH = 8
 @pytest.fixture
 def stream(make_store):
     store = make_store([[*range(1, 1 + length)] for length in range(3, 60)])
-    return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
+    return stream_of(store)
 
 
 @pytest.fixture
@@ -33,11 +33,6 @@ def assert_equal(found, expected):
         assert one.keys() == other.keys()
         for key in one:
             np.testing.assert_array_equal(one[key], other[key])
-
-
-def test_step_t_is_the_examples_from_t_times_the_batch(examples):
-    expected = [examples.rows(range(step * BATCH, step * BATCH + BATCH)) for step in range(30)]
-    assert_equal(take(examples, 30), expected)
 
 
 @pytest.mark.parametrize("start", [0, 1, 17, 10**9])

@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 
 from gregale.data import parts
-from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
-from gregale.data.progress import silent
 from gregale.data.sources import TextSource
-from gregale.data.tokenizers import BpeConfig, BytesTokenizer
+from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
-from gregale.storage import files_below, read_range, write_bytes
+from gregale.storage import files_below, write_bytes
+from tests.data.conftest import build
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
-BYTES = BytesTokenizer()
 
 
 @pytest.fixture
@@ -34,10 +32,6 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture
 def config(source, s3, tmp_path):
     return DataConfig({"books": source}, held_out=0.2, cache=str(s3), local_cache=str(tmp_path / "pieces"), workers=1)
-
-
-def build(source, cache, disk):
-    return build_store(NamedSource("x", source), BYTES, TokenCache(cache, disk), 1, silent)
 
 
 def test_a_store_holds_what_one_on_a_disk_holds(config, tmp_path):
@@ -72,18 +66,18 @@ def test_a_host_reads_what_its_rows_need_and_keeps_it(config, tmp_path, s3):
 @pytest.mark.parametrize("at", ["a store", "a disk"])
 def test_damage_is_found_and_mended_when_it_is_told_to(source, s3, tmp_path, at):
     cache = s3 if at == "a store" else tmp_path / "cache"
-    store = build(source, cache, ChunkCache(tmp_path / "one", 10**9))
+    store = build(source, cache, disk=ChunkCache(tmp_path / "one", 10**9))
     part = store.folder / "part-00000001.bin"
     data = bytearray(part.read_bytes())
     data[70] ^= 1
     write_bytes(part, bytes(data))
-    again = build(source, cache, ChunkCache(tmp_path / "two", 10**9))
+    again = build(source, cache, disk=ChunkCache(tmp_path / "two", 10**9))
     with pytest.raises(UserError, match=r"part-00000001\.bin is damaged or missing"):
         again.verify()
     with pytest.raises(UserError, match=r"part-00000001\.bin is damaged or missing"):
         again.tokens[:]
     (store.folder / "manifest.json").unlink()
-    mended = build(source, cache, ChunkCache(tmp_path / "two", 10**9))
+    mended = build(source, cache, disk=ChunkCache(tmp_path / "two", 10**9))
     mended.verify()
     assert mended.manifest == store.manifest
     data[70] ^= 1
@@ -99,11 +93,3 @@ def test_a_bpe_is_trained_once_for_all_hosts(config, tmp_path, s3):
     near = prepare(dataclasses.replace(config, cache=str(tmp_path / "near")), 16, 0)
     assert one.fingerprint == two.fingerprint == near.fingerprint
     assert not [name for name in files_below(s3) if name.endswith(".claim")]
-
-
-def test_a_range_of_a_part_is_what_lies_there(source, s3, tmp_path):
-    store = build(source, s3, ChunkCache(tmp_path / "pieces", 10**9))
-    data = read_range(store.folder / "part-00000000.bin", 0, 40)
-    np.testing.assert_array_equal(store.tokens[:20], np.frombuffer(data, "<u2"))
-    np.testing.assert_array_equal(store.tokens[np.array([7, 3, 3])], store.tokens[:8][[7, 3, 3]])
-    assert len(store.tokens) == store.offsets[-1]

@@ -1,7 +1,5 @@
 """Bytes of text by tokens, for tokenizers whose pieces are not the text, against the text's own bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -85,12 +85,6 @@ def test_a_trained_vocabulary_has_the_size_asked_for_and_shortens_text():
     assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0]) / 2
 
 
-def test_the_name_of_a_special_token_in_a_document_is_text():
-    ids = BPE.encode("a<|end_of_document|>b")
-    assert BPE.end_of_document not in ids
-    assert BPE.decode(ids) == "a<|end_of_document|>b"
-
-
 def test_names_of_special_tokens_are_the_tokens_in_prompts_that_ask_for_it():
     text = "a<|end_of_document|>b"
     parsing = BPE.parsing_special()

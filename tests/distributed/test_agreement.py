@@ -1,7 +1,5 @@
 """Settings that have to agree: as text, and what differs between them."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.distributed.agreement import difference, format_term, from_text, to_text

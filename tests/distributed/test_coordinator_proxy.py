@@ -1,7 +1,5 @@
 """The way to JAX's coordinator: it carries, and stays open when the coordinator is gone."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -49,17 +47,8 @@ def test_it_carries_both_ways_and_ends_with_the_client(client):
     assert theirs.recv(100) == b""
 
 
-def test_it_stays_open_when_the_coordinator_is_gone_whatever_the_client_says(client, coordinator):
+def test_connections_stay_open_when_the_coordinator_is_gone_also_one_that_comes_then(client, coordinator):
     """JAX ends its process as soon as the connection closes, and sends signs of life meanwhile."""
-    ours, theirs = client
-    coordinator.close()
-    theirs.close()
-    for _ in range(3):
-        ours.sendall(b"x" * 100_000)
-        assert says_nothing(ours)
-
-
-def test_a_connection_that_comes_when_the_coordinator_is_gone_stays_open_too(client, coordinator):
     ours, theirs = client
     coordinator.close()
     theirs.close()

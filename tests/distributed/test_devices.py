@@ -1,7 +1,5 @@
 """The flags that XLA gets for CPU devices, and the memory that JAX takes of a GPU."""
 
-from __future__ import annotations
-
 import os
 
 import jax

@@ -1,7 +1,5 @@
 """Which of several processes hangs, by where their main threads are."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.distributed.hang_detector import OTHER_WORK, Phase, Progress, ThreadProgress, find_hung

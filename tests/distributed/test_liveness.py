@@ -1,7 +1,5 @@
 """The watch of other processes, as far as it shows in one."""
 
-from __future__ import annotations
-
 import socket
 import time
 from threading import Thread

@@ -1,7 +1,5 @@
 """Memory that is kept: in a process of its own, since it cannot be undone."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -31,7 +31,6 @@ def is_there(process: int) -> bool:
 @pytest.mark.parametrize("named", ["named", "not named"])
 def test_it_ends_when_its_parent_is_killed(named):
     with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, named], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         word, number = parent.stdout.readline().split()
         assert word == "here"
         assert is_there(int(number))

@@ -1,7 +1,5 @@
 """Processes of a run find one another, in threads of this process."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

@@ -1,7 +1,5 @@
 """The pages that a reader sees, and the fenced blocks in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

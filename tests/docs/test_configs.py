@@ -1,7 +1,5 @@
 """Every file in config/ loads and passes what is checked before anything is compiled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path

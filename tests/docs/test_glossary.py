@@ -1,7 +1,5 @@
 """Words that the glossary replaced do not return: as names in the code, or in the pages."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The site builds without a warning, has every key and every module, and fetches nothing from elsewhere."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

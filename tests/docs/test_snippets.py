@@ -1,7 +1,5 @@
 """What the pages show works: Python runs, commands and YAML are what `gregale` reads, links lead somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

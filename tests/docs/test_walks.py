@@ -1,7 +1,5 @@
 """Pages that are carried out as a reader would: Python, configurations and commands, one after the other."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

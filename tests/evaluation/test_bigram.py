@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gregale.data.stream import DocumentStream
 from gregale.evaluation.bigram import bigram_bits_per_byte
+from tests.data.conftest import stream_of
 
 VOCABULARY = 10
 END = 9
@@ -35,10 +35,6 @@ def slow_bits_per_byte(training, held_out, cross):
             bits -= math.log2((pairs[first, second] + strength * unigram) / (context + strength))
         best = min(best, bits)
     return best / sum(int(BYTES[second]) for _, second in pairs_of(held_out, cross))
-
-
-def stream_of(store):
-    return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
 
 
 @pytest.mark.parametrize("cross", [False, True])

@@ -1,7 +1,5 @@
 """What a `config.json` may say that a model of Gregale cannot be is refused, and which family a model can be."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

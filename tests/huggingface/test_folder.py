@@ -1,7 +1,5 @@
 """A model's folder: what is none of one is told, and one that is made is there in full or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Greedy texts of a batch are those of `transformers.generate`, past windows and in scaled rotary frequencies."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import repeat
 

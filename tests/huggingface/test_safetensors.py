@@ -1,7 +1,5 @@
 """Headers of safetensors that are damaged, or made to do harm, are refused in one line and without reading more."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """Tokenizers of a folder: the ids that transformers gives, and the tokens before a text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Logits and gradients of every family equal those of transformers, float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import haliax as hax

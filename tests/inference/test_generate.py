@@ -1,7 +1,5 @@
 """Generation: tokens beside whole forward passes of the plain model, whatever the blocks and the mesh; no copies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle
 from math import prod

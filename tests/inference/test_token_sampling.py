@@ -1,7 +1,5 @@
 """What is drawn, beside the probabilities by hand and those that transformers' warpers leave."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Slurm's own daemons: a controller and two nodes on this machine, as a user of Slurm sees them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,12 +1,13 @@
 """Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
 import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 # A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time, once it waits for it.
@@ -20,6 +21,14 @@ cd {folder}
 """
 SLEEP = "echo $1 >>slept"  # time passes at once
 TIMEOUT = f'exec {shutil.which("timeout")} "$@"'
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a script of `infra/` as a module of its name."""
+    spec = spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = module_from_spec(spec)  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
 
 
 class StandIns:

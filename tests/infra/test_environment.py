@@ -1,8 +1,5 @@
 """What `make` does before anything runs: it finds a Python, makes .venv or mends it, and says how far it is."""
 
-from __future__ import annotations
-
-import importlib.util
 import io
 import os
 import shutil
@@ -15,20 +12,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from tests.infra.stand_ins import ROOT, load_module
+
 OLD = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"
 WITHOUT_VENV = "import sys; sys.modules['ensurepip'] = None; sys.version_info = (3, 12, 4); exec(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
 def environment():
-    spec = importlib.util.spec_from_file_location("environment", ROOT / "infra" / "environment.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["environment"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "infra" / "environment.py")
 
 
 def script(path: Path, text: str) -> None:
@@ -210,8 +202,3 @@ def closure(*extras: str) -> set[str]:
 @pytest.mark.parametrize(("name", "extras"), [("core", ()), ("dev", ("dev", "docs", "tpu", "islands"))])
 def test_the_numbers_of_packages_are_those_announced(environment, name, extras):
     assert abs(len(closure(*extras)) - environment.SETS[name].packages) <= 2, "some depend on the version of Python"
-
-
-def test_every_script_can_be_run():
-    for path in ("infra/find_python.sh", "infra/tpu_vm.sh"):
-        assert os.access(ROOT / path, os.X_OK)

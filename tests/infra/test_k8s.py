@@ -1,16 +1,13 @@
 """`infra/k8s`: the manifest of a run, the commands of `train.sh`, and `infra/Dockerfile`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import yaml
 
-from tests.infra.stand_ins import HANG, ROOT, StandIns
+from tests.infra.stand_ins import HANG, ROOT, StandIns, load_module
 
 SCRIPT = ROOT / "infra" / "k8s" / "train.sh"
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
@@ -19,13 +16,7 @@ GPU = ("config/llama_124m_gpu.yaml", "--image", "gregale:1", "--accelerator", "n
 
 @pytest.fixture(scope="module")
 def jobset():
-    spec = spec_from_file_location("jobset", ROOT / "infra" / "k8s" / "jobset.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["jobset"] = module  # for its dataclass
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "infra" / "k8s" / "jobset.py")
 
 
 @pytest.fixture

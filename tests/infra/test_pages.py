@@ -1,7 +1,5 @@
 """The commands of `infra/` that pages show are ones that the scripts take."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

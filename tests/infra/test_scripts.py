@@ -1,7 +1,5 @@
 """All scripts are what shellcheck wants."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`infra/sky.yaml`: SkyPilot reads it, Gregale takes its commands, and its exit codes are those of the docs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

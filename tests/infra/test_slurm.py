@@ -1,7 +1,5 @@
 """`infra/slurm.sh` against a Slurm that fails, hangs and loses answers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`infra/slurm.sh` under Slurm's own daemons, with real trainings: slurmd of the batch node dies. Takes 40 s."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

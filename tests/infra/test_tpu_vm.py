@@ -1,7 +1,5 @@
 """`infra/tpu_vm.sh`: the commands that it prints, its mistakes, and what its commands do on a host."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -14,9 +12,8 @@ import pytest
 
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.infra.stand_ins import StandIns
+from tests.infra.stand_ins import ROOT, StandIns
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "config/llama_8b_two_slices.yaml"
 PLACE = ("--name", "llama", "--zone", "us-west4-a")
 CREATE = ("create", *PLACE, "--accelerator", "v5litepod-64")
@@ -43,6 +40,13 @@ def printed(tmp_path) -> Callable[..., list[list[str]]]:
 def without_limit(words: list[str]) -> list[str]:
     """A command without the `timeout --kill-after=10 N` before it."""
     return words[3:] if words[0] == "timeout" else words
+
+
+def copy_host_scripts(folder: Path) -> None:
+    """Copy what a host runs of `infra/` into a working tree."""
+    (folder / "infra").mkdir()
+    for name in ("host.sh", "carry.sh"):
+        shutil.copy(ROOT / "infra" / name, folder / "infra")
 
 
 def remote(command: list[str]) -> str:
@@ -208,9 +212,7 @@ def host(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     gcloud.write_text('#!/bin/bash\nwhile [[ $1 != --command ]]; do shift; done\ncd "$HOME" && exec bash -c "$2"\n')
     gregale = tmp_path / "home" / "gregale" / ".venv" / "bin" / "gregale"
     gregale.parent.mkdir(parents=True)
-    (tmp_path / "home" / "gregale" / "infra").mkdir()
-    for name in ("host.sh", "carry.sh"):
-        shutil.copy(ROOT / "infra" / name, tmp_path / "home" / "gregale" / "infra")
+    copy_host_scripts(tmp_path / "home" / "gregale")
     gregale.write_text(
         "#!/bin/bash\nsave() { echo The checkpoint of step 20 is saved.; echo stopped >$HOME/said; exit 143; }\n"
         "trap 'kill $!; save' TERM\nsleep 100 &\n"
@@ -269,9 +271,7 @@ def until_it_ends(home: Path) -> str:
 
 
 def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
-    (tmp_path / "infra").mkdir()
-    for name in ("host.sh", "carry.sh"):
-        shutil.copy(ROOT / "infra" / name, tmp_path / "infra")
+    copy_host_scripts(tmp_path)
     (tmp_path / "train.code").write_text("127\n")
     assert state(tmp_path).endswith(" bare, checkpoint none\n")
 
@@ -290,9 +290,7 @@ def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
     ],
 )
 def test_a_host_tells_how_its_training_is(tmp_path, files, found):
-    (tmp_path / "infra").mkdir()
-    for name in ("host.sh", "carry.sh"):
-        shutil.copy(ROOT / "infra" / name, tmp_path / "infra")
+    copy_host_scripts(tmp_path)
     for name, text in {"train.installed": "", **files}.items():
         (tmp_path / name).write_text(text)
     assert state(tmp_path).rstrip().endswith(f" {found}")

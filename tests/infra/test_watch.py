@@ -1,7 +1,5 @@
 """`infra/tpu_vm.sh watch` and its other commands against a gcloud that fails, preempts and hangs."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Run directories as `gregale train` leaves them, written by hand: no model, no JAX."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

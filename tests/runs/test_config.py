@@ -1,7 +1,5 @@
 """The configuration of a run: its mistakes, its way through YAML, and which of its fields a run may change."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """What the configuration of islands takes and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.errors import KeyedError
@@ -19,11 +17,6 @@ def test_a_lighthouse_has_a_port():
     with pytest.raises(KeyedError, match="HOST:PORT"):
         IslandsConfig(lighthouse="oslo")
     assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
-
-
-def test_the_host_has_a_name():
-    assert IslandsConfig().own_name
-    assert IslandsConfig(name="oslo").own_name == "oslo"
 
 
 def test_seconds_are_those_of_the_network_but_what_is_given():

@@ -1,7 +1,5 @@
 """Configurations from YAML and arguments: what comes out, and the one paragraph that a mistake gets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from enum import Enum

@@ -1,7 +1,5 @@
 """Processes compare their settings over real sockets, the others of which are played by this test."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import time

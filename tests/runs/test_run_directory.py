@@ -1,7 +1,5 @@
 """A run's directory: reading, comparing, setting aside; files are whole or not there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run's directory in a store: its files are objects, whole or not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """One process trains a run, on a disk with locks or without and in a store; one that is gone keeps nobody from it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -74,7 +72,6 @@ def give(folder: StoragePath, lease: LeaseRecord) -> None:
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
         with pytest.raises(Busy) as caught, training(folder, reports.append, LONG_BEAT_SECONDS):

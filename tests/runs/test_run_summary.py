@@ -1,7 +1,5 @@
 """How a run stands, by what it has left."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a configuration's mistakes are called: the whole key, where it was given, and what was likely meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.errors import UserError

@@ -1,7 +1,5 @@
 """The help text, from the metadata of the fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import draccus

@@ -1,7 +1,5 @@
 """Every key of every command with values that nobody means: a configuration comes of it, or one paragraph."""
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import fields
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Places in the stand-ins, and a proxy that fails when told to."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

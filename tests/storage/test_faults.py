@@ -1,7 +1,5 @@
 """Stores that are out of order, slow, cut off or that refuse: a proxy before the stand-ins makes them so."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

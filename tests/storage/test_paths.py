@@ -1,7 +1,5 @@
 """A disk, S3 and GCS by the same names; the stores are stand-ins in processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

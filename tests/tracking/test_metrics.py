@@ -1,7 +1,5 @@
 """What a metric's name is of."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.tracking.metrics import METRICS, metric_of

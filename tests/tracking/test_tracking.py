@@ -27,6 +27,7 @@ from gregale.tracking import (
 from gregale.tracking.metrics import METRICS
 from gregale.tracking.tracker import Guarded
 from tests.disk import largest_file
+from tests.test_terminal import Terminal
 
 CONFIGS = {name: choice() for name, choice in TrackerConfig.get_known_choices().items()}
 TRAINING = {"loss": 2.5, "grad_norm": 0.5, "tokens": 4096, "tokens_per_second": 12345.6, "step_seconds": 30.0}
@@ -37,11 +38,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def entries(path) -> list[dict]:
@@ -326,8 +322,3 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_mode_lists_the_choices():
-    with pytest.raises(UserError, match=r"is 'login'\. Valid choices: auto, online, offline"):
-        type(CONFIGS["wandb"])(mode="login")

@@ -1,7 +1,5 @@
 """Programs kept compiled, on a disk or in a store: found again by the next start, and never the end of a run."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

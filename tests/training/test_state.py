@@ -1,7 +1,5 @@
 """Steps that are not finite: skipped without a trace in the state, and counted."""
 
-from __future__ import annotations
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

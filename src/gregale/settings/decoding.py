@@ -128,7 +128,7 @@ class Decoder:
             if old not in given:
                 continue
             value, before, now = given.pop(old), join(key, old), join(key, new)
-            overrides = [self.places.get(name) == COMMAND_LINE for name in (before, now)]
+            overrides = [self.origins.get(name) == COMMAND_LINE for name in (before, now)]
             if new in given and overrides[0] == overrides[1]:
                 raise UserError(
                     f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."

@@ -1,7 +1,5 @@
 """The pipeline's loop state, against what JAX finds as its transpose, and with items that can be told apart."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

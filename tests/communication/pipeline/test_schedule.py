@@ -1,7 +1,5 @@
 """The pipeline's arithmetic, against a slow simulation that moves items from stage to stage."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import pytest

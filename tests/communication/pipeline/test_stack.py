@@ -1,7 +1,5 @@
 """The pipelined stack of a toy layer against a plain loop over its layers on one device."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import haliax as hax

@@ -1,7 +1,5 @@
 """Which tokens are given and which are scored."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

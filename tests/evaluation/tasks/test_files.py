@@ -1,7 +1,5 @@
 """Files of tasks: what they may say, and each mistake told in one line with the file and the line."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The figures that scores make."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sliding windows score each token once, and give it what they can."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

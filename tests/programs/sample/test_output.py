@@ -1,7 +1,5 @@
 """What is written: to a terminal and elsewhere, results in their order, figures."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -11,11 +9,7 @@ import pytest
 from gregale.errors import UserError
 from gregale.programs.sample import output
 from gregale.programs.sample.output import Results, Screen, Status, ThroughputMeter, results_to, say
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.test_terminal import Terminal
 
 
 def test_a_terminal_gets_nothing_that_it_would_act_upon():

@@ -1,7 +1,5 @@
 """Files of prompts: what is read, what is refused, which prompts are continued together."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.errors import UserError

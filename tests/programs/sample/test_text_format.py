@@ -1,7 +1,5 @@
 """Where texts end: stop strings however a text is cut, tokens that end it, characters over several tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 

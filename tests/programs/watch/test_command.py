@@ -1,7 +1,5 @@
 """`gregale watch`: on a terminal and elsewhere, until the run is complete, is stopped by Ctrl-C, or comes back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Following a run that grows, is started again, and ends."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

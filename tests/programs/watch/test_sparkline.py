@@ -1,7 +1,5 @@
 """Curves in a line."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

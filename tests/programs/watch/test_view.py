@@ -1,7 +1,5 @@
 """What is seen of a run: on terminals of any size and encoding, of runs in any state."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

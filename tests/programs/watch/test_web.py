@@ -1,7 +1,5 @@
 """Who gets the page, and who does not."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import urllib.request

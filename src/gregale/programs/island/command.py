@@ -53,7 +53,7 @@ from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.train.command import describe, held, is_writer, summary
+from gregale.programs.train.command import describe, hold_run, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.runs.config import TrainConfig
@@ -117,7 +117,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        check = stack.enter_context(held(run, options.fresh, console.message))
+        check = stack.enter_context(hold_run(run, options.fresh, console.message))
         checkpoints = stack.enter_context(
             Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check)
         )
