@@ -16,7 +16,7 @@ def spread(first: int) -> set[int]:
     return set(range(first, first + BATCH))
 
 
-def test_nothing_is_taken_before_there_is_a_lease():
+def test_no_batch_is_taken_before_there_is_a_lease():
     leases = DataLeases("a", "s", BATCH)
     assert leases.take() is None
     assert leases.is_empty()
@@ -52,7 +52,7 @@ def test_two_islands_never_take_the_same_example(seed):
     assert len(seen) == BATCH * sum(taken.values()) > 0
 
 
-def test_a_rest_that_is_too_short_for_a_batch_is_passed_over():
+def test_a_rest_too_short_for_a_batch_is_skipped():
     leases = DataLeases("a", "s", BATCH)
     leases.update(advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy(BATCH + 1, BATCH)), "s")
     assert leases.take() == 0

@@ -88,7 +88,7 @@ def island():
     server.close()
 
 
-def test_the_others_are_told_the_same_in_the_same_order(island):
+def test_all_hosts_receive_the_same_commands_in_the_same_order(island):
     hosts, _, follower = island
     orders = [
         SendMessage(3),
@@ -106,7 +106,7 @@ def test_the_others_are_told_the_same_in_the_same_order(island):
     assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 2, 1]
 
 
-def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
+def test_a_command_has_the_outer_state_of_its_position_in_the_stream(island):
     """A round that is committed while the other host's trainer is late does not change what it mixes in."""
     hosts, _, follower = island
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
     assert found == [1, 2, 3]
 
 
-def test_a_reduce_is_that_of_all_hosts(island):
+def test_a_reduce_covers_all_hosts(island):
     hosts, (own, other), _ = island
     digest = hosts.reduce("key", 4, PEERS, [1.0, 2.0], "a")
     assert digest == joint_digest(["digest of 0", "digest of 1"])
@@ -142,7 +142,7 @@ def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number
         assert "drop_group" in done or isinstance(error, NotFinite)
 
 
-def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
+def test_messages_are_stored_when_all_hosts_have_theirs(island):
     hosts, (own, other), follower = island
     waiting = Thread(target=lambda: hosts.store_messages(4, {"w|0": np.zeros(1)}))
     waiting.start()
@@ -163,7 +163,7 @@ def test_hosts_fetch_again_until_they_have_the_same_round(island):
         hosts.heal(PEERS, True)
 
 
-def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source(island):
+def test_arrays_that_do_not_match_their_record_are_fetched_from_another_source(island):
     """The digest of a record is of the arrays of all hosts: a host alone could not tell."""
     hosts, (own, other), _ = island
     other.digests = {"a": "changed"}
@@ -174,13 +174,13 @@ def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source
         hosts.heal(PEERS, True)
 
 
-def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
+def test_an_invalid_record_on_one_host_is_fetched_from_another_source(island):
     hosts, (_, other), _ = island
     other.fails = [DigestMismatch("garbage"), None]
     assert hosts.heal(PEERS, True).outer.round == 7
 
 
-def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(island):
+def test_commands_arrive_once_and_in_order_despite_broken_connections(island):
     hosts, (own, _), follower = island
     for number in range(20):
         hosts.granted(number)
@@ -189,7 +189,7 @@ def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(isl
     assert [follower.take() for _ in range(20)] == list(range(20))
 
 
-def test_what_a_host_says_twice_counts_once():
+def test_a_repeated_answer_counts_once():
     host = RemoteHost(1)
     answer = host.request("reduce", [])
     assert host.handle({"have": 0})["told"] == host.handle({"have": 0})["told"] != []
@@ -198,6 +198,6 @@ def test_what_a_host_says_twice_counts_once():
     assert answer.result() == said
 
 
-def test_a_host_that_does_not_reach_host_0_says_what_to_set():
+def test_a_host_that_cannot_reach_host_0_names_the_setting():
     with pytest.raises(UserError, match=r"host 1 of this island cannot reach host 0 .*islands.bind of process 0"):
         HostConnection("127.0.0.1:9/0", b"a token", 1)

@@ -53,7 +53,7 @@ def peer(worker: HostWorker, name: str) -> Peer:
     return Peer(name, "session", (worker.server.address,))
 
 
-def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make):
+def test_a_state_changed_after_its_commit_is_fetched_from_another_source(make):
     """Its pieces have the right hashes, as a source makes them of what it has; and here it has the majority."""
     joiner, sound, spoilt, other = make(), make(), make(), make()
     record = at_round(sound, 3)
@@ -69,7 +69,7 @@ def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make
     assert joiner.outer.digest == record.digest == sound.outer.digest
 
 
-def test_a_record_that_is_none_is_not_the_end(make):
+def test_an_invalid_record_is_no_fatal_error(make):
     joiner, sound, spoilt = make(), make(), make()
     record = at_round(sound, 3)
     at_round(spoilt, 4)
@@ -77,7 +77,7 @@ def test_a_record_that_is_none_is_not_the_end(make):
     assert HostGroup(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 
-def test_one_heals_from_the_other_and_saves_what_it_has_taken_over(make, tmp_path):
+def test_an_island_heals_from_another_and_saves_the_fetched_state(make, tmp_path):
     peers, joins = make(), make()
     record = at_round(peers, 3)
     assert HostGroup(joins).heal([peer(peers, "peer")], settled=False).outer == record
@@ -99,7 +99,7 @@ def test_one_heals_from_the_other_and_saves_what_it_has_taken_over(make, tmp_pat
         ([(3, False), (3, False)], 0.0, 3),  # a round that does not end is not waited for for ever
     ],
 )
-def test_a_joiner_has_a_state_that_nobody_is_about_to_replace(found, seconds, round):
+def test_a_joiner_fetches_a_state_that_no_round_is_about_to_replace(found, seconds, round):
     asked, comes = [], iter(found)
 
     def heal(settled: bool) -> FetchedState:

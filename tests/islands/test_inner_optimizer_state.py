@@ -14,7 +14,7 @@ from tests.methods.islands import Member, island_on, on_one_device, rows
 
 
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "model": 2}])
-def test_the_optimizer_of_a_peer_is_taken_over(shape):
+def test_a_peers_optimizer_replaces_the_own_one(shape):
     schedule = Schedule(4, layers=3)
     island = island_on(layout_of(**shape), schedule) if shape else on_one_device(schedule)
     step = Stepper(island, island.inner.model)

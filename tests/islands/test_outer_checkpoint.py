@@ -49,7 +49,7 @@ def part_names(directory: StoragePath) -> list[str]:
     return [name for name in names(outer_checkpoint.folder_of(directory, 7)) if name != outer_checkpoint.MANIFEST]
 
 
-def test_it_comes_back(directory):
+def test_an_outer_state_is_read_as_it_was_written(directory):
     write(directory)
     saved = outer_checkpoint.read(directory, 7)
     assert saved.outer == OUTER
@@ -62,14 +62,14 @@ def test_it_comes_back(directory):
     assert len(part_names(directory)) == 6, "108 bytes"
 
 
-def test_what_is_there_is_not_written_again(directory):
+def test_an_existing_round_is_not_written_again(directory):
     write(directory)
     before = part_names(directory)
     write(directory)
     assert part_names(directory) == before
 
 
-def test_what_a_killed_process_left_does_not_count_and_goes(directory):
+def test_files_of_a_killed_process_are_ignored_and_deleted(directory):
     folder = outer_checkpoint.folder_of(directory, 7)
     folder.mkdir(parents=True)
     (folder / "0badc0de-00000").write_bytes(b"torn")
@@ -80,7 +80,7 @@ def test_what_a_killed_process_left_does_not_count_and_goes(directory):
     assert len(part_names(directory)) == 6
 
 
-def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(directory):
+def test_a_round_of_another_generation_is_overwritten(directory):
     write(directory, leaves={name: VersionedArray(held.array + 1, 7) for name, held in LEAVES.items()})
     again = replace(OUTER, generation=Generation(3, "other"))
     write(directory, again)
@@ -123,12 +123,12 @@ def test_damage_is_found(directory, name, damage):
         outer_checkpoint.read(directory, 7)
 
 
-def test_a_round_that_is_not_there(directory):
+def test_a_missing_round(directory):
     with pytest.raises(UserError, match="round-00000003"):
         outer_checkpoint.read(directory, 3)
 
 
-def test_one_of_an_earlier_version_is_named_as_such(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_is_named(tmp_path):
     folder = outer_checkpoint.folder_of(tmp_path, 7)
     folder.mkdir(parents=True)
     (folder / outer_checkpoint.MANIFEST).write_text(
@@ -141,7 +141,7 @@ def test_one_of_an_earlier_version_is_named_as_such(tmp_path):
         outer_checkpoint.read(tmp_path, 7)
 
 
-def test_others_are_deleted(directory):
+def test_other_rounds_are_deleted(directory):
     for number in (5, 6, 7):
         write(directory, replace(OUTER, round=number))
     outer_checkpoint.keep_only(directory, [6, 7])

@@ -13,7 +13,7 @@ from gregale.islands.transport.server import Server
 TOKEN = b"a token of the fleet"
 
 
-def test_one_that_takes_connections_and_says_nothing_is_named_and_the_group_dropped():
+def test_a_peer_that_accepts_connections_but_is_silent_is_named_and_the_group_dropped():
     """As a stopped process does."""
     dropped = threading.Event()
     server = Server("127.0.0.1", TOKEN, dict)
@@ -27,14 +27,14 @@ def test_one_that_takes_connections_and_says_nothing_is_named_and_the_group_drop
     server.close()
 
 
-def test_a_round_that_is_over_soon_asks_nobody():
+def test_a_short_round_sends_no_probe():
     watch = PeerProbe({"nobody": "127.0.0.1:9"}, TOKEN, 0.2, lambda: None)
     with watch:
         pass
     assert watch.silent == []
 
 
-def test_who_waits_for_a_group_that_is_cancelled_waits_no_more():
+def test_a_cancelled_group_ends_its_waits():
     mailbox, found = Mailbox(), []
     waiting = threading.Thread(target=lambda: found.append(mailbox.get("group", "key", 60.0)))
     waiting.start()
@@ -46,7 +46,7 @@ def test_who_waits_for_a_group_that_is_cancelled_waits_no_more():
     assert not mailbox.is_cancelled("group")
 
 
-def test_dead_is_only_who_is_refused_by_its_host():
+def test_only_a_refused_connection_means_dead():
     with socket.create_server(("127.0.0.1", 0)) as stopped, socket.create_server(("127.0.0.1", 0)) as other:
         silent = f"127.0.0.1:{stopped.getsockname()[1]}"
         port = other.getsockname()[1]

@@ -36,7 +36,7 @@ def written() -> list[dict[str, Any]]:
     return []
 
 
-def test_a_round_that_ends_while_the_trainer_waits_has_that_time(clock, written):
+def test_a_round_that_ends_during_a_wait_includes_that_time(clock, written):
     """The wait is over because the round is: it is written down before the trainer says that it goes on."""
     book = RoundLog(Count(), written.append)
     book.begin()
@@ -64,7 +64,7 @@ def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
     assert [each["waiting_seconds"] for each in written] == [2, 8]
 
 
-def test_a_round_that_nobody_waited_for_has_none(clock, written):
+def test_a_round_without_a_wait_has_no_waiting_time(clock, written):
     book = RoundLog(Count(), written.append)
     book.begin()
     clock.now += 2

@@ -102,7 +102,7 @@ def test_each_host_gets_the_shards_of_its_counterpart(make):
     assert joiner.inherited() == [None, None]
 
 
-def test_copies_of_different_steps_are_of_no_use(make):
+def test_copies_of_different_steps_are_rejected(make):
     """Moments of one step with those of another would be an optimizer that nobody has trained."""
     torn, joiner = make((5, 6)), make()
     joiner.hands.inherit([torn.peer()])
@@ -110,21 +110,21 @@ def test_copies_of_different_steps_are_of_no_use(make):
     assert joiner.hands.wants_inner, "it may get one when it heals again"
 
 
-def test_another_source_gives_what_the_first_one_cannot(make):
+def test_another_source_replaces_a_failing_one(make):
     torn, lost, whole, joiner = make((5, 6)), make(), make((8, 8)), make()
     lost.workers[0].server.close()
     joiner.hands.inherit([each.peer() for each in (torn, lost, whole)])
     same(joiner.inherited()[1], optimizer(1, 8))
 
 
-def test_what_one_host_cannot_fetch_none_uses(make):
+def test_no_host_uses_a_copy_that_one_host_cannot_fetch(make):
     peer, joiner = make(), make()
     joiner.workers[1].inner["inner/nu|1"] = (2,), np.dtype(np.float32)
     joiner.hands.inherit([peer.peer()])
     assert joiner.inherited() == [None, None]
 
 
-def test_one_that_has_diverged_inherits_once_until_it_has_contributed_again(make):
+def test_a_diverged_island_inherits_once_until_it_contributes_again(make):
     peer, diverged, restarts = make(), make(), []
     recovery = Recovery(diverged.hands, restarts.append, lambda work: work())
     recovery.begin([peer.peer()])

@@ -45,7 +45,7 @@ def member(lighthouse):
         asking.close()
 
 
-def test_a_new_header_replaces_the_one_that_waits_for_its_answer(member, header):
+def test_a_new_header_replaces_a_pending_one(member, header):
     """An island that has healed is in the next view as it is now, not as it was when it asked."""
     late, its_views = member("a")
     other, _ = member("b")
@@ -60,7 +60,7 @@ def test_a_new_header_replaces_the_one_that_waits_for_its_answer(member, header)
     assert its_views.empty(), "the answer to the old header is not handed on"
 
 
-def test_only_the_one_with_another_token_ends(member, header):
+def test_only_the_island_with_another_token_ends(member, header):
     """Also before anybody has met a peer."""
     one, views = member("a")
     one.ask(header("a"))

@@ -77,7 +77,7 @@ class RemoteHost:
         """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._copied_step >= step, seconds):
-                raise RequestRejected(f"host {self.number} has shown nothing in time")
+                raise RequestRejected(f"host {self.number} has not copied its inner optimizer in time")
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return commands that the host does not have, waiting for one; or handle the host's message."""

@@ -209,7 +209,7 @@ class HostWorker:
                 OuterRecord.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled
             )
         except ValueError as error:
-            raise DigestMismatch(f"what {', '.join(addresses)} gave is no state: {error}") from None
+            raise DigestMismatch(f"{', '.join(addresses)} sent an invalid state: {error}") from None
 
     def install(self, outer: OuterRecord) -> None:
         """Adopt the last fetched state, and serve it under this record."""

@@ -23,18 +23,18 @@ from gregale.streams import say
 class LighthouseOptions(Settings):
     """Options of the command."""
 
-    bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any that is free"})
+    bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any free port"})
     token_file: str | None = field(
         default=None, metadata={"help": "file with the fleet's secret, as islands.token_file; readable by you alone"}
     )
-    minimum: int = field(default=1, metadata={"help": "islands below which it answers nobody", "range": whole(1)})
+    minimum: int = field(default=1, metadata={"help": "minimum number of islands in a view", "range": whole(1)})
     heartbeat_seconds: float = field(
         default=LAN.heartbeat_seconds,
         metadata={"help": "silence after which an island is out; as islands.heartbeat_seconds", "range": SECONDS},
     )
     join_seconds: float = field(
         default=LAN.join_seconds,
-        metadata={"help": "how long the first to ask waits for islands that live", "range": SECONDS},
+        metadata={"help": "how long the first request waits for other live islands", "range": SECONDS},
     )
 
 

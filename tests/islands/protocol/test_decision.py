@@ -36,13 +36,13 @@ def test_no_fleet_begins_while_one_fetches_the_state_of_another(header):
     assert isinstance(meaning(fresh(header, "a", healing=True), fresh(header, "b")).plan, Wait)
 
 
-def test_one_with_another_seed_heals(header):
+def test_an_island_with_another_seed_heals(header):
     decision = meaning(fresh(header, "a"), fresh(header, "b"), fresh(header, "c", digest="other"))
     assert decision.differ == {"c/s"}
     assert decision.current == {"a/s", "b/s"}
 
 
-def test_those_that_are_there_form_a_group_with_the_weights_of_the_view(header):
+def test_present_members_form_a_group_with_the_weights_of_the_view(header):
     decision = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0))
     plan = decision.plan
     assert isinstance(plan, FormGroup)
@@ -56,7 +56,7 @@ def test_those_that_are_there_form_a_group_with_the_weights_of_the_view(header):
     assert other.key != plan.key
 
 
-def test_nothing_is_reduced_where_nobody_brings_anything_or_too_few_are_there(header):
+def test_no_reduce_without_messages_or_with_too_few_members(header):
     idle = meaning(*(header(name, ready=False) for name in "abc")).plan
     assert isinstance(idle, Wait)
     assert idle.idle
@@ -66,46 +66,46 @@ def test_nothing_is_reduced_where_nobody_brings_anything_or_too_few_are_there(he
     assert "3 of at least 4" in few.reason
 
 
-def test_one_that_is_behind_heals_from_all_that_are_not(header):
+def test_a_member_that_is_behind_heals_from_all_current_members(header):
     decision = meaning(header("a"), header("b"), header("c", round=4, digest="d4"))
     assert decision.current == {"a/s", "b/s"}
     assert [peer.name for peer in decision.sources] == ["a", "b"]
 
 
-def test_of_two_states_for_a_round_most_are_right(header):
+def test_of_two_states_for_a_round_the_majority_wins(header):
     decision = meaning(header("a"), header("b", digest="a wrong one"), header("c"))
     assert decision.differ == {"b/s"}
     assert decision.top
     assert decision.top.digest == "d5"
 
 
-def test_what_all_hold_is_committed(header):
+def test_a_result_held_by_all_is_committed(header):
     held = [header(name, held=HELD, ballot=1) for name in "abc"]
     assert meaning(*held).plan == CommitAccepted("k6", "d6")
 
 
-def test_what_most_hold_is_committed_where_an_absent_one_may_have(header):
+def test_a_result_held_by_most_is_committed_if_an_absent_member_may_have_committed_it(header):
     assert meaning(header("a", held=HELD, ballot=1), header("b", held=HELD, ballot=1)).plan == CommitAccepted(
         "k6", "d6"
     )
 
 
 @pytest.mark.parametrize("holders", ["a", "ab"])
-def test_what_one_that_is_here_does_not_hold_is_done_again(header, holders):
+def test_a_result_that_a_present_voter_lacks_is_reduced_again(header, holders):
     headers = [header(n, ballot=1, held=HELD if n in holders else None, failures=int(n not in holders)) for n in "abc"]
     plan = meaning(*headers).plan
     assert isinstance(plan, FormGroup)
     assert plan.ballot == 2
 
 
-def test_what_an_absent_one_may_have_committed_is_never_dropped(header):
+def test_a_result_that_an_absent_member_may_have_committed_is_never_dropped(header):
     plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
     assert isinstance(plan, NewGeneration)
     assert plan.commit == CommitAccepted("k6", "d6")
     assert plan.identities == {"a/s"}
 
 
-def test_one_that_is_no_voter_may_have_committed_too(header):
+def test_a_member_that_is_no_voter_may_have_committed_too(header):
     held = AcceptedResult("k6", 1, "d6", (*ABC, "new/s"), ABC)
     headers = [header("a", held=held, ballot=1), header("b", held=held, ballot=1), header("c", ballot=1, failures=1)]
     assert meaning(*headers).plan == CommitAccepted("k6", "d6")
@@ -131,7 +131,7 @@ def test_the_newest_of_two_results_counts(header):
     assert isinstance(meaning(*headers).plan, FormGroup)  # all that may have committed it are here and did not
 
 
-def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(header):
+def test_half_of_the_voters_begin_a_generation_with_a_witness(header):
     plan = meaning(header("a"), id=8).plan
     assert isinstance(plan, NewGeneration)
     assert (plan.generation.number, plan.identities, plan.commit, plan.waited) == (2, {"a/s"}, None, False)
@@ -142,7 +142,7 @@ def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(he
     [{"seen": 0}, {"seen": 6}, {"seen": 9}, {"failures": 2}, {"voter": False}],
     ids=lambda changes: str(changes),
 )
-def test_without_a_witness_they_wait_first(header, changes):
+def test_half_of_the_voters_wait_first_without_a_witness(header, changes):
     waiting = meaning(header("a", **changes), id=8).plan
     assert isinstance(waiting, Wait)
     assert waiting.missing
@@ -151,13 +151,13 @@ def test_without_a_witness_they_wait_first(header, changes):
     assert waited.waited
 
 
-def test_more_than_half_wait_too_where_nobody_saw_the_views_before(header):
+def test_more_than_half_of_the_voters_wait_too_without_a_witness(header):
     assert isinstance(meaning(header("a", seen=0), header("b", seen=0), id=1).plan, Wait)
     everyone = meaning(*(header(name, seen=0) for name in "abc"), id=1).plan
     assert isinstance(everyone, FormGroup)
 
 
-def test_the_line_with_more_rounds_wins(header):
+def test_the_generation_with_more_rounds_wins(header):
     ahead = header("c", round=6, digest="d6")
     behind = header("a", generation=Generation(2, "other"))
     assert meaning(ahead, behind).current == {"c/s"}
@@ -192,20 +192,20 @@ def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
     assert ("c", "s", 33, True, 1) in plan.reports
 
 
-def test_in_lock_step_a_round_waits_for_all_that_live(header):
+def test_in_lockstep_a_round_waits_for_all_live_members(header):
     headers = (header("a"), header("b", ready=False), header("c"))
     assert isinstance(decide(View(7, headers), Rules()).plan, FormGroup)
     assert isinstance(decide(View(7, headers), Rules(lockstep=True)).plan, Wait)
 
 
-def test_a_round_waits_for_one_that_would_be_behind_again(header):
+def test_a_round_waits_for_a_member_that_would_be_behind_again(header):
     healing = header("d", round=3, digest="d3", voter=False, healing=True)
     three = (header("a"), header("b"), header("c"))
     assert isinstance(meaning(*three, healing).plan, FormGroup)
     assert isinstance(meaning(*three, fresh(header, "d", healing=True, hold_rounds=True)).plan, Wait)
 
 
-def test_a_view_that_lacks_voters_is_first_asked_for_again(header):
+def test_a_view_that_lacks_voters_is_requested_once_more(header):
     """They may live and be late: the coordinator counts its patience from the oldest ask, also from a joiner's."""
     joiner = header("j", round=4, voter=False)
     plan = meaning(header("a", retried=False), header("b"), joiner).plan
@@ -215,7 +215,7 @@ def test_a_view_that_lacks_voters_is_first_asked_for_again(header):
     assert isinstance(meaning(header("a", retried=False), header("b"), header("c")).plan, FormGroup)
 
 
-def test_a_fleet_that_comes_back_from_checkpoints_waits_for_as_many_as_a_new_one(header):
+def test_a_fleet_restored_from_checkpoints_waits_for_as_many_members_as_a_new_one(header):
     """The first to come may have an older state than those that are still starting."""
     rules = Rules(start=2)
     alone = header("a", from_checkpoint=True, voter=False, wait_expired=True)
@@ -227,7 +227,7 @@ def test_a_fleet_that_comes_back_from_checkpoints_waits_for_as_many_as_a_new_one
     )
 
 
-def test_a_message_that_is_unlike_the_others_contributes_nothing_and_one_that_is_not_finite_neither(header):
+def test_outlier_and_nonfinite_messages_contribute_nothing(header):
     usual = Size(1.0, 10.0)
     plan = meaning(
         *(header(name, norm=norm, usual=usual) for name, norm in (("a", 1.0), ("b", 90.0), ("c", None)))
@@ -239,7 +239,7 @@ def test_a_message_that_is_unlike_the_others_contributes_nothing_and_one_that_is
     assert plan.sizes_after((usual,)) == (usual, usual)
 
 
-def test_where_half_of_the_voters_do_not_reach_the_others_one_half_goes_on_after_more_failures(header):
+def test_after_more_failures_one_of_two_separated_halves_continues(header):
     def plan(failures: int, minimum: int = 1):
         changes = {"failures": failures, "voters": 2}
         pair = header("a", unreachable=("b",), **changes), header("b", unreachable=("a",), **changes)
@@ -253,7 +253,7 @@ def test_where_half_of_the_voters_do_not_reach_the_others_one_half_goes_on_after
     assert isinstance(plan(SPLIT_AFTER, minimum=2), FormGroup)
 
 
-def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(header):
+def test_a_round_keeps_the_minimum_of_members_despite_failures(header):
     bad = {"failures": 2, "unreachable": ("c",)}
     group = header("a", **bad), header("b", **bad), header("c", failures=2, unreachable=("a", "b"))
     plan = meaning(*group, minimum=3).plan
@@ -261,7 +261,7 @@ def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(head
     assert len(plan.members) == 3
 
 
-def test_where_nobody_can_tell_who_does_not_answer_members_are_left_out_in_turn(header):
+def test_members_are_excluded_in_turn_when_no_failure_names_one(header):
     groups = set()
     for ballot in range(3):
         plan = meaning(*(header(name, failures=SPLIT_AFTER, ballot=ballot) for name in "abc")).plan
@@ -270,7 +270,7 @@ def test_where_nobody_can_tell_who_does_not_answer_members_are_left_out_in_turn(
     assert groups == {"ab", "ac", "bc"}
 
 
-def test_islands_that_have_no_data_left_get_new_leases(header):
+def test_islands_without_data_get_new_leases(header):
     changes = {"weight": 0.0, "starved": True}
     assert isinstance(meaning(header("a"), *(header(name, **changes) for name in "bc")).plan, FormGroup)
     wait = meaning(header("a", weight=0.0), *(header(name, **changes) for name in "bc")).plan

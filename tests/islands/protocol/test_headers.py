@@ -8,7 +8,7 @@ from gregale.islands.protocol.headers import AcceptedResult, GarbageError, Heade
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 
 
-def test_a_header_comes_back_as_it_was(header):
+def test_a_header_survives_json(header):
     for each in (
         header("a"),
         header("b", held=AcceptedResult("k", 2, "d", ("a/s", "b/s"), ("a/s",)), unreachable=("a",)),
@@ -16,7 +16,7 @@ def test_a_header_comes_back_as_it_was(header):
         assert Header.from_json(each.to_json()) == each
 
 
-def test_a_record_comes_back_as_it_was():
+def test_a_record_survives_json():
     outer = OuterRecord(
         seed("d").generation, 3, "d", "k", 2, advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy())
     )
@@ -38,7 +38,7 @@ def test_a_header_with_a_wrong_field_is_garbage(header, change):
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "null", "{}", "[" * 100_000])
-def test_what_is_no_header_is_garbage(text):
+def test_other_json_is_garbage(text):
     with pytest.raises(GarbageError):
         Header.from_json(text)
 

@@ -10,7 +10,7 @@ from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, ad
 LOT = LeasePolicy(size=10, low=5)
 
 
-def test_leases_are_topped_up_from_what_was_handed_back():
+def test_leases_are_refilled_from_returned_examples():
     ledger = advance(Ledger(), [LeaseReport("a", "s", 0), LeaseReport("b", "t", 0)], LOT)
     assert [lease.spans for lease in ledger.leases] == [((0, 10),), ((10, 20),)]
     ledger = advance(ledger, [LeaseReport("a", "s", 4, leaving=True), LeaseReport("b", "t", 3)], LOT)

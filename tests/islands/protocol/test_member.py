@@ -55,7 +55,7 @@ def test_a_round_of_two():
     assert commit.outer.ledger.lease("a", "s")
 
 
-def test_a_late_ping_is_of_no_interest_and_one_from_ahead_leads_to_an_ask():
+def test_a_late_announcement_is_ignored_and_one_from_ahead_leads_to_a_request():
     a, _ = begun(member("a"), member("b"))
     assert a.handle(m.RoundDue(-1)) == []
     assert kinds(a.handle(m.RoundDue(3))) == ["RequestView"]
@@ -72,7 +72,7 @@ def test_the_grace_is_the_longest_step_that_is_reported():
     assert not a.header.ready
 
 
-def test_a_reduce_that_takes_too_long_has_failed():
+def test_a_reduce_that_times_out_has_failed():
     (a,) = begun(member("a", reduce_seconds=4.0))
     a.handle(m.RoundDue())
     a.handle(m.MessageReady(0, 1.0, 1))
@@ -84,7 +84,7 @@ def test_a_reduce_that_takes_too_long_has_failed():
     assert a.header.held is None
 
 
-def test_a_view_with_an_ask_that_was_seen_before_means_nothing():
+def test_a_view_with_a_request_seen_before_is_ignored():
     a, b = begun(member("a"), member("b"))
     old = b.header
     a.handle(m.RoundDue())
@@ -92,7 +92,7 @@ def test_a_view_with_an_ask_that_was_seen_before_means_nothing():
     assert kinds(a.handle(m.ViewReceived(View(1, (a.header, old))))) == ["RequestView"]
 
 
-def test_what_a_source_gives_is_taken_only_if_it_is_not_older_than_asked_for():
+def test_a_fetched_state_older_than_the_requested_one_is_rejected():
     a, b = begun(member("a"), member("b"))
     ahead = replace(a.outer, round=9, digest="d9", ledger=a.outer.ledger)
     a.handle(m.RoundDue(9))
@@ -108,7 +108,7 @@ def test_what_a_source_gives_is_taken_only_if_it_is_not_older_than_asked_for():
     assert only(actions, m.RequestView).header.round == 9
 
 
-def test_a_leaver_hands_back_what_it_has_not_used():
+def test_a_leaver_returns_its_unused_examples():
     a, b = begun(member("a"), member("b"))
     for number in range(2):
         final = number == 1
@@ -134,7 +134,7 @@ def test_a_leaver_hands_back_what_it_has_not_used():
     assert ledger.free == ((4096 + 7, 8192),)
 
 
-def test_one_with_another_configuration_ends_with_one_line():
+def test_a_member_with_another_configuration_ends_with_one_line():
     a, b, other = (*begun(member("a"), member("b")), member("c"))
     other.identity = replace(other.identity, agreement="y")
     other.handle(m.Tick(0.0))
@@ -145,7 +145,7 @@ def test_one_with_another_configuration_ends_with_one_line():
     assert other.done
 
 
-def test_one_whose_state_is_another_heals_loudly():
+def test_a_member_with_a_different_state_heals_with_a_warning():
     a, b, c = begun(member("a"), member("b"), member("c"))
     c.outer = replace(c.outer, digest="broken memory")
     for each in (a, b, c):
@@ -157,7 +157,7 @@ def test_one_whose_state_is_another_heals_loudly():
     assert only(c.handle(m.Healed(a.outer)), m.Install).outer == a.outer
 
 
-def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
+def test_an_unanswered_request_is_repeated_and_its_member_is_no_witness():
     (a,) = begun(member("a"))
     a.handle(m.RoundDue())
     assert only(a.handle(m.MessageReady(0, 1.0, 1)), m.RequestView).header.seen == 1
@@ -167,7 +167,7 @@ def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
     assert (asked[0].header.asked, asked[0].header.seen) == (3, 0)
 
 
-def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_for_ever():
+def test_rounds_wait_for_slow_healing_at_times_and_for_a_limited_time():
     a, _ = begun(member("a"), member("b"))
     late, awaited = member("c"), []
     for number in range(1, 9):
@@ -182,7 +182,7 @@ def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_
     assert late._hold_time() > LAN.turnover_seconds  # 5 s each time: after 8 s in all, no more
 
 
-def test_one_that_cannot_heal_is_waited_for_no_longer_in_all_than_once():
+def test_rounds_wait_for_failing_heals_no_longer_than_for_one():
     """Each failed try used to begin the wait anew, so that one island with a bad data path halted all."""
     a, _ = begun(member("a"), member("b"))
     late, now, awaited = member("c"), 0.0, 0.0
@@ -204,7 +204,7 @@ def test_one_that_cannot_heal_is_waited_for_no_longer_in_all_than_once():
     assert LAN.turnover_seconds - 1 < awaited < LAN.turnover_seconds + 1
 
 
-def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
+def test_a_member_whose_peers_are_all_dead_continues_at_once():
     """After views that it has not seen it cannot know whether the others have gone on; but the dead have not."""
     a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
     retry = a.timing.retry_seconds
@@ -226,7 +226,7 @@ def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
     assert "RequestView" in kinds(turned)  # it makes its round alone
 
 
-def test_one_that_saw_every_view_while_it_waited_knows_that_nobody_went_on():
+def test_a_member_that_saw_every_view_while_it_waited_is_a_witness():
     """Each death changes the view's id: waiting views in between are no gap."""
     a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
     a.handle(m.RoundDue())
@@ -255,7 +255,7 @@ def seen_by(one, *others, id=2):
     return m.ViewReceived(View(id, (one.header, *(replace(each.header, asked=9) for each in others))))
 
 
-def test_one_that_contributed_nothing_to_a_round_whose_peers_died_hands_over_another_message():
+def test_a_member_without_contribution_hands_over_another_message_after_its_peers_died():
     """It used to ask 5,212 times in 1,200 s for a round that nobody could make."""
     c, now, asked = alone_after_a_heal(), 0.0, 0
     while c.outer.generation.number == 1 and now < 60:
@@ -297,7 +297,7 @@ def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
     return members, found
 
 
-def test_all_report_the_message_that_is_left_out_and_its_island_begins_again():
+def test_all_members_report_an_outlier_message_and_its_island_restarts():
     members, reduce = reduced({}, (1.0, 1.0, 50.0))
     assert reduce.weights == (8.0, 8.0, 0.0)
     for each in members:
@@ -312,7 +312,7 @@ def test_all_report_the_message_that_is_left_out_and_its_island_begins_again():
     assert members[0].outer.sizes == ((1.0, 8.0),)
 
 
-def test_a_message_that_is_not_finite_has_no_weight_and_its_island_begins_again_before_the_round_is_made():
+def test_a_nonfinite_message_has_no_weight_and_its_island_restarts_before_the_round():
     said = {}
     members, reduce = reduced(said, (1.0, 1.0, None))
     assert {"LogLine", "Reset"} <= set(kinds(said["c"]))
@@ -326,7 +326,7 @@ def test_a_message_that_is_not_finite_has_no_weight_and_its_island_begins_again_
     assert not any("Reset" in kinds(done) for done in actions)  # it has done so already
 
 
-def test_after_an_outer_step_that_is_not_finite_all_begin_the_round_again():
+def test_after_a_nonfinite_outer_step_all_members_repeat_the_round():
     members, reduce = reduced({}, (1.0, 1.0, 1.0))
     for each in members:
         actions = each.handle(m.ReduceFailed(reduce.key, overflowed=True))
@@ -338,7 +338,7 @@ def test_after_an_outer_step_that_is_not_finite_all_begin_the_round_again():
         assert "RequestMessage" in kinds(each.handle(seen))
 
 
-def test_it_can_say_why_no_round_is_made():
+def test_the_stall_reason_names_the_cause():
     a, b = begun(member("a"), member("b"))
     assert a.stall_reason() == ""
     a.handle(m.RoundDue())
@@ -360,7 +360,7 @@ def test_it_can_say_why_no_round_is_made():
     assert a.stall_reason() == "round 0 is being reduced by a, b"
 
 
-def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time_that_doubles():
+def test_a_member_with_failing_reduces_pauses_for_a_time_that_doubles():
     """It heals from them and fails them again: each time the others stand still for two reduces."""
     members = begun(*(member(name) for name in "abc"))
     *others, bad = members

@@ -38,7 +38,7 @@ def seen(answers: list[Answer]) -> list[str]:
     return [ask.header for ask in view.asks]
 
 
-def test_one_that_lives_and_does_not_ask_is_waited_for_from_the_oldest_ask_on():
+def test_a_view_waits_for_a_silent_live_member_from_the_oldest_request_on():
     fleet = Fleet("a", "b", "c")
     assert fleet.ask("a") == []
     fleet.at(0.5)
@@ -47,7 +47,7 @@ def test_one_that_lives_and_does_not_ask_is_waited_for_from_the_oldest_ask_on():
     assert seen(fleet.at(1.0)) == ["a1s", "b1s"]
 
 
-def test_all_that_live_ask_so_nobody_is_waited_for():
+def test_a_view_with_all_live_members_forms_at_once():
     fleet = Fleet("a", "b")
     fleet.ask("b")
     assert seen(fleet.ask("a")) == ["a1s", "b1s"]
@@ -74,7 +74,7 @@ def test_ids_count_changes_of_membership():
     assert {answer.view.id for answer in fleet.ask("a", 3) if answer.view} == {41}
 
 
-def test_half_of_the_living_and_fewer_than_the_minimum_get_no_view():
+def test_half_of_the_live_members_or_fewer_than_the_minimum_get_no_view():
     fleet = Fleet("a", "b")
     fleet.ask("a")
     assert fleet.at(100.0) == []
@@ -83,7 +83,7 @@ def test_half_of_the_living_and_fewer_than_the_minimum_get_no_view():
     assert few.at(100.0) == []
 
 
-def test_the_dead_count_until_their_heartbeats_lapse():
+def test_dead_members_count_until_their_heartbeats_expire():
     fleet = Fleet("a", "b")
     fleet.at(1.0)
     del fleet.beating["b"]
@@ -92,7 +92,7 @@ def test_the_dead_count_until_their_heartbeats_lapse():
     assert seen(fleet.at(6.0)) == ["a1s"]
 
 
-def test_one_that_leaves_does_not_count_from_then_on():
+def test_a_member_that_leaves_does_not_count():
     fleet = Fleet("a", "b")
     fleet.ask("a")
     del fleet.beating["b"]
@@ -102,7 +102,7 @@ def test_one_that_leaves_does_not_count_from_then_on():
     assert seen(fleet.membership.tick(0.0)) == ["a1s"]
 
 
-def test_an_ask_whose_member_waits_no_more_is_in_no_view():
+def test_an_expired_request_is_in_no_view():
     fleet = Fleet("a", "b", "c")
     fleet.ask("a", until=0.7)
     [late] = fleet.at(0.7)
@@ -112,7 +112,7 @@ def test_an_ask_whose_member_waits_no_more_is_in_no_view():
     assert seen(fleet.at(3.0)) == ["b1s", "c1s"]
 
 
-def test_an_ask_that_was_answered_or_replaced_is_in_no_view_again():
+def test_an_answered_or_replaced_request_is_in_no_later_view():
     """It may not be true any more: a network may bring it late, or twice."""
     fleet = Fleet("a", "b")
     fleet.ask("a", 3)
@@ -126,7 +126,7 @@ def test_an_ask_that_was_answered_or_replaced_is_in_no_view_again():
     assert fleet.ask("b", 2) == []
 
 
-def test_a_second_process_of_a_name_is_refused_while_the_first_beats():
+def test_a_second_process_of_a_name_is_refused_while_the_first_sends_heartbeats():
     fleet = Fleet("a")
     assert fleet.ask("a", session="twin") == []
     assert fleet.at(0.5) == [], "a heartbeat may have been on its way when the first died"
@@ -136,7 +136,7 @@ def test_a_second_process_of_a_name_is_refused_while_the_first_beats():
     assert seen(fleet.ask("a")) == ["a1s"]
 
 
-def test_one_that_starts_again_gets_its_name_when_the_dead_one_is_silent():
+def test_a_restarted_process_gets_its_name_when_the_dead_one_is_silent():
     fleet = Fleet("a")
     del fleet.beating["a"]
     fleet.at(3.0)
@@ -151,7 +151,7 @@ def test_one_that_starts_again_gets_its_name_when_the_dead_one_is_silent():
     assert seen(fleet.ask("a", 2, session="new")) == ["a2new"]
 
 
-def test_one_that_waits_for_its_name_and_dies_does_not_get_it():
+def test_a_process_that_dies_while_it_claims_its_name_does_not_get_it():
     fleet = Fleet("a", "b")
     del fleet.beating["a"]
     fleet.at(3.0)

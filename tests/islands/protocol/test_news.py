@@ -10,7 +10,7 @@ HERE = {"oslo": "s", "turin": "s"}
 def fleet(last: int) -> News:
     """Two islands that have made a round every ten seconds until round `last`, at ten times that."""
     news = News(2.0)
-    assert news.changes(HERE, 0.0) == ["oslo is here: 2 islands now.", "turin is here: 2 islands now."]
+    assert news.changes(HERE, 0.0) == ["oslo joined: 2 islands now.", "turin joined: 2 islands now."]
     for number in range(last + 1):
         for name in HERE:
             assert news.report(name, number, "", 10.0 * number) == []
@@ -18,7 +18,7 @@ def fleet(last: int) -> News:
     return news
 
 
-def test_islands_that_come_and_go_are_told():
+def test_islands_that_join_and_leave_are_reported():
     news = fleet(0)
     assert news.changes(HERE, 1.0) == []
     assert news.changes({**HERE, "turin": "t"}, 1.0) == ["turin has started again."]
@@ -27,7 +27,7 @@ def test_islands_that_come_and_go_are_told():
     assert news.changes({}, 3.0) == ["oslo has left: 0 islands now."]
 
 
-def test_no_round_for_three_usual_times_is_told_once_with_reasons_and_so_is_the_next_one():
+def test_a_stall_is_reported_once_with_reasons_and_so_is_its_end():
     news = fleet(4)
     assert news.changes({"oslo": "s"}, 45.0) == ["turin is gone, silent for 2 s: 1 island now."]
     assert news.report("oslo", 4, "the islands that made the last round are missing", 60.0) == []
@@ -42,14 +42,14 @@ def test_no_round_for_three_usual_times_is_told_once_with_reasons_and_so_is_the_
     assert news.stall(["oslo"], 273.0) != []
 
 
-def test_a_fleet_without_rounds_names_who_does_not_ask():
+def test_a_stall_report_names_islands_without_requests():
     news = News(2.0)
     news.changes(HERE, 100.0)
     assert news.stall(["oslo"], 160.0) == []
     assert news.stall(["oslo"], 163.0) == ["No round for 63 s: alive, but not asking for a round: turin."]
 
 
-def test_nothing_is_told_of_a_fleet_that_has_ended():
+def test_nothing_is_reported_after_the_fleet_has_ended():
     news = fleet(2)
     news.leave("oslo")
     news.leave("turin")

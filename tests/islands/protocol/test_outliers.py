@@ -13,7 +13,7 @@ def out(*norms: float | None, usual: float | None = None, weights: tuple[float, 
     return {int(name) for name in left_out(sizes, Size(usual, 1.0) if usual else None, 10.0)}
 
 
-def test_of_three_the_one_far_above_the_median_is_left_out():
+def test_of_three_messages_the_one_far_above_the_median_is_left_out():
     assert out(1.0, 1.5, 30.0) == {2}
     assert out(1.0, 1.5, 9.0) == set()
 
@@ -22,25 +22,25 @@ def test_half_of_the_messages_cannot_lift_the_median():
     assert out(1.0, 1.5, 100.0, 100.0) == {2, 3}
 
 
-def test_of_two_the_one_that_is_out_of_line_with_the_rounds_before_is_left_out():
+def test_of_two_messages_the_one_unlike_the_previous_rounds_is_left_out():
     assert out(1.0, 100.0, usual=1.0) == {1}
     assert out(0.01, 1.0, usual=1.0) == set()  # the first one has just come, and has moved less
     assert out(1.0, 100.0) == {1}  # in the first round
 
 
-def test_one_alone_is_left_out_only_if_it_is_not_finite():
+def test_a_single_message_is_left_out_only_if_it_is_not_finite():
     assert out(1000.0, usual=1.0) == set()
     assert out(None) == {0}
     assert left_out({"a": None, "b": Size(1.0, 1.0)}, None, 10.0) == {"a": NOT_FINITE}
 
 
-def test_one_that_has_trained_on_more_tokens_may_move_further():
+def test_a_message_of_more_tokens_may_have_a_larger_norm():
     assert out(1.0, 1.0, 30.0, weights=(1.0, 1.0, 30.0)) == set()
     assert out(1.0, 30.0, usual=1.0, weights=(1.0, 30.0)) == set()
     assert out(1.0, 1.0, 301.0, weights=(1.0, 1.0, 30.0)) == {2}
 
 
-def test_what_does_not_move_is_no_measure():
+def test_a_norm_of_zero_is_not_compared_with():
     assert out(0.0, 0.0, 1.0) == set()
     assert median([Size(0.0, 1.0), Size(2.0, 1.0), Size(3.0, 1.0)]) == Size(2.0, 1.0)
     assert median([Size(0.0, 1.0)]) is None

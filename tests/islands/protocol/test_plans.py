@@ -9,7 +9,7 @@ from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.settings import LAN, Rules
 
 
-def test_a_view_with_an_ask_of_an_earlier_view_is_recognised():
+def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
     rng, islands = random.Random(0), "abcdefgh"
     numbers = dict.fromkeys(islands, 0)
     members = {name: MemberState(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
@@ -32,13 +32,13 @@ def test_a_view_with_an_ask_of_an_earlier_view_is_recognised():
     assert repeats > 100
 
 
-def test_who_is_missing_of_a_group(header):
+def test_missing_members_of_a_group(header):
     a, b = Peer("a", "s", ("a:1",)), Peer("b", "s", ("b:1",))
     decision = decide(View(7, (header("a"), header("c"))), Rules())
     assert decision.missing((a, b)) == (b,)
     assert decision.missing((a,)) == ()
 
 
-def test_an_ask_is_given_up_after_the_longest_time_in_which_a_coordinator_answers():
+def test_a_request_expires_after_the_longest_answer_time_of_a_coordinator():
     timing = replace(LAN, heartbeat_seconds=30.0)
     assert timing.ask_seconds > timing.heartbeat_seconds + timing.join_seconds

@@ -16,7 +16,7 @@ def rounds(silence: Silence, count: int, seconds: float = 10.0) -> float:
     return (count - 1) * seconds
 
 
-def test_after_three_usual_rounds_it_says_so_and_then_ever_more_rarely():
+def test_a_stall_is_reported_after_three_median_rounds_and_then_ever_more_rarely():
     silence = Silence(LAN)
     start = rounds(silence, 5)
     assert lines(silence, start + 250, start) == [
@@ -31,21 +31,21 @@ def test_after_three_usual_rounds_it_says_so_and_then_ever_more_rarely():
     assert silence.went_on(start + 260, 7) is None
 
 
-def test_the_usual_round_is_the_median_so_one_long_round_changes_nothing():
+def test_one_long_round_does_not_change_the_median():
     silence = Silence(LAN)
     last = rounds(silence, 8)
     silence.went_on(last + 500, 8)
     assert silence.usual_seconds == 10.0
 
 
-def test_before_the_first_round_it_counts_from_when_one_is_due():
+def test_before_the_first_round_the_stall_time_starts_when_one_is_due():
     silence = Silence(LAN)
     assert lines(silence, 1000, is_due=False) == []
     expected = 3 * (LAN.join_seconds + LAN.reduce_seconds)
     assert [at for at, _ in lines(silence, 1030, 1000)] == [1000 + expected]
 
 
-def test_a_state_that_is_fetched_shows_that_rounds_go_on_and_tells_nothing_of_their_time():
+def test_a_fetched_state_ends_a_stall_but_does_not_change_the_median():
     silence = Silence(LAN)
     last = rounds(silence, 3)
     silence.went_on(last + 1.0, 9, is_healed=True)

@@ -63,7 +63,7 @@ def test_a_round_is_due_once_after_its_steps(side):
 
 
 @pytest.mark.parametrize(("weight", "steps"), [(0.0, 5), (1.0, 5 + 2)])
-def test_it_is_due_again_as_many_steps_and_tau_after_its_message(side, weight, steps):
+def test_a_round_is_due_again_as_many_steps_and_tau_after_its_message(side, weight, steps):
     side.sends(0, weight)
     side.steps(steps - 1)
     assert not side.says_due(0)
@@ -80,7 +80,7 @@ def test_in_lockstep_no_message_is_replaced_by_one_of_more_steps():
     assert not side.says_due(0)
 
 
-def test_one_without_data_is_due_once(side):
+def test_a_round_without_data_is_due_once(side):
     assert side.says_due(0, starved=True)
     side.sends(0, weight=0.0)
     assert not side.says_due(0, starved=True)
@@ -97,7 +97,7 @@ def test_nothing_is_mixed_in_before_tau_steps(side):
     assert side.all_arrived()
 
 
-def test_no_message_departs_before_the_round_before_it_is_mixed_in(side):
+def test_no_message_is_sent_before_the_previous_round_is_mixed_in(side):
     """The message of round 2 is of the fragment of round 0, whose tokens count until it is mixed in."""
     side.sends(0)
     side.commits(0)
@@ -110,12 +110,12 @@ def test_no_message_departs_before_the_round_before_it_is_mixed_in(side):
     assert side.take(1) == SendMessage(1)
 
 
-def test_who_leaves_makes_no_more_steps_so_nothing_is_early(side):
+def test_for_a_leaver_nothing_is_early(side):
     side.commits(0)
     assert side.arrival(is_last=True) == ApplyRound(0, 1.0)
 
 
-def test_in_lockstep_it_waits_tau_steps_after_its_message_also_for_a_decision_that_came_early():
+def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
     side = Side(lockstep=True)
     side.sends(0)
     side.steps(1)
@@ -127,14 +127,14 @@ def test_in_lockstep_it_waits_tau_steps_after_its_message_also_for_a_decision_th
     assert not side.must_wait(1, 0.0)
 
 
-def test_in_lockstep_one_without_data_hands_over_what_it_has():
+def test_in_lockstep_an_island_without_data_hands_over_its_message():
     side = Side(lockstep=True)
     side.handover.want()
     assert side.take(0) is None
     assert side.take(0, is_last=True) == SendMessage(0)
 
 
-def test_without_delay_it_waits_at_once_but_not_for_a_round_to_which_it_contributes_nothing():
+def test_without_delay_the_trainer_waits_at_once_unless_it_contributes_nothing():
     side = Side(delay=0)
     assert not side.must_wait(0, 0.0)
     side.sends(0, weight=None)
@@ -146,7 +146,7 @@ def test_without_delay_it_waits_at_once_but_not_for_a_round_to_which_it_contribu
 
 
 @pytest.mark.parametrize("patience", [1e9, 0.0])
-def test_a_network_that_is_slower_than_the_steps_is_waited_for_but_not_for_ever(patience):
+def test_the_trainer_waits_for_a_slow_network_but_not_forever(patience):
     side = Side(timeout_seconds=patience)
     side.sends(0)
     side.steps(4)
@@ -155,7 +155,7 @@ def test_a_network_that_is_slower_than_the_steps_is_waited_for_but_not_for_ever(
     assert side.must_wait(0, 0.0) == (patience > 0)
 
 
-def test_a_round_that_takes_twice_the_usual_time_is_waited_for_no_longer():
+def test_the_trainer_waits_for_a_round_at_most_twice_the_median_time():
     """Somebody is missing: while that is found out, the island trains on."""
     side = Side(delay=1)
     for number, seconds in enumerate([1.0, 1.0, 9.0]):
@@ -170,7 +170,7 @@ def test_a_round_that_takes_twice_the_usual_time_is_waited_for_no_longer():
     assert not side.must_wait(3, side.now + 2.1)
 
 
-def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wanted(side):
+def test_a_message_for_a_decided_round_leaves_the_next_one_wanted(side):
     side.handover.want()
     assert side.take(0) == SendMessage(0)
     side.commits(0, 0.0)
@@ -181,7 +181,7 @@ def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wa
     assert side.take(1) == SendMessage(1)
 
 
-def test_a_peers_state_replaces_what_had_not_arrived_and_steps_count_from_it(side):
+def test_a_peers_state_replaces_queued_rounds_and_resets_the_steps(side):
     side.steps(5)
     side.commits(0)
     side.round_decided(LoadOuterState(7), 0.0)
@@ -190,5 +190,5 @@ def test_a_peers_state_replaces_what_had_not_arrived_and_steps_count_from_it(sid
     assert not side.says_due(7)
 
 
-def test_before_the_start_it_waits(side):
+def test_the_trainer_waits_before_the_start(side):
     assert side.must_wait(-1, 0.0)

@@ -106,7 +106,7 @@ def test_many_large_messages_in_flight(build):
     assert np.array_equal(message, arrived)
 
 
-def test_all_know_when_one_drops_the_group(build):
+def test_all_members_notice_when_one_drops_the_group(build):
     groups = build(4)
     failures = failures_of(groups, groups[2].drop)
     assert max(seconds for seconds, _ in failures) < 10.0
@@ -120,7 +120,7 @@ def test_all_know_when_one_drops_the_group(build):
         group.drop()
 
 
-def test_a_peer_that_is_gone_is_told_by_its_name_without_gloos_own_words(make_server, caplog):
+def test_the_error_for_a_dead_peer_has_its_name_and_no_text_of_gloo(make_server, caplog):
     servers = [make_server() for _ in range(2)]
     hosts, names = [server.address for server in servers], ["oslo", "turin"]
     with ThreadPoolExecutor(2) as threads, caplog.at_level(logging.DEBUG, "gregale.islands.transport.group"):
@@ -136,7 +136,7 @@ def test_a_peer_that_is_gone_is_told_by_its_name_without_gloos_own_words(make_se
     assert caplog.records, "Gloo's words are kept for who looks for a fault"
 
 
-def test_a_member_that_says_nothing_fails_the_group(build):
+def test_a_silent_member_fails_the_group(build):
     groups = build(3)
     begin = time.monotonic()
     with pytest.raises(GroupFailed, match=r"receiving from 127.0.0.1:\d+ took more than 0.3 s"):
@@ -147,7 +147,7 @@ def test_a_member_that_says_nothing_fails_the_group(build):
     assert time.monotonic() - begin < 10.0
 
 
-def test_a_dropped_group_leaves_nothing(build):
+def test_a_dropped_group_leaves_no_sockets_or_threads(build):
     for group in build(2):
         group.drop()
 
@@ -167,14 +167,14 @@ def test_a_dropped_group_leaves_nothing(build):
     assert left()[0] < before
 
 
-def test_one_that_does_not_come(build):
+def test_a_member_that_does_not_exist(build):
     begin = time.monotonic()
     with pytest.raises(GroupFailed, match=r"The group of 3 has not come together: .*cannot be reached: .*refused"):
         build(3, absent=(1,), timeout_seconds=0.5)
     assert time.monotonic() - begin < 15.0
 
 
-def test_one_that_lives_but_does_not_come(make_server):
+def test_a_live_member_that_does_not_join(make_server):
     servers = [make_server() for _ in range(2)]
     hosts = [server.address for server in servers]
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_one_that_lives_but_does_not_come(make_server):
         Group.build("k", 0, hosts, servers[0], 0.3)
 
 
-def test_one_that_is_given_up_is_left_at_once_whatever_gloo_waits_for(make_server, monkeypatch):
+def test_a_cancelled_group_returns_at_once_although_gloo_waits(make_server, monkeypatch):
     """Gloo's connecting takes 25 s where a member gave up, and cannot be stopped."""
     server, begun, goes_on = make_server(), threading.Event(), threading.Event()
 
@@ -198,7 +198,7 @@ def test_one_that_is_given_up_is_left_at_once_whatever_gloo_waits_for(make_serve
         try:
             assert begun.wait(60.0)
             server.mailbox.cancel("key")
-            with pytest.raises(GroupFailed, match="given up"):
+            with pytest.raises(GroupFailed, match="cancelled"):
                 built.result(30.0)
         finally:
             goes_on.set()
@@ -213,7 +213,7 @@ def test_a_group_of_one(build):
     assert group.failure == "the group was dropped here"
 
 
-def test_strangers_at_gloos_door_do_no_harm(build):
+def test_unknown_connections_to_gloo_do_no_harm(build):
     before = listening()
     groups = build(2)
     doors = listening() - before

@@ -48,7 +48,7 @@ class Fleet:
         for name in names:
             address = way or self.lighthouse.address
             self.members[name] = CoordinatorClient(address, name, TOKEN, self.quorum.heartbeat_seconds)
-        self.wait_for(*(f"{name} is here" for name in names))
+        self.wait_for(*(f"{name} joined" for name in names))
 
     def wait_for(self, *texts: str) -> None:
         """Returns when the lighthouse has said all of it."""
@@ -143,14 +143,14 @@ def test_a_large_header_arrives(fleet):
     assert fleet.members["a"].ask(header, IDLE_SECONDS).headers == [{**header, "name": "a"}]
 
 
-def test_an_ask_without_an_answer_in_time_is_over_and_in_no_view(fleet):
+def test_a_request_that_times_out_is_in_no_view(fleet):
     fleet.join("a", "b", "c")
     with pytest.raises(CoordinatorTimeout, match=r"has not answered in time"):
         fleet.ask("a", 1, seconds=0.1).result()
     assert seen(fleet.ask_all("bc", 2)[0]) == [("b", 2), ("c", 2)]
 
 
-def test_one_that_leaves_is_not_waited_for(fleet):
+def test_a_view_does_not_wait_for_a_member_that_left(fleet):
     fleet.join("a", "b")
     waiting = fleet.ask("a", 1)
     fleet.members["b"].close()
@@ -158,7 +158,7 @@ def test_one_that_leaves_is_not_waited_for(fleet):
     assert "b has left: 1 island now." in fleet.said
 
 
-def test_a_coordinator_that_starts_again_begins_with_an_id_that_nobody_has_seen(fleet):
+def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
     fleet.join("a", "b")
     former = fleet.ask_all("ab")[0]
     waiting = fleet.ask("a")
@@ -169,11 +169,11 @@ def test_a_coordinator_that_starts_again_begins_with_an_id_that_nobody_has_seen(
     with pytest.raises(CoordinatorUnreachable, match=fleet.lighthouse.address):
         fleet.members["b"].ask({"x": 0}, 5.0)
     fleet.restart()
-    fleet.wait_for("a is here", "b is here")
+    fleet.wait_for("a joined", "b is here")
     assert abs(fleet.ask_all("ab", 5)[0].id - former.id) > 1
 
 
-def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_goes_on(fleet):
+def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_continues(fleet):
     fleet.join("a")
     twin = CoordinatorClient(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.name: .*another island of the fleet has the name 'a'"):
@@ -183,7 +183,7 @@ def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_goes_on(
     assert fleet.said.count("A second island with the name a was refused.") == 1
 
 
-def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fleet):
+def test_a_killed_and_restarted_island_has_its_name_after_a_heartbeat(fleet):
     fleet.join("a")
     killed = fleet.members.pop("a")
     killed._closed.set()  # beats no more, and says nothing
@@ -193,7 +193,7 @@ def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fle
         killed.ask({"x": 1}, IDLE_SECONDS)
 
 
-def test_another_token_ends_nobody_but_the_one_that_has_it(fleet):
+def test_another_token_ends_only_the_island_that_has_it(fleet):
     fleet.join("a")
     stranger = CoordinatorClient(fleet.lighthouse.address, "b", b"another token here", QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
@@ -204,7 +204,7 @@ def test_another_token_ends_nobody_but_the_one_that_has_it(fleet):
     assert "127.0.0.1 was refused: its signature is missing or wrong" in line
 
 
-def test_a_member_that_was_taken_before_does_not_end_when_it_is_refused(fleet):
+def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
     """Somebody on the way could end a fleet else, by answering in the lighthouse's place."""
     fleet.join("a")
     fleet.lighthouse.close()
@@ -218,7 +218,7 @@ def test_a_member_that_was_taken_before_does_not_end_when_it_is_refused(fleet):
     assert "it has another token" in reasons[-1]
 
 
-def test_strangers_neither_read_nor_slow_a_fleet(fleet):
+def test_unauthenticated_clients_neither_read_nor_slow_a_fleet(fleet):
     """Eight invented members beat and ask, unsigned or wrongly signed, while one of three islands is stopped."""
     fleet.join("a", "b", "c")
     fleet.ask_all("abc")
@@ -241,7 +241,7 @@ def test_strangers_neither_read_nor_slow_a_fleet(fleet):
     assert sum("was refused" in line for line in fleet.said) <= listener.LINES_AT_ONCE
 
 
-def test_silent_strangers_do_not_keep_a_fleet_out(fleet):
+def test_silent_connections_do_not_keep_a_fleet_out(fleet):
     host, port = fleet.lighthouse.address.split(":")
     held = [socket.create_connection((host, int(port)), 5.0) for _ in range(2 * listener.MAX_UNIDENTIFIED)]
     for each in held[-4:]:
@@ -252,7 +252,7 @@ def test_silent_strangers_do_not_keep_a_fleet_out(fleet):
         each.close()
 
 
-def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(fleet):
+def test_a_captured_request_is_refused_by_other_servers_and_later_by_the_same(fleet):
     tap = Tap(fleet.lighthouse.address)
     fleet.join("a", way=tap.address)
     fleet.ask("a", 1).result()
@@ -263,13 +263,13 @@ def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(f
     for request in captured:
         assert [sent(each.address, request) for each in (other, island)] == [NOTHING, NOTHING]
         again = request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-        assert b"was here before" in sent(fleet.lighthouse.address, again)
+        assert b"was already used" in sent(fleet.lighthouse.address, again)
     fleet.members.pop("a").close()
     fleet.restart()
     fleet.said.clear()
     for request in captured:
         assert sent(fleet.lighthouse.address, request) == NOTHING
-    assert not any("is here" in line for line in fleet.said)
+    assert not any(" joined" in line for line in fleet.said)
     greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, IDLE_SECONDS)
     with pytest.raises(PeerUnreachable, match=r"another token"):  # by a name that all lighthouses have
         greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
@@ -290,7 +290,7 @@ def test_a_request_to_an_island_is_refused_by_another_one_and_by_the_lighthouse(
     other.close()
 
 
-def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
+def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
     monkeypatch.setattr("gregale.islands.protocol.news.FIRST_ROUND_SECONDS", 0.0)
     fleet.join("a")
     fleet.members["a"].report(4, "b is waited for")
@@ -303,7 +303,7 @@ def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("Rounds go on: round 6")
 
 
-def test_addresses_that_do_not_work():
+def test_invalid_addresses():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"bind: 127.0.0.1:{port} cannot be listened at \(Address already"):

@@ -34,7 +34,7 @@ def test_messages_and_status(make_server):
     assert ask_status(server.address, TOKEN, 5.0) == {"step": 12}
 
 
-def test_one_that_refuses_says_why(make_server):
+def test_a_rejection_has_a_reason(make_server):
     def refuse(message):
         raise RequestRejected("round 3 is over")
 
@@ -60,7 +60,7 @@ def test_a_server_without_the_token_is_not_believed(make_server):
         call(other.address, TOKEN, {}, 5.0)
 
 
-def test_nobody_listens(make_server):
+def test_no_server_listens(make_server):
     server = make_server()
     server.close()
     with pytest.raises(PeerUnreachable, match=rf"{server.host}:{server.port} cannot be reached: .*refused"):
@@ -96,19 +96,19 @@ def exchange(server: Server, content: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_what_was_heard_on_the_way_cannot_be_used_again(make_server):
+def test_a_captured_request_cannot_be_replayed(make_server):
     taken = []
     server = make_server(on_message=lambda message: taken.append(message) or {})
     now = time.time()
     assert b" 200 " in raw(server, "POST", "/message", b"{}", now, "n1")
-    assert b"was here before" in raw(server, "POST", "/message", b"{}", now, "n1")
+    assert b"was already used" in raw(server, "POST", "/message", b"{}", now, "n1")
     assert b"clock is 1000 s away" in raw(server, "POST", "/message", b"{}", now - 1000, "n2")
     assert raw(server, "POST", "/message", b"{}", now, "n3", **{"X-Nonce": "n4"}) == NOTHING
     assert raw(server, "POST", "/message", b"{}", now, "n5", **{"X-Body": digest(b"[]")}) == NOTHING
     assert len(taken) == 1
 
 
-def test_what_was_sent_to_one_island_is_refused_by_every_other(make_server):
+def test_a_request_to_one_island_is_refused_by_every_other(make_server):
     """Also by the same one after a restart at the same address."""
     taken = []
     one = make_server(on_message=lambda message: taken.append(message) or {})
@@ -123,7 +123,7 @@ def test_what_was_sent_to_one_island_is_refused_by_every_other(make_server):
     again.close()
 
 
-def test_a_peer_of_before_its_restart_is_not_taken_for_that_of_after(make_server):
+def test_a_restarted_peer_has_another_identity(make_server):
     one = make_server()
     former = one.address
     one.close()
@@ -172,7 +172,7 @@ def test_garbage_is_refused_in_one_line(make_server, garbage):
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 
-def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
+def test_silent_and_slow_connections_are_closed(make_server, monkeypatch):
     monkeypatch.setattr(listener, "IDLE_SECONDS", 0.4)
     server = make_server()
     with (
@@ -191,7 +191,7 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 
-def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
+def test_an_authenticated_client_may_wait_long_for_an_answer(make_server, monkeypatch):
     """The copy of an inner optimizer comes at the end of a step."""
     monkeypatch.setattr(listener, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.2)
@@ -200,7 +200,7 @@ def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch)
     assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 
-def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
+def test_unidentified_connections_take_no_slot_of_the_fleet(make_server, monkeypatch):
     monkeypatch.setattr(listener, "MAX_UNIDENTIFIED", 3)
     server, before = make_server(), set(threading.enumerate())  # threads of another test's server may still end
     known = PeerClient(server.address, TOKEN, 5.0)
@@ -217,7 +217,7 @@ def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
         connection.close()
 
 
-def test_of_strangers_those_of_the_address_that_has_the_most_make_place(make_server, monkeypatch):
+def test_the_address_with_the_most_unidentified_connections_loses_one(make_server, monkeypatch):
     monkeypatch.setattr(listener, "MAX_UNIDENTIFIED", 3)
     server = make_server()
     with socket.create_connection((server.host, server.port), 5.0, ("127.0.0.2", 0)) as lonely:
@@ -231,7 +231,7 @@ def test_of_strangers_those_of_the_address_that_has_the_most_make_place(make_ser
             connection.close()
 
 
-def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
+def test_a_previous_snapshot_is_freed(make_server, monkeypatch):
     """An outer side that somebody has fetched once would else be there twice from then on."""
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, array = make_server(), np.ones(5, np.float32)
@@ -249,7 +249,7 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     assert gone() is None
 
 
-def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monkeypatch):
+def test_a_fetch_of_a_previous_snapshot_can_finish_and_then_the_snapshot_is_freed(make_server, monkeypatch):
     server = make_server()
     first, second = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
     server.publish(Snapshot(0, 1, {"a": ServedArray(first, 1)}))
@@ -268,7 +268,7 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     peer.close()
 
 
-def test_values_for_a_group_are_bounded(make_server):
+def test_values_for_a_group_are_limited(make_server):
     server = make_server()
     message = {"group": "g", "key": "0", "value": "00" * 70_000}
     with pytest.raises(RequestRejected, match=r"no room for this value"):
@@ -279,7 +279,7 @@ def test_values_for_a_group_are_bounded(make_server):
     assert server.mailbox.get("g", "0", 0.0) is None
 
 
-def test_an_address_that_is_taken(make_server):
+def test_an_address_in_use(make_server):
     server = make_server()
     with pytest.raises(UserError, match=r"islands.bind: .* cannot be listened at \(Address already in use\)"):
         Server(f"{server.host}:{server.port}", TOKEN, dict)

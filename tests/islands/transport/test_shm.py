@@ -33,12 +33,12 @@ def test_an_array_without_a_name(tmp_path, folder):
     assert mapped() == before[1]
 
 
-def test_nothing_and_one():
+def test_empty_and_one_element_arrays():
     assert shm.empty((0, 3), np.dtype("float32")).shape == (0, 3)
     assert shm.empty((), np.dtype("float32")).shape == ()
 
 
-def test_what_does_not_fit_is_refused_before_it_is_used(tmp_path):
+def test_an_array_that_does_not_fit_is_refused_before_use(tmp_path):
     before = mapped()
     size = shm.free_bytes(Path("/dev/shm")) // 4 + 2**20
     with pytest.raises(

@@ -28,9 +28,9 @@ SIZE = 10 * CHUNK_BYTES // 4 + 77
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Pieces of 64 kB, and short patience."""
+    """Use chunks of 64 kB, and short timeouts."""
     for module in (snapshot_store, transfer, manifest):
-        monkeypatch.setattr(module, "PIECE_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
@@ -142,7 +142,7 @@ def dribble(content: bytes, offset: int) -> bytes:
     return content
 
 
-def test_from_one_and_from_several(sources):
+def test_fetching_from_one_and_from_several_sources(sources):
     progress = []
     for count in (1, 3):
         chosen = [server.address for server in sources[:count]]
@@ -184,7 +184,7 @@ def test_a_bad_source_is_replaced(sources, way, meddle):
         (stall, "cannot be reached: timed out"),
     ],
 )
-def test_without_a_good_source_it_says_why_and_can_go_on(sources, way, meddle, reason):
+def test_without_a_good_source_the_error_has_reasons_and_a_retry_works(sources, way, meddle, reason):
     fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed, match=reason) as failed:
         fetcher.fetch([way(sources[0], meddle)], 10.0)
@@ -193,7 +193,7 @@ def test_without_a_good_source_it_says_why_and_can_go_on(sources, way, meddle, r
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
-def test_what_came_before_a_failure_is_kept(sources, way):
+def test_chunks_fetched_before_a_failure_are_kept(sources, way):
     def late_cut(content: bytes, offset: int) -> bytes | None:
         return content if offset < 3 * CHUNK_BYTES else None
 
@@ -222,7 +222,7 @@ def test_a_source_that_dies_in_the_middle(sources):
     assert_is(fetched, STATE)
 
 
-def test_nobody_and_nothing(make_server):
+def test_no_sources_and_no_state(make_server):
     with pytest.raises(TransferFailed, match=r"there is no source"):
         fetch([], TOKEN, EXPECTED, 1.0)
     with pytest.raises(TransferFailed, match=r"refuses: there is no state here yet"):
@@ -233,12 +233,12 @@ def test_nobody_and_nothing(make_server):
             fetch([address], TOKEN, EXPECTED, 5.0)
 
 
-def test_the_time_is_kept(sources, way):
+def test_the_timeout_is_kept(sources, way):
     with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
         fetch([way(sources[0], dribble)], TOKEN, EXPECTED, 0.5)
 
 
-def test_the_end_of_a_round_is_waited_for(make_server):
+def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
     server.publish(Snapshot(1, 4, STATE))
@@ -259,7 +259,7 @@ def test_the_end_of_a_round_is_waited_for(make_server):
     assert found[0].received_bytes == STATE["half|0"].array.nbytes, "what has not changed is here"
 
 
-def test_only_what_is_not_here_is_fetched(sources):
+def test_only_missing_chunks_are_fetched(sources):
     held = {name: leaf.array for name, leaf in STATE.items()}
     fetched = fetch([sources[0].address], TOKEN, EXPECTED, 10.0, held=held)
     assert fetched.received_bytes == 0
@@ -273,7 +273,7 @@ def test_only_what_is_not_here_is_fetched(sources):
     np.testing.assert_array_equal(changed, before)
 
 
-def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
+def test_a_round_committed_during_a_fetch(sources, monkeypatch):
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, after = sources[0], leaves(seed=1, version=5)
     after["matrix|0"] = STATE["matrix|0"]
@@ -287,7 +287,7 @@ def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
     assert_is(fetched, after)
 
 
-def test_the_newest_and_then_the_many_are_right(sources):
+def test_the_newest_state_wins_and_then_the_majority(sources):
     sources[0].publish(Snapshot(1, 5, leaves(seed=1)))
     assert fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0).round == 5
     sources[1].publish(Snapshot(1, 5, leaves(seed=2)))
@@ -318,7 +318,7 @@ def test_a_reply_that_never_ends_is_not_read(make_server, way):
         Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([endless.address], 10.0)
 
 
-def test_what_a_server_says_fits_into_what_is_expected(sources):
+def test_a_manifest_fits_into_the_expected_size(sources):
     assert len(canonical(sources[0].outer.manifest())) < largest_manifest_bytes(EXPECTED) - 2**20
 
 
@@ -333,8 +333,8 @@ def test_what_a_server_says_fits_into_what_is_expected(sources):
         (lambda m: m["leaves"]["large|0"].update(hash="00"), r"large\|0 with hashes that do not belong together"),
         (lambda m: m.update(piece_bytes=1), r"another version of Gregale"),
         (lambda m: m.update(round=1.5), r"is no integer"),
-        (lambda m: m.update(leaves=None), r"a manifest that is none"),
-        (lambda m: m.pop("facts"), r"a manifest that is none"),
+        (lambda m: m.update(leaves=None), r"an invalid manifest"),
+        (lambda m: m.pop("facts"), r"an invalid manifest"),
     ],
 )
 def test_manifests_that_are_not_as_expected(sources, change, reason):

@@ -160,7 +160,7 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
     best = _newest_held(current)
     voters, present = current[0].voters, sum(header.voter for header in current)
     if present < voters and not all(header.retried for header in current if header.voter):
-        return Wait("members that live may only be late: asking once more", lacking=True)
+        return Wait("live members may be late: requesting another view", lacking=True)
     sure = 2 * present > voters and (present == voters or _witnessed(current, view))
     verdict = _verdict(current, best) if sure else "turn"
     if verdict == "commit" and best:
@@ -223,7 +223,7 @@ def _new_generation(view: View, current: list[Header], best: AcceptedResult | No
         members=tuple(_peer(header) for header in holders),
         commit=CommitAccepted(best.key, best.digest) if best else None,
         waited=not witness,
-        reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
+        reason="half of the islands or more are gone" if witness else "the missing islands did not return in time",
         reports=tuple(_report(each) for each in holders),
     )
 
@@ -240,7 +240,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     if not any(weights):
         if all(header.starved for header in group):
             return _split_generation(view, current, group, "no island has data left to train on")
-        return Wait("nobody brings anything", _names(group), idle=True)
+        return Wait("no island contributes a message", _names(group), idle=True)
     inside = {header.identity for header in group}
     return FormGroup(
         key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),

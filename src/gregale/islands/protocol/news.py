@@ -81,7 +81,7 @@ class News:
         for name in sorted(healthy.keys() | before.keys()):
             if name not in before:
                 self._missed.discard(name)
-                lines.append(f"{name} is here: {count}.")
+                lines.append(f"{name} joined: {count}.")
             elif name not in healthy:
                 self._reports.pop(name, None)
                 left = name in self._left
@@ -109,4 +109,4 @@ class News:
             reasons.append(f"silent since the last round: {', '.join(sorted(self._missed))}")
         if mute := [name for name in sorted(self._sessions) if name not in asking]:
             reasons.append(f"alive, but not asking for a round: {', '.join(mute)}")
-        return "; ".join(reasons or [f"all that are here ask for a round: {', '.join(sorted(self._sessions))}"])
+        return "; ".join(reasons or [f"all islands request a round: {', '.join(sorted(self._sessions))}"])

@@ -39,14 +39,14 @@ def make_gloo_store(
                 threads[0].join(JOIN_SECONDS)
                 threads = [thread for thread in threads if thread.is_alive()]
             if server.mailbox.is_cancelled(group):
-                self.fault = "it was given up"
+                self.fault = "it was cancelled"
             if self.fault:
                 raise RuntimeError(self.fault)
 
         def get(self, key: str) -> bytes:
             value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
             if value is None and server.mailbox.is_cancelled(group):
-                self.fault = "it was given up"
+                self.fault = "it was cancelled"
                 raise RuntimeError(self.fault)
             if value is None:
                 self.fault = f"{names[int(key.rpartition('/')[2])]} did not come within {timeout_seconds:g} s"

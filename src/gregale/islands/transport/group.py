@@ -47,9 +47,9 @@ EXPLANATIONS = {
     "Connection closed by peer": "it closed the connection",
     "Connection reset": "it closed the connection",
     "Broken pipe": "it closed the connection",
-    "Connection refused": "nobody listens there",
-    "No route to host": "there is no way to it",
-    "Network is unreachable": "there is no way to it",
+    "Connection refused": "no process listens there",
+    "No route to host": "there is no route to it",
+    "Network is unreachable": "there is no route to it",
     "Cannot assign requested address": "this host does not have the address islands.bind",
     "imed out": "it did not answer in time",
     "imeout": "it did not answer in time",
@@ -238,7 +238,7 @@ class Connecting(threading.Thread):
         self._key, self._rank, self._hosts, self._server = key, rank, hosts, server
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._is_abandoned, self._group, self._error = False, None, "it was given up"
+        self._is_abandoned, self._group, self._error = False, None, "it was cancelled"
         CONNECTING.add(self)
 
     def run(self) -> None:

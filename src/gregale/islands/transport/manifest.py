@@ -72,7 +72,7 @@ def read_manifest(source: str, manifest: dict, expected: Expected) -> StateManif
             bool(manifest["settled"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestRejected(f"{source} sends a manifest that is none ({type(error).__name__}: {error})") from None
+        raise RequestRejected(f"{source} sends an invalid manifest ({type(error).__name__}: {error})") from None
 
 
 def check_leaf(what: str, leaf: dict, shape: tuple[int, ...], dtype: np.dtype) -> None:

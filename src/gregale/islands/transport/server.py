@@ -180,13 +180,13 @@ class Handler(BaseHTTPRequestHandler):
                 "its signature is missing or wrong: it has another token, or was meant for another server"
             )
         if not self.server.admit(self.connection):
-            raise RequestRejected("there is no place for another connection")
+            raise RequestRejected("the server has no free connection slot")
         self.nonce = nonce
         apart = abs(time.time() - float(moment))
         if apart > CLOCKS_APART_SECONDS:
             raise RequestRejected(f"its clock is {apart:.0f} s away from this one: set them right")
         if not owner.nonces.take(nonce):
-            raise RequestRejected("this request was here before")
+            raise RequestRejected("this request was already used")
         length = header("Content-Length", "0")
         if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
             raise RequestRejected(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")

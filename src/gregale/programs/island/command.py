@@ -97,8 +97,8 @@ def checked_token(config: TrainConfig) -> bytes:
         )
     if islands.token_file is None:
         raise UserError(
-            "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
-            "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
+            "islands.token_file is not set: the islands of a fleet authenticate one another with a secret in a "
+            "file that all of them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
     return read_token(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
 
@@ -203,7 +203,7 @@ def join(
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
-    say("Compiling the steps and the rounds, before the fleet hears of this island.")
+    say("Compiling the programs of steps and rounds before this island joins the fleet.")
     compile_programs(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:

@@ -111,7 +111,7 @@ class Fleet:
             self._members.append(self._start_island(name))
         self._screen.message(
             f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
-            f"What each says is in {self._folder}/<island>.log."
+            f"The output of each is in {self._folder}/<island>.log."
         )
 
     def _start_island(self, name: str) -> Member:
