@@ -30,8 +30,8 @@ LONG_BEAT_SECONDS = 4.0  # of a process that waits for another: on a busy machin
 HOLD = """
 import sys, time
 from gregale.runs.run_lock import training
-from gregale.storage import place
-with training(place(sys.argv[1]), beat_seconds=0.2):
+from gregale.storage import storage_path
+with training(storage_path(sys.argv[1]), beat_seconds=0.2):
     print("held", flush=True)
     time.sleep(1000)
 """
