@@ -107,7 +107,7 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
             [*STREAMING, "--sync.fragments", "2", "--sync.period", "1", "--sync.delay", "0"],
             ["sync.fragments is 2 and sync.period is 1", "at most 1 fragments"],
         ),
-        (["--sync.type", "delayed_psdp"], ["`sync.type` is 'delayed_psdp'", "is gone", "diloco", "reduce.codec"]),
+        (["--sync.type", "delayed_psdp"], ["`sync.type` is 'delayed_psdp'", "was removed", "diloco", "reduce.codec"]),
         ([*DILOCO, "--sync.outer.type", "muon"], ["sync.outer.type is 'muon'", "whole matrices", "sgd would work"]),
         (
             [*DILOCO, "--batch.size", "12"],

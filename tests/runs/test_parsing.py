@@ -390,7 +390,7 @@ def test_words_and_keys_are_told_apart():
 
 def test_a_list_takes_the_words_that_a_shell_makes_of_a_pattern():
     def split(*arguments: str) -> tuple[list[str], list[str]]:
-        return split_arguments(arguments, flags={"fresh"}, lists={"files"}, most_words=1)
+        return split_arguments(arguments, flags={"fresh"}, lists={"files"}, max_words=1)
 
     assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (
         ["a"],
