@@ -174,7 +174,7 @@ def test_a_decoder_without_bytes_per_token_is_refused():
     with pytest.raises(UserError, match=r"here: its decoder \(none\) does not determine the bytes"):
         LibraryTokenizer(library.to_str(), "end", "here")
     library.decoder = decoders.WordPiece()
-    with pytest.raises(UserError, match=r"its decoder \(WordPiece\) does not say"):
+    with pytest.raises(UserError, match=r"its decoder \(WordPiece\) does not determine"):
         LibraryTokenizer(library.to_str(), "end", "here")
 
 
