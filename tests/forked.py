@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import os
 import pickle
 import runpy
@@ -35,7 +36,7 @@ _servers: dict[int, tuple[socket.socket, dict[str, str]]] = {}
 Job = Callable[[], Any]
 
 IMPORTED = (
-    *("gregale.__main__", "gregale.programs.train.command", "gregale.programs.island.command"),
+    *("gregale.cli", "gregale.programs.train.command", "gregale.programs.island.command"),
     *("gregale.runs.resolved_config", "gregale.programs.lighthouse", "gregale.islands.driver"),
     *("gregale.cli.invocation", "orbax.checkpoint", "grain", "tokenizers"),
 )
@@ -171,8 +172,15 @@ def _program(words: list[str], folder: str, environment: dict[str, str], new_ses
     os.environ.update(environment)
     tempfile.tempdir = None
     sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    if "PYTHONUNBUFFERED" in environment:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    at_once = "PYTHONUNBUFFERED" in environment
+    # New ones: those of the process that was forked know whether its own files can be sought in.
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+        os.fdopen(1, "wb", 0 if at_once else -1, closefd=False), write_through=at_once
+    )
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        os.fdopen(2, "wb", closefd=False), errors="backslashreplace", line_buffering=True
+    )
     return lambda: run_words(words)
 
 
