@@ -100,8 +100,8 @@ def test_each_policy_saves_what_it_says():
     assert saved_by_hand("context") == 2 * (stream + query)
     assert saved_by_hand("projections") == 2 * (2 * stream + 2 * query + 2 * key + 2 * mlp)
     none = 2 * (2 * query + 2 * key + 6 * mlp) + (4 * 2 + 4 * 4) * stream
-    assert saved_by_hand("none", rules="plain") == none
-    assert saved_by_hand("none", rules="auto") == 2 * (2 * query + 2 * key + 3 * mlp + 4 * stream)
+    assert saved_by_hand("none", autodiff_rules="plain") == none
+    assert saved_by_hand("none", autodiff_rules="auto") == 2 * (2 * query + 2 * key + 3 * mlp + 4 * stream)
 
 
 def test_without_remat_gathered_weights_are_kept_too():
@@ -131,7 +131,7 @@ def test_without_remat_all_that_is_differentiated_is_kept(kernels, dtype):
 
 
 def test_a_kernel_of_attention_holds_no_scores():
-    step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "none", "rules": "plain"})
+    step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "none", "autodiff_rules": "plain"})
     with_scores, without = (estimate_memory(replace(step, scores=scores), 0, ACCELERATOR) for scores in (True, False))
     scores = 4 * 16 * 16 * 4  # of two rows a microbatch and device, half of the heads
     assert with_scores.saved - without.saved == 3 * scores * (4 + 4), "in float32, and once more for the products"

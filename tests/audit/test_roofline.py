@@ -50,7 +50,7 @@ def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, nor
     """By the matrix products in JAX's trace; the CPU's rule of attention keeps what a kernel keeps."""
 
     def again(remat):
-        setup = small_setup((1, 1, 1), 1, {"remat": remat, "rules": rules}, {"layers": 1, "norms": norms})
+        setup = small_setup((1, 1, 1), 1, {"remat": remat, "autodiff_rules": rules}, {"layers": 1, "norms": norms})
         step = replace(step_shape(setup), scores=rules == "plain")
         return flops_of(traced_loss(setup)), work_of(step, 0, {}).flops
 
@@ -112,6 +112,6 @@ def test_the_optimizers_products_are_computed_but_are_not_the_models():
 
 def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
     """An independent count: forward and backward pass by JAX's own trace; norms have no products."""
-    setup = small_setup((1, 1, 1), 1, {"remat": "none", "rules": "plain"}, {"layers": 2})
+    setup = small_setup((1, 1, 1), 1, {"remat": "none", "autodiff_rules": "plain"}, {"layers": 2})
     tokens = setup.config.batch.tokens
     assert flops_of(traced_loss(setup)) == pytest.approx(model_flops_per_token(step_shape(setup)) * tokens, rel=0.01)

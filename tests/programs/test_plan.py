@@ -110,7 +110,7 @@ def test_rules_and_attention_are_told(planned, report):
     assert report["kernels"] == kernels() == {"rules": "cpu", "attention": "blocked", "embedding": "rows"}
     assert kernels(attention="xla") == {**kernels(), "attention": "xla"}
     plain = {**kernels(), "rules": "plain", "attention": "xla"}
-    assert kernels(rules="plain") == kernels(cpu_devices=None) == plain
+    assert kernels(autodiff_rules="plain") == kernels(cpu_devices=None) == plain
     written = StringIO()
     print_report(report, Console(file=written, width=110))
     assert "Rules of differentiation: cpu; attention: blocked; embedding: rows" in written.getvalue()
