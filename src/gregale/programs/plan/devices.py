@@ -145,6 +145,6 @@ def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:
     simulated devices uses those of accelerators, but without their attention kernels, which XLA:CPU lacks.
     """
     if target.simulated and config.cpu_devices is None:
-        compute = replace(config.compute, rules="plain", attention="xla", unroll=config.compute.unroll or 1)
+        compute = replace(config.compute, autodiff_rules="plain", attention="xla", unroll=config.compute.unroll or 1)
         return replace(config, compute=compute)
     return config
