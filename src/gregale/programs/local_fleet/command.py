@@ -97,7 +97,7 @@ class Fleet:
         """Write the configuration of all islands to a file; return its path."""
         path = self._folder / "config.yaml"
         number = max(config.islands.min_members_to_start, self._options.count)  # all of them are started at once
-        islands = replace(config.islands, name=None, start=number, token_file=str(self._token))
+        islands = replace(config.islands, name=None, min_members_to_start=number, token_file=str(self._token))
         write_bytes(path, dump(replace(config, islands=islands)).encode())
         return path
 
