@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.cli import main
 from tests.ports import free_port
 from tests.programs.tiny import finished, lines, losses, saved_state, start_train, write_inputs
 
 # The quickstart in its shape, shrunk in every size but the mesh, the heads and the microbatches.
 SETTINGS = [
-    *["--steps", "8", "--model.layers", "4", "--model.heads", "4", "--model.mlp", "96"],
+    *["--steps", "8", "--cpu_devices", "8", "--model.layers", "4", "--model.heads", "4", "--model.mlp", "96"],
     *["--batch.size", "32", "--batch.microbatches", "4"],
     *["--evaluation.every", "4", "--evaluation.batches", "2", "--samples.prompts", "[the wind, '']"],
     *["--samples.tokens", "8", "--samples.temperature", "0", "--sync.type", "diloco", "--sync.period", "2"],
@@ -35,16 +34,15 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(inputs) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
-        assert main(["train", "tiny.yaml", *SETTINGS, "--runs", "one"]) == 0
+    code, _, errors = finished(start_train(inputs, *SETTINGS, "--runs", "one"))
+    assert code == 0, errors
     return inputs / "one" / "tiny"
 
 
 @pytest.fixture(scope="module")
 def outputs(inputs, one) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each of the two processes of the run in `two`."""
-    return in_two_processes(inputs, *SETTINGS, "--cpu_devices", "8", "--runs", "two")
+    return in_two_processes(inputs, *SETTINGS, "--runs", "two")
 
 
 def in_two_processes(inputs: Path, *arguments: str) -> list[tuple[int, str, str]]:
