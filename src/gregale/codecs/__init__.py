@@ -1,0 +1,1 @@
+"""Encodings of values in few bits, with error feedback."""

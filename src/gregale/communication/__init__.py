@@ -1,0 +1,1 @@
+"""Accumulation, reduction over `replica`, quantised averages, and pipelines."""

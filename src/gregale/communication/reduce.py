@@ -1,4 +1,7 @@
-"""The only module that reduces `replica` (or `island`, above it), and gathers the updated parameters."""
+"""The reduction of exact values over `replica` (or `island`, above it), and the gather of the updated parameters.
+
+`quantised` has the same methods for values of few bits. No other module reduces over `replica`.
+"""
 
 from __future__ import annotations
 

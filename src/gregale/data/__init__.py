@@ -1,0 +1,1 @@
+"""From documents to batches: sources, tokenizers, token stores, mixtures, examples."""

@@ -1,0 +1,1 @@
+"""How the processes of a run find, authenticate, watch and stop each other."""

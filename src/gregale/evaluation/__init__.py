@@ -1,0 +1,1 @@
+"""Scored tasks and the bigram model that evaluations compare with."""

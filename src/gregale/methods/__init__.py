@@ -1,0 +1,1 @@
+"""Synchronisation methods: PSDP, DiLoCo, Streaming DiLoCo, and one island of a fleet."""

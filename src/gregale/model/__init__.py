@@ -1,0 +1,1 @@
+"""Models on named axes, their attention kernels, and the loss."""

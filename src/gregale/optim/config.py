@@ -52,6 +52,9 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     """The common settings of all optimizers: `update = -learning_rate(t) * (direction + weight_decay * parameter)`.
 
     Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter, 1711.05101).
+
+    A new optimizer is a frozen subclass with `direction`, registered by name and imported in `optim/__init__.py`.
+    One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
     """
 
     learning_rate: float = field(

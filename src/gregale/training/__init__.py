@@ -1,0 +1,1 @@
+"""The training state, the guarded step, and the cache of compiled programs."""
