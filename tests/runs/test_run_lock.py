@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -53,6 +54,15 @@ def folder(request, tmp_path, monkeypatch) -> StoragePath:
     return tmp_path / "run"
 
 
+@contextmanager
+def ended(process: subprocess.Popen) -> Iterator[None]:
+    """Kill a process at the end, also after a failed assertion."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def has_locks(folder: StoragePath) -> bool:
     return isinstance(folder, Path) and run_lock.acquire is acquire
 
@@ -71,17 +81,19 @@ def give(folder: StoragePath, lease: LeaseRecord) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process,
+        killed(process),
+    ):
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
         with pytest.raises(Busy) as caught, training(folder, reports.append, LONG_BEAT_SECONDS):
             pass
         assert f"{folder} is being trained by process {process.pid} on" in str(caught.value)
         assert time.strftime(", since %Y-") in str(caught.value)
-        assert "Two would write over each other's checkpoints" in str(caught.value)
+        assert "Two processes would overwrite each other's checkpoints" in str(caught.value)
         waits = "waiting 12 s to see whether it still is"
         assert not reports if has_locks(folder) else waits in reports[0], "one that is locked is refused at once"
-        process.send_signal(signal.SIGKILL)
     reports.clear()
     with training(folder, reports.append, BEAT_SECONDS) as check:
         assert reports == [], "the process is gone from this machine: nothing to wait for"
