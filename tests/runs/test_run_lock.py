@@ -83,7 +83,7 @@ def give(folder: StoragePath, lease: LeaseRecord) -> None:
 def test_a_second_process_is_refused_until_the_first_is_gone(folder):
     with (
         subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process,
-        killed(process),
+        ended(process),
     ):
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
