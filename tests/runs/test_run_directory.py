@@ -94,7 +94,7 @@ def test_damaged_figures_are_left_out_and_told(run):
         f"{run.metrics}: 2 of 4 lines are damaged, the first is line 2; they are left out."
     )
     run.note_checkpoint(8)
-    with pytest.raises(UserError, match="the figures and samples of its 8 steps"):
+    with pytest.raises(UserError, match="the metrics and samples of its 8 steps"):
         run.check_checkpoints([])
 
 

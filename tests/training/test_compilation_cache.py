@@ -194,7 +194,7 @@ def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, ca
     assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]], "the folder has it"
     said = capfd.readouterr().err
     assert said.startswith("gregale: compilation_cache: s3://")
-    assert said.count("\n") == said.count("Until the next start, what is compiled is kept in") == 1
+    assert said.count("\n") == said.count("Until the next start, compiled programs are kept in") == 1
 
 
 def test_a_store_that_fails_later_is_left_for_the_folder(s3, events, tmp_path, monkeypatch, capfd):
@@ -204,7 +204,7 @@ def test_a_store_that_fails_later_is_left_for_the_folder(s3, events, tmp_path, m
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     warnings.warn("Error reading persistent compilation cache entry for 'jit_a': out of order", stacklevel=1)
     assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]]
-    assert capfd.readouterr().err.count("Until the next start, what is compiled is kept in") == 1
+    assert capfd.readouterr().err.count("Until the next start, compiled programs are kept in") == 1
     assert len(programs(tmp_path / "gregale")) == 1
 
 

@@ -40,21 +40,21 @@ class DistributedConfig(Settings):
     timeout_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "time without a heartbeat after which a process is lost",
+            "help": "silence after which a process is lost",
             "range": between(1, MAX_TIMEOUT_SECONDS),
         },
     )
     hang_seconds: float | None = field(
         default=600.0,
         metadata={
-            "help": "maximum time without progress in a step; null: no limit",
+            "help": "longest step without progress; null: no limit",
             "range": between(1, MAX_TIMEOUT_SECONDS),
         },
     )
 
     token_file: str | None = field(
         default=None,
-        metadata={"help": "file with the secret that authenticates the processes; null: no authentication"},
+        metadata={"help": "file with the processes' secret; null: none"},
     )
 
     def __post_init__(self):

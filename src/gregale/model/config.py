@@ -265,7 +265,7 @@ class ComputeConfig(Settings):
     unroll: int | None = field(default=None, metadata={"help": "layers unrolled; null: by backend", "range": whole(1)})
     autodiff_rules: str = field(
         default="auto",
-        metadata={"help": "rules of differentiation; auto: the platform's, if any", "choices": RULES},
+        metadata={"help": "rules of differentiation; auto: the platform's", "choices": RULES},
     )
     attention: str = field(
         default="auto",

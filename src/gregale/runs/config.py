@@ -82,7 +82,7 @@ class EvaluationConfig(Settings):
     every: int | None = field(
         default=None,
         metadata={
-            "help": "number of steps between evaluations; null: only at the end",
+            "help": "steps between evaluations; null: only at the end",
             "range": whole(1),
             "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
         },
@@ -101,7 +101,7 @@ class EvaluationConfig(Settings):
         metadata={"help": "task files (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
     )
     parse_special: bool = field(
-        default=False, metadata={"help": "read names of special tokens in tasks as the tokens, not as text"}
+        default=False, metadata={"help": "names of special tokens in tasks are tokens, not text"}
     )
 
 
@@ -141,7 +141,7 @@ class TrainConfig(Settings):
     seed: int = field(
         default=0,
         metadata={
-            "help": "seed of the initial weights and the data order",
+            "help": "seed of weights and data order",
             "range": whole(0, 2**32 - 1),
             "aliases": ("random_seed", "data_seed"),
             "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
@@ -150,7 +150,7 @@ class TrainConfig(Settings):
     start_from: str | None = field(
         default=None,
         metadata={
-            "help": "a run or an imported model that provides the initial weights; null: random",
+            "help": "run or imported model to start from; null: random",
             "aliases": (
                 "init_from",
                 "from_pretrained",
