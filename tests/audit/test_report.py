@@ -91,7 +91,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 def test_an_unknown_number_of_turns_is_told_and_never_counted_as_one(mesh):
     found = audit(UNKNOWN_TIMES, mesh)
     assert found.to_dict()["bytes_per_step"] == {"axes": {"unknown": None}, "link": {"inside slice": None}}
-    with pytest.raises(UserError, match=r"'r' runs: loop\.1 \(jit\(f\)/outer/while\); give its count in loop_trips"):
+    with pytest.raises(UserError, match=r"'r': loop\.1 \(jit\(f\)/outer/while\); give its count in loop_trips"):
         found.bytes_per_step()
     assert audit(UNKNOWN_TIMES, mesh, {"outer": 5}).bytes_per_step("data") == 5 * 16
 

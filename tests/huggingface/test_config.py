@@ -52,7 +52,7 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ),
         (
             {"quantization_config": {"quant_method": "bitnet"}},
-            r"quantization_config is there \(quant_method 'bitnet'\)",
+            r"quantization_config is set \(quant_method 'bitnet'\)",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn"}},

@@ -106,7 +106,7 @@ def test_a_seed_gives_one_text(sampler):
 
 def test_a_run_makes_its_texts_together(sampler, monkeypatch):
     """In batches of as many rows; each is what it is by itself."""
-    monkeypatch.setattr("gregale.programs.sample.sampler.TOGETHER", 2)
+    monkeypatch.setattr("gregale.programs.sample.sampler.MAX_BATCH", 2)
     prompts, drawn, batches = [PROMPT, "", "sea"], Sampling(1.0, seed=4), []
     blocks = Generator.blocks
 
