@@ -21,7 +21,7 @@ demo:
 	@$(BIN)/gregale report quickstart --output runs/quickstart/report.html
 
 # Compiled programs are kept in .pytest_cache, so that a second call takes much less; --cache-clear forgets them.
-SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint
 	$(SUITE)
@@ -31,7 +31,7 @@ quick: lint
 
 # What takes an hour: many kills, many schedules of faults, a disturbed fleet. `make test` has a short form of each.
 soak: setup-dev
-	$(SUITE) -m soak
+	$(SUITE) -m soak -o faulthandler_timeout=7200
 	$(BIN)/python -m tests.islands.simulator
 	$(BIN)/python -m benchmarks.faults --soak 20
 

@@ -6,8 +6,6 @@ other, with its own environment, folder and streams. What a module reads of the 
 be other than here (`FIXED`): such a process is started in the usual way.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io
@@ -25,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +31,7 @@ FIXED = ("JAX_", "PYTHON", "MALLOC_", "GLIBC_", "LD_", "LC_", "LANG", "TPU_")
 PER_PROCESS = ("PYTHONUNBUFFERED", "PYTHONPATH")
 MESSAGE_BYTES = 1 << 20
 _LIBC, _PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None), 36
+_one_at_a_time = Lock()
 _servers: dict[int, tuple[socket.socket, dict[str, str]]] = {}
 Job = Callable[[], Any]
 
@@ -84,15 +84,16 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def fork(request: bytes, streams: list[int]) -> int:
     """Asks for a process; returns its id. It becomes a child of this one, which adopts what its server lets go."""
-    connection, _ = _server()
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        socket.send_fds(connection, [request], streams)
-        process = int(connection.recv(64))
-        connection.recv(64)  # it is no longer the child of the one between
-        return process
-    finally:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    with _one_at_a_time:
+        connection, _ = _server()
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(connection, [request], streams)
+            process = int(connection.recv(64))
+            connection.recv(64)  # it is no longer the child of the one between
+            return process
+        finally:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _server() -> tuple[socket.socket, dict[str, str]]:

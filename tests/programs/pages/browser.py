@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ class Tab:
     def value(self, script: str) -> Any:
         """What a script comes to, as JSON; fails if it throws."""
         return self.page.evaluate(script)
+
+    def wait(self, condition: str) -> None:
+        """Wait until a script's value is true; fail after half a minute."""
+        end = time.monotonic() + 30  # Playwright's own wait needs `eval`, which the pages forbid
+        while not self.value(f"Boolean({condition})"):
+            assert time.monotonic() < end, f"not after 30 s: {condition}"
+            self.page.wait_for_timeout(50)
 
     def hover(self, x: float, y: float) -> None:
         self.page.mouse.move(x - 2, y)

@@ -281,7 +281,7 @@ def test_a_run_that_goes_on_is_told(tmp_path):
     folder = write_run(tmp_path / "going", steps=20)
     with training(folder, print):
         assert "going is still training; the report is a snapshot." in text_of(page_of(folder))
-    assert "is being trained" not in text_of(page_of(folder))
+    assert "is still training" not in text_of(page_of(folder))
 
 
 def test_a_fleet_is_its_islands(tmp_path, monkeypatch, capsys):
