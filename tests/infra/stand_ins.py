@@ -1,6 +1,7 @@
 """Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
 
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -35,12 +36,9 @@ class StandIns:
     """A folder of stand-ins, and what they were called with."""
 
     def __init__(self, folder: Path):
-        self.folder = folder / "play"
-        self.bin = folder / "bin"
-        self.folder.mkdir()
-        self.bin.mkdir()
-        self.home = folder / "home"
-        self.home.mkdir()
+        self.folder, self.bin, self.home = (folder / name for name in ("play", "bin", "home"))
+        for each in (self.folder, self.bin, self.home):
+            each.mkdir()
         self.play("sleep", SLEEP)
         self.play("timeout", TIMEOUT)
 
@@ -71,6 +69,18 @@ class StandIns:
     def environment(self) -> dict[str, str]:
         path = f"{self.bin}:{os.environ['PATH']}"
         return {**os.environ, "PATH": path, "HOME": str(self.home), "TMPDIR": str(self.home)}
+
+    def check_dry_run(self, script: Path, *words: str, programs: tuple[str, ...]) -> list[list[str]]:
+        """A dry run calls nothing and prints, word by word, what the command then calls; returns what was printed."""
+        printed = self.run(script, *words[:1], "--dry-run", *words[1:])
+        assert printed.returncode == 0, printed.stderr
+        assert not self.calls(*programs, "timeout", "git", "tar")
+        shown = [shlex.split(line) for line in printed.stdout.splitlines()]
+        assert self.run(script, *words).returncode == 0
+        called = [each[3:] if each[0] == "timeout" else each for each in shown]
+        assert [each for each in called if each[0] in programs] == self.calls(*programs)
+        assert [each for each in shown if each[0] == "timeout"] == self.calls("timeout")
+        return shown
 
     def run(self, script: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(

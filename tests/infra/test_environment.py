@@ -44,6 +44,12 @@ def test_a_name_that_no_python_is_behind_is_passed_over(tmp_path):
     script(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
     result = find_python(tmp_path)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, sys.executable, "")
+    # One that is named is the only one tried.
+    fake(tmp_path, "mine", OLD)
+    result = find_python(tmp_path, "mine")
+    assert result.returncode == 1
+    assert "  mine: 3.9.2, older than 3.11\n" in result.stderr
+    assert "nothing" in find_python(tmp_path, "no-such-python").stderr
 
 
 def test_what_was_found_is_named_if_nothing_is_fit(tmp_path):
@@ -57,15 +63,6 @@ def test_what_was_found_is_named_if_nothing_is_fit(tmp_path):
         "  python3.12: 3.12.4, without venv and ensurepip (Debian and Ubuntu: apt install python3.12-venv)",
         "  python3: 3.9.2, older than 3.11",
     ]
-
-
-def test_one_that_is_named_is_the_only_one_tried(tmp_path):
-    script(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
-    fake(tmp_path, "mine", OLD)
-    result = find_python(tmp_path, "mine")
-    assert result.returncode == 1
-    assert "  mine: 3.9.2, older than 3.11\n" in result.stderr
-    assert "nothing" in find_python(tmp_path, "no-such-python").stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -106,17 +103,14 @@ def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made,
     ]
 
 
-def test_core_is_not_dev(environment, made):
+def test_pip_that_fails_is_not_taken_for_done(environment, made, monkeypatch, capfd):
     environment.prepare(made, "core", "3")
     assert environment.is_complete(made, "core")
     assert not environment.is_complete(made, "dev")
-
-
-def test_pip_that_fails_is_not_taken_for_done(environment, made, monkeypatch, capfd):
     monkeypatch.setenv("PIP_CODE", "1")
-    assert environment.prepare(made, "core", "2") == 1
+    assert environment.prepare(made, "dev", "2") == 1
     assert "pip stopped" in capfd.readouterr().err
-    assert not environment.is_complete(made, "core")
+    assert not environment.is_complete(made, "dev")
     assert "something stopped it" in environment.fault_of(made)
 
 

@@ -116,21 +116,14 @@ def test_pods_request_what_their_machine_has(manifest, words, cpu, memory, share
     assert pod_of(found)["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{shared}Gi"}
 
 
-def test_a_queue_is_kueue_s_label(manifest):
+def test_one_pod_needs_no_claim_and_no_others_and_may_have_kueue_s_label(manifest):
     assert manifest(*GPU, "--queue", "team")["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
-    assert "labels" not in manifest(*GPU)["metadata"]
-
-
-def test_a_field_that_the_api_does_not_know_is_found(manifest):
-    found = manifest(*GPU)
+    found = manifest(*GPU[:-2], "--gpus", "1")
+    assert "labels" not in found["metadata"]
+    assert container_of(found)["command"] == ["gregale", "train", GPU[0]]
     pod_of(found)["nodeSelectors"] = {}
     with pytest.raises(AssertionError):
-        check(found)
-
-
-def test_one_pod_needs_no_claim_and_no_others(manifest):
-    command = container_of(manifest(*GPU[:-2], "--gpus", "1"))["command"]
-    assert command == ["gregale", "train", GPU[0]]
+        check(found)  # it finds a field that the API does not know
 
 
 def test_a_bucket_takes_the_place_of_a_claim(manifest):
@@ -192,12 +185,7 @@ def test_up_applies_what_its_dry_run_shows(cluster):
     ids=lambda words: words[0],
 )
 def test_a_dry_run_prints_what_is_run(cluster, words):
-    printed = cluster.run(SCRIPT, *words, "--dry-run")
-    assert printed.returncode == 0, printed.stderr
-    assert not cluster.calls("kubectl", "docker")
-    assert cluster.run(SCRIPT, *words).returncode == 0
-    shown = [shlex.split(line) for line in printed.stdout.splitlines()]
-    assert [each[3:] if each[0] == "timeout" else each for each in shown] == cluster.calls("kubectl", "docker")
+    cluster.check_dry_run(SCRIPT, *words, programs=("kubectl", "docker"))
 
 
 # A cluster with Kueue: the JobSet has a queue, and Kueue a workload for it.
@@ -244,8 +232,5 @@ def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
     assert next(line for line in ignored if not line.startswith("#")) == "*"
     assert {line[1:] for line in ignored if line.startswith("!")} == set(copied)
     assert all((ROOT / each).exists() for each in copied)
-
-
-def test_the_image_takes_extras_that_there_are():
     extras = {word for line in re.findall(r"extras=([\w,]+)", DOCKERFILE) for word in line.split(",")}
     assert extras == {"formats", "islands", "cuda", "tpu", "gcs", "s3"}

@@ -4,36 +4,19 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from tests.infra.stand_ins import ROOT
 
-SCRIPTS = sorted(path for path in (ROOT / "infra").rglob("*.sh"))
 SOURCED = ("carry.sh", "common.sh")
 
 
-@pytest.fixture(scope="module")
-def shellcheck() -> str:
-    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert found, "`make setup-dev` installs it, in the extra `dev`"
-    return found
-
-
-def test_shellcheck_finds_nothing(shellcheck):
-    result = subprocess.run(
-        [shellcheck, "--external-sources", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+def test_shellcheck_finds_nothing_and_scripts_can_be_run(tmp_path):
+    scripts = sorted((ROOT / "infra").rglob("*.sh"))
+    assert [each.name for each in scripts if not each.stat().st_mode & 0o111] == [*SOURCED]
+    shellcheck = shutil.which("shellcheck", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    assert shellcheck, "`make setup-dev` installs it, in the extra `dev`"
+    command = [shellcheck, "--external-sources", *map(str, scripts)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "")
-
-
-def test_shellcheck_would_find_something(shellcheck, tmp_path):
-    script = tmp_path / "script.sh"
-    script.write_text("#!/bin/bash\nrm $1\n")
-    assert subprocess.run([shellcheck, str(script)], capture_output=True, timeout=60).returncode == 1
-
-
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name not in SOURCED], ids=lambda path: path.name)
-def test_scripts_can_be_run(script):
-    assert script.stat().st_mode & 0o111
+    (tmp_path / "script.sh").write_text("#!/bin/bash\nrm $1\n")
+    assert subprocess.run([shellcheck, tmp_path / "script.sh"], capture_output=True, timeout=60).returncode == 1

@@ -45,7 +45,7 @@ def test_it_recovers_from_the_codes_after_which_the_same_job_goes_on():
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Carries out `run` with a gregale that prints its words."""
     program = folder / ".venv" / "bin" / "gregale"
-    program.parent.mkdir(parents=True)
+    program.parent.mkdir(parents=True, exist_ok=True)
     program.write_text('#!/bin/bash\nprintf "%q " "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, **TASK["envs"], "SKYPILOT_NUM_NODES": "1", **environment}
@@ -61,13 +61,10 @@ def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_each_node_trains_with_the_others(tmp_path, environment, joining):
+    missing = run(tmp_path, **environment)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.startswith("STORE is empty")
     result = run(tmp_path, STORE="gs://bucket/a", OVERRIDES="--batch.microbatches 1", **environment)
     stores = "--runs gs://bucket/a/runs --data.cache gs://bucket/a/cache"
     words = f"train config/llama_124m_gpu.yaml {stores} {joining} --batch.microbatches 1"
     assert shlex.split(result.stdout) == words.split()
-
-
-def test_without_a_store_it_is_a_mistake(tmp_path):
-    result = run(tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("STORE is empty")

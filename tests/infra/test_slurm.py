@@ -6,11 +6,11 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.infra.cluster import until
 from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 CONFIG = "config/llama_124m_gpu.yaml"
@@ -89,7 +89,8 @@ def run_job(slurm: StandIns, number: int, begin: str = "wait") -> subprocess.Pop
     """Begins a job as Slurm does: it is no longer pending, and its script writes to its log."""
     slurm.write("begin", f"{begin}\n")
     slurm.write("queue", "".join(line for line in slurm.read("queue").splitlines(True) if line != f"{number}\n"))
-    (slurm.folder / "training").unlink(missing_ok=True)
+    for name in ("training", "tasks"):
+        (slurm.folder / name).unlink(missing_ok=True)
     with (notes(slurm) / f"{number}.log").open("a") as log:
         environment = {**slurm.environment, "SLURM_JOB_ID": str(number)}
         return subprocess.Popen(
@@ -97,13 +98,17 @@ def run_job(slurm: StandIns, number: int, begin: str = "wait") -> subprocess.Pop
         )
 
 
+def wait_for_training(slurm: StandIns) -> None:
+    """Until all processes train, and srun can tell them to end."""
+    until(lambda: slurm.read("training").count("\n") >= TASKS and slurm.read("tasks"))
+
+
+def submit(slurm: StandIns, *words: str) -> None:
+    assert slurm.run(script(slurm), *SUBMIT, *words).returncode == 0
+
+
 def end_of(process: subprocess.Popen) -> int:
     return process.wait(timeout=300)
-
-
-def wait_for_training(slurm: StandIns) -> None:
-    while slurm.read("training").count("\n") < TASKS:
-        time.sleep(0.02)
 
 
 def log_of(slurm: StandIns, number: int) -> str:
@@ -152,14 +157,13 @@ def test_a_dry_run_prints_a_program_that_does_the_same(slurm):
 
 
 def test_jobs_follow_one_another_until_the_run_is_complete(slurm):
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    submit(slurm)
     first = run_job(slurm, 101)
     wait_for_training(slurm)
     assert pending(slurm) == ["102"], "its successor is there before it trains"
     assert "--dependency=afterany:101" in slurm.calls("sbatch")[-1]
     first.send_signal(signal.SIGUSR1)
-    while not slurm.calls("scancel"):
-        time.sleep(0.02)
+    until(lambda: slurm.calls("scancel"))
     first.send_signal(signal.SIGUSR1)  # as after a `stop` shortly before the limit
     assert end_of(first) == 143
     assert len(slurm.calls("scancel")) == 1, "it is told to save once"
@@ -171,20 +175,24 @@ def test_jobs_follow_one_another_until_the_run_is_complete(slurm):
     assert not slurm.calls("scontrol")
 
 
-def test_a_job_that_is_killed_has_a_successor(slurm):
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+def test_a_job_that_is_killed_has_a_successor_and_a_mistake_ends_it(slurm):
+    submit(slurm)
     first = run_job(slurm, 101)
     wait_for_training(slurm)
     first.kill()
     first.wait()
     subprocess.run(["kill", *slurm.read("tasks").split()], check=True)
     assert pending(slurm) == ["102"]
+    # It may not begin yet, while a process of an earlier job may still hold the run.
+    assert end_of(run_job(slurm, 102, "75\n75\n2")) == 2
+    assert slurm.read("slept").split() == ["30", "30"]
+    assert pending(slurm) == []
 
 
 @pytest.mark.parametrize("begin", ["wait", "lost"])
 def test_a_job_is_complete_when_all_of_its_processes_say_so(slurm, begin):
     """srun ends with 0 also when slurmd of its node dies."""
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    submit(slurm)
     slurm.write("srun_code", "0")
     first = run_job(slurm, 101, begin)
     if begin == "wait":
@@ -201,14 +209,6 @@ def test_a_job_is_complete_when_all_of_its_processes_say_so(slurm, begin):
     assert not list((notes(slurm) / "turns").iterdir())
 
 
-def test_a_training_that_may_not_begin_yet_begins_in_the_same_job(slurm):
-    """A process of an earlier job may still hold the run."""
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
-    assert end_of(run_job(slurm, 101, "75\n75\n0")) == 0
-    assert slurm.read("slept").split() == ["30", "30"]
-    assert "the run is complete" in log_of(slurm, 101)
-
-
 def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
     (tmp_path / "turns").mkdir()
     slurm.write("try", "wait")
@@ -222,7 +222,7 @@ def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
 
 @pytest.mark.parametrize("part", ["LOSE", "FAIL"])
 def test_an_answer_that_is_lost_makes_no_second_job(slurm, part):
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    submit(slurm)
     slurm.write("sbatch_part", f"{part}\n")
     assert end_of(run_job(slurm, 101, "1")) == 1
     assert pending(slurm) == ["102"]
@@ -232,7 +232,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(slurm, part):
 def test_while_squeue_fails_nothing_is_submitted(slurm):
     slurm.write("squeue_fails", "\n")
     assert slurm.run(script(slurm), *SUBMIT).returncode == 2
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    submit(slurm)
     slurm.write("squeue_fails", "\n" * 3)
     assert end_of(run_job(slurm, 101, "1")) == 1
     assert pending(slurm) == ["102"]
@@ -240,7 +240,7 @@ def test_while_squeue_fails_nothing_is_submitted(slurm):
 
 
 def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):
-    assert slurm.run(script(slurm), *SUBMIT, "--attempts", "2").returncode == 0
+    submit(slurm, "--attempts", "2")
     assert end_of(run_job(slurm, 101, "1 10")) == 1
     assert end_of(run_job(slurm, 102, "1")) == 1  # the first that began with step 10
     assert end_of(run_job(slurm, 103, "134")) == 134
@@ -251,14 +251,8 @@ def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):
     assert slurm.calls("scontrol")[0] == ["scontrol", "update", "JobId=102", "StartTime=now+30"]
 
 
-def test_a_mistake_ends_it(slurm):
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
-    assert end_of(run_job(slurm, 101, "2")) == 2
-    assert pending(slurm) == []
-
-
 def test_a_stop_saves_and_ends_it(slurm):
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    submit(slurm)
     first = run_job(slurm, 101)
     wait_for_training(slurm)
     assert slurm.run(script(slurm), "stop", "--name", "llama").returncode == 0
@@ -271,25 +265,19 @@ def test_a_stop_saves_and_ends_it(slurm):
     assert "stopped on request" in log_of(slurm, 101)
     status = slurm.run(script(slurm), "status", "--name", "llama")
     assert "newest checkpoint: 30\n" in status.stdout
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 0, "and goes on"
+    submit(slurm)  # and goes on
     assert not (notes(slurm) / "stopped").exists()
 
 
 @pytest.mark.parametrize(
-    ("command", "programs"), [("status", ["squeue"]), ("log", ["tail"]), ("stop", ["squeue", "scancel"])]
+    ("command", "programs"), [("status", ("squeue",)), ("log", ("tail",)), ("stop", ("squeue", "scancel"))]
 )
 def test_a_dry_run_prints_what_is_run(slurm, command, programs):
     slurm.play("tail")
     slurm.write("queue", "")
     notes(slurm).mkdir(parents=True)
     (notes(slurm) / "101.log").write_text("")
-    printed = slurm.run(script(slurm), command, "--name", "llama", "--dry-run")
-    assert printed.returncode == 0, printed.stderr
-    assert not slurm.calls(*programs)
-    assert slurm.run(script(slurm), command, "--name", "llama").returncode == 0
-    shown = [shlex.split(line) for line in printed.stdout.splitlines()]
-    assert [each[3:] if each[0] == "timeout" else each for each in shown] == slurm.calls(*programs)
-    assert shown
+    assert slurm.check_dry_run(script(slurm), command, "--name", "llama", programs=programs)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.infra.stand_ins import ROOT, StandIns
+from tests.infra.stand_ins import ROOT
 
 CONFIG = "config/llama_8b_two_slices.yaml"
 PLACE = ("--name", "llama", "--zone", "us-west4-a")
@@ -54,30 +54,21 @@ def remote(command: list[str]) -> str:
     return command[command.index("--command") + 1]
 
 
-def test_one_slice_is_one_node(printed):
-    (create, asked) = printed(*CREATE)
-    assert create[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "llama"]
-    assert set(create[6:]) == {
-        "--node-id=llama",
-        "--accelerator-type=v5litepod-64",
-        "--runtime-version=v2-alpha-tpuv5-lite",
-        "--zone=us-west4-a",
-    }
-    assert asked[4:] == ["list", "--format=value(name.basename(),state.state)", "--zone=us-west4-a"]
-
-
 @pytest.mark.parametrize(
     ("accelerator", "runtime"),
     [
         ("v4-8", "tpu-ubuntu2204-base"),
-        ("v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5litepod-64", "v2-alpha-tpuv5-lite"),
         ("v5p-8", "v2-alpha-tpuv5"),
         ("v6e-16", "v2-alpha-tpuv6e"),
     ],
 )
-def test_the_software_of_the_hosts_is_that_of_their_type(printed, accelerator, runtime):
-    assert f"--runtime-version={runtime}" in printed("create", *PLACE, "--accelerator", accelerator)[0]
-    assert "--runtime-version=other" in printed("create", *PLACE, "--accelerator", accelerator, "--runtime", "other")[0]
+def test_one_slice_is_one_node_with_the_software_of_its_type(printed, accelerator, runtime):
+    create, asked = printed("create", *PLACE, "--accelerator", accelerator)
+    assert create[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "llama"]
+    kind, software = f"--accelerator-type={accelerator}", f"--runtime-version={runtime}"
+    assert set(create[6:]) == {"--node-id=llama", kind, software, "--zone=us-west4-a"}
+    assert asked[4:] == ["list", "--format=value(name.basename(),state.state)", "--zone=us-west4-a"]
 
 
 def test_flags_are_passed_on_to_gcloud(printed):
@@ -91,24 +82,18 @@ def test_flags_are_passed_on_to_gcloud(printed):
         assert (command[4] in ("ssh", "scp")) == set(tunnel).issubset(command)
 
 
-def test_several_slices_are_nodes_of_one_request(printed):
-    create = printed(*CREATE, "--slices", "3", "--spot", "--project", "p")[0]
-    assert {"--node-count=3", "--node-prefix=llama", "--spot", "--project=p"} <= set(create)
+def test_several_slices_are_nodes_of_one_request_that_delete_gives_back(printed):
+    create = printed(*CREATE, "--slices", "3", "--spot", "--project", "p", "--runtime", "other")[0]
+    assert {"--node-count=3", "--node-prefix=llama", "--spot", "--project=p", "--runtime-version=other"} <= set(create)
     assert "--node-id=llama" not in create
+    (command,) = printed("delete", *PLACE)
+    assert command[4:] == ["delete", "llama", "--force", "--quiet", "--zone=us-west4-a"]
 
 
 def test_up_creates_installs_trains_and_follows(printed):
     commands = printed("up", *CREATE[1:], "--slices", "2", "--config", CONFIG)
-    assert [words[4] if words[0] == "gcloud" else words[0] for words in commands] == [
-        "create",
-        "list",
-        "bash",
-        "scp",
-        "rm",
-        "ssh",
-        "ssh",
-        "ssh",
-    ]
+    names = [words[4] if words[0] == "gcloud" else words[0] for words in commands]
+    assert names == ["create", "list", "bash", "scp", "rm", "ssh", "ssh", "ssh"]
     install, train, log = commands[-3:]
     assert {"--node=all", "--worker=all"} <= set(install)
     assert {"--node=all", "--worker=all"} <= set(train)
@@ -129,9 +114,8 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
     assert " ~/shared/runs " in text, "the host's shell expands ~"
 
 
-def test_the_archive_is_its_user_s_alone_and_goes_also_if_it_cannot_be_copied(tmp_path):
+def test_the_archive_is_its_user_s_alone_and_goes_also_if_it_cannot_be_copied(stand_ins):
     """It has what git does not ignore, which may be a file of keys."""
-    stand_ins = StandIns(tmp_path)
     stand_ins.play("gcloud", 'for word in "$@"; do [[ ! -f $word ]] || stat -c %a "$word" >>modes; done; exit 3')
     archive = stand_ins.home / "gregale-llama.tar.gz"
     archive.write_text("of an earlier one")
@@ -141,9 +125,8 @@ def test_the_archive_is_its_user_s_alone_and_goes_also_if_it_cannot_be_copied(tm
     assert not archive.exists()
 
 
-def test_a_fresh_machine_that_updates_itself_is_waited_for(tmp_path):
+def test_a_fresh_machine_that_updates_itself_is_waited_for(stand_ins):
     """`apt-get update` fails while another process holds its lock; the installation waits by its own option."""
-    stand_ins = StandIns(tmp_path)
     stand_ins.play("sudo", 'exec "$@"')
     locked = '{ echo "Could not get lock" >&2; exit 100; }'
     stand_ins.play("apt-get", f"[[ $1 != update || $(wc -l <slept) -ge 2 ]] || {locked}")
@@ -156,11 +139,6 @@ def test_a_fresh_machine_that_updates_itself_is_waited_for(tmp_path):
     *updates, install = stand_ins.calls("apt-get")
     assert updates == [["apt-get", "update", "-qq"]] * 3
     assert install[4:6] == ["-o", "DPkg::Lock::Timeout=600"]
-
-
-def test_delete_gives_everything_back(printed):
-    (command,) = printed("delete", *PLACE)
-    assert command[4:] == ["delete", "llama", "--force", "--quiet", "--zone=us-west4-a"]
 
 
 @pytest.mark.parametrize(
@@ -270,12 +248,6 @@ def until_it_ends(home: Path) -> str:
     raise AssertionError("it still runs")
 
 
-def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
-    copy_host_scripts(tmp_path)
-    (tmp_path / "train.code").write_text("127\n")
-    assert state(tmp_path).endswith(" bare, checkpoint none\n")
-
-
 @pytest.mark.parametrize(
     ("files", "found"),
     [
@@ -291,8 +263,10 @@ def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
 )
 def test_a_host_tells_how_its_training_is(tmp_path, files, found):
     copy_host_scripts(tmp_path)
-    for name, text in {"train.installed": "", **files}.items():
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
+    assert " bare, " in state(tmp_path), "until its installation is complete"
+    (tmp_path / "train.installed").touch()
     assert state(tmp_path).rstrip().endswith(f" {found}")
 
 

@@ -5,8 +5,6 @@ The process that saves has four devices; of a save about thirty objects are writ
 Then all checkpoints that count are read: every object, by its checksum, and every number, which follows from the step.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

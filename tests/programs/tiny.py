@@ -79,8 +79,13 @@ def write_config(folder: Path, name: str = "tiny.yaml", **changes: Any) -> Path:
 
 def start_train(folder: Path, *arguments: str) -> subprocess.Popen:
     """`python -m gregale train tiny.yaml ...` in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_TO_COMPILE}
-    command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *arguments]
+    return start(folder, "train", "tiny.yaml", *arguments)
+
+
+def start(folder: Path, *words: str, flags: str = FAST_TO_COMPILE) -> subprocess.Popen:
+    """`python -m gregale WORDS` in a process of its own."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "gregale", *words]
     return Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
