@@ -1,7 +1,9 @@
 """Every test sees eight simulated CPU devices; the flags have to be set before JAX starts."""
 
+import faulthandler
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -64,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if place_in_slow(item) < len(SLOW) or item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item) -> None:
+    """After a failure a hang is found too, in the end of a fixture: pytest itself gives up its watch then."""
+    if not node.config.getoption("usepdb"):
+        seconds = float(node.config.getini("faulthandler_timeout"))
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
 def place_in_slow(item: pytest.Item) -> int:

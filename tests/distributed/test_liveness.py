@@ -1,5 +1,6 @@
 """The watch of other processes, as far as it shows in one."""
 
+import re
 import socket
 import time
 from threading import Thread
@@ -8,7 +9,7 @@ import pytest
 
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.hang_detector import Phase, ThreadProgress
-from gregale.distributed.liveness import LivenessMonitor, Peer, monitor_peers
+from gregale.distributed.liveness import LivenessMonitor, Peer
 
 
 def test_a_peer_that_was_silent_during_the_rendezvous_is_not_lost_when_the_monitor_starts():
@@ -32,21 +33,11 @@ def test_places_travel_with_the_signs_of_life_and_all_leave_together():
         for side in sides:
             side.start()
         sides[1].progress.at(7, Phase.TRAINING)
-        seen = sides[0]._peers[0]
-        until = time.monotonic() + 20
-        while seen.progress != ThreadProgress(7, Phase.TRAINING, False, 1) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert seen.progress.steps == 7
+        assert within(lambda: sides[0]._peers[0].progress == ThreadProgress(7, Phase.TRAINING, False, 1))
         sides[1]._may_leave = True
         sides[0].leave()
         sides[1].join(20)
         assert not sides[1].is_alive()
-
-
-def test_without_others_nothing_is_watched():
-    with monitor_peers(None, str) as progress:
-        progress.at(1, Phase.TRAINING)
-    assert progress.current.steps == 1
 
 
 class Telling(LivenessMonitor):
@@ -85,14 +76,42 @@ def within(condition, seconds: float = 20.0) -> bool:
     return condition()
 
 
+def asking(watch: LivenessMonitor) -> Thread:
+    """A process that asks whether all others live, after an error."""
+    thread = Thread(target=watch.confirm_peers_alive, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_silent_process_is_lost():
+    ours, theirs = socket.socketpair()
+    watch = Telling([Peer(ours, "process 0", 0.0)], DistributedConfig("here:1", 2, 1, timeout_seconds=1))
+    with ours, theirs:
+        watch.start()
+        assert within(lambda: watch.why != [])
+        watch._may_leave = watch._peers[0].is_done = True
+        watch.join(20)
+    assert watch.why[0] == "process 0 was lost: no heartbeat for 1 s."
+
+
+def test_one_whose_main_thread_hangs_is_named_although_its_heartbeats_go_on(three):
+    three[0]._hang_seconds = 1
+    for number, watch in enumerate(three):
+        watch._interval = 0.1
+        watch.progress.at(6 if number == 1 else 7, Phase.TRAINING)
+        watch.start()
+    three[0].progress.current = three[2].progress.current = ThreadProgress(7, Phase.TRAINING, True, 2)
+    assert within(lambda: three[0].why != [])
+    limit = r"Limit: 1 s per step, ten times that for other work \(distributed\.hang_seconds\)\."
+    assert re.fullmatch(rf"process 1 hangs: it has been for \d s in step 6\. {limit}", three[0].why[0])
+
+
 def test_an_error_is_a_process_s_own_when_all_others_answer(three):
     for watch in three:
         watch.start()
     for watch in three:
-        asking = Thread(target=watch.confirm_peers_alive, daemon=True)
-        asking.start()
-        asking.join(20)
-        assert not asking.is_alive()
+        asking(watch).join(20)
+        assert watch._peers_confirmed.is_set()
 
 
 def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
@@ -100,17 +119,16 @@ def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     three[2]._peers[0].connection.sendall(b"alive 3 training 0 1\n" * 10)
     for watch in three[:2]:
         watch.start()
-    asking = Thread(target=three[1].confirm_peers_alive, daemon=True)
-    asking.start()
+    waits = asking(three[1])
     assert within(lambda: any(three[0]._peers[1] in each for each in three[0]._unanswered.values())), (
         "process 0 asks it"
     )
     time.sleep(0.6)
-    assert asking.is_alive()
+    assert waits.is_alive()
     three[2]._peers[0].connection.close()
     assert within(lambda: three[0].why != []), "it is lost, and all end"
     assert three[0].why == ["process 2 was lost: its connection closed."]
-    assert asking.is_alive(), "it never was told that all live"
+    assert waits.is_alive(), "it never was told that all live"
 
 
 def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(three):
@@ -118,20 +136,15 @@ def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(thr
         watch.start()
     three[2]._has_failed = True
     assert three[2]._failure_sent.wait(20)
-    asking = Thread(target=three[1].confirm_peers_alive, daemon=True)
-    asking.start()
-    asking.join(1)
-    assert asking.is_alive(), "it waits for process 0, which ends it after `distributed.timeout_seconds`"
+    waits = asking(three[1])
+    waits.join(1)
+    assert waits.is_alive(), "it waits for process 0, which ends it after `distributed.timeout_seconds`"
 
 
 def test_an_error_that_reaches_all_is_everybody_s_own(three):
     for watch in three:
         watch.start()
-    asking = [Thread(target=watch.confirm_peers_alive, daemon=True) for watch in three]
-    for thread in asking:
-        thread.start()
-        time.sleep(0.02)
-    for thread in asking:
+    for thread in [asking(watch) for watch in three]:
         thread.join(20)
         assert not thread.is_alive()
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +26,26 @@ def hang_ups_are_heard():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_only_asks(number):
+def test_the_first_signal_only_asks_and_a_second_sigterm_is_patient(number):
     with StopRequest() as stop:
         assert not stop.agreed(1)
         os.kill(os.getpid(), number)
         assert stop.agreed(2)
         assert stop.signal_name == signal.Signals(number).name
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(3)
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_interrupt_is_raised(first):
+def test_a_second_interrupt_is_raised(monkeypatch, first):
+    monkeypatch.setattr("gregale.distributed.signals.Timer", timer := Mock())  # it would end this process
     with StopRequest() as stop:
         os.kill(os.getpid(), first)
+        assert not timer.called
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.agreed(1)
+    assert timer.return_value.start.called
 
 
 def test_who_interrupts_twice_does_not_wait_for_what_does_not_answer():
@@ -47,10 +53,9 @@ def test_who_interrupts_twice_does_not_wait_for_what_does_not_answer():
     program = """
 import os, signal, time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from gregale.distributed.signals import StopRequest, end_soon
+from gregale.distributed.signals import StopRequest
 
-with StopRequest(insist=partial(end_soon, 0.1)), ThreadPoolExecutor() as saving:
+with StopRequest(exit_seconds=0.1), ThreadPoolExecutor() as saving:
     saving.submit(time.sleep, 600)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
@@ -60,13 +65,6 @@ with StopRequest(insist=partial(end_soon, 0.1)), ThreadPoolExecutor() as saving:
     assert done.stderr == (
         "gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n"
     )
-
-
-def test_a_second_sigterm_is_patient():
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed(1)
 
 
 def test_the_old_handlers_come_back():

@@ -1,4 +1,4 @@
-"""`infra/slurm.sh` under Slurm's own daemons, with real trainings: slurmd of the batch node dies. Takes 40 s."""
+"""`infra/slurm.sh` under Slurm's own daemons, with real trainings: slurmd of the batch node dies. Takes 20 s."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def logs(tree: Path) -> list[str]:
     return [file.read_text() for file in files]
 
 
-@pytest.mark.parametrize("is_script_killed", [False, True])
+@pytest.mark.parametrize("is_script_killed", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_run_whose_batch_node_fails_goes_on_alone(slurm, tree, is_script_killed):
     """srun ends with 0, and neither srun nor Slurm can end the process of the training."""
     run = tree / "runs" / "tiny"

@@ -4,10 +4,10 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
+from tests.infra.cluster import until
 from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 SCRIPT = ROOT / "infra" / "tpu_vm.sh"
@@ -161,8 +161,7 @@ def test_what_a_person_has_to_look_at_ends_it(cloud, hosts, code, text):
 def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
     cloud.play("gcloud", f"echo $$ >hanging; exec {shutil.which('sleep')} 60")
     process = subprocess.Popen(["bash", str(SCRIPT), *WATCH], env=cloud.environment)
-    while not cloud.read("hanging"):
-        time.sleep(0.02)
+    until(lambda: cloud.read("hanging"))
     second = cloud.run(SCRIPT, *WATCH)
     assert second.returncode == 2
     assert "another watch of llama runs on this machine" in second.stderr

@@ -46,17 +46,15 @@ def _forward(client: socket.socket, address: tuple[str, int]) -> None:
             coordinator.settimeout(None)
             for connection in (client, coordinator):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Thread(target=_forward_replies, args=(coordinator, client), daemon=True).start()
-            while data := client.recv(1 << 16):
-                coordinator.sendall(data)
+            Thread(target=_copy, args=(coordinator, client), daemon=True).start()
+            _copy(client, coordinator)
             coordinator.shutdown(socket.SHUT_RDWR)  # wakes the other thread
-            return
         with suppress(OSError):
             while client.recv(1 << 16):
                 pass
 
 
-def _forward_replies(coordinator: socket.socket, client: socket.socket) -> None:
+def _copy(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
-        while data := coordinator.recv(1 << 16):
-            client.sendall(data)
+        while data := source.recv(1 << 16):
+            target.sendall(data)

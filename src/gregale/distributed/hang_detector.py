@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from gregale.distributed.agreement import listed
+
 OTHER_WORK = 10  # timeout of other phases (compiling, evaluating, saving) in units of the timeout of a step
 
 
@@ -129,6 +131,6 @@ def _sentence(behind: Mapping[str, ThreadProgress], running: int, now: float) ->
     if len(behind) == running > 1:
         waits = ", waiting for their devices" if first.waits else ""
         return f"All {len(behind)} processes hang: they have been {at}{waits}."
-    names = ", ".join([*behind][:3]) + (f" and {len(behind) - 3} more" if len(behind) > 3 else "")
+    names = listed([*behind], 3)
     devices = ", waiting for devices" if first.waits else ""
     return f"{names} {'hangs: it has' if len(behind) == 1 else 'hang: they have'} been {at}{devices}."

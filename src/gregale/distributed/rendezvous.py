@@ -26,6 +26,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from gregale.data.sources.base import expand
+from gregale.distributed.agreement import listed
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.handshake import JoinRequest
 from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_label
@@ -119,7 +120,12 @@ class RendezvousServer:
             with self._listening() as server, selectors.DefaultSelector() as selector:
                 selector.register(server, selectors.EVENT_READ)
                 while (missing := self._missing()) or self._duplicates:
-                    self._listen(server, selector)
+                    for key, _ in selector.select(_HEARTBEAT_SECONDS / 4):
+                        if key.data is None:
+                            self._accept(server, selector)
+                        else:
+                            self._receive(key.data, selector)
+                    self._drop_silent(selector)
                     self._report_missing(_format_missing(missing, self._config.processes))
         except RendezvousTimeout as timeout:
             self._send_all(f"late {timeout}")
@@ -135,14 +141,6 @@ class RendezvousServer:
             peer.connection.settimeout(None)
             peer.send(f"hello {peer.request.answer(self._token, process_label(0))}")
         return [*self._joined.values()]
-
-    def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
-        for key, _ in selector.select(_HEARTBEAT_SECONDS / 4):
-            if key.data is None:
-                self._accept(server, selector)
-            else:
-                self._receive(key.data, selector)
-        self._drop_silent(selector)
 
     def _report_missing(self, missing: str) -> None:
         """Log the missing processes at intervals, and send them to the joined processes as a heartbeat."""
@@ -342,8 +340,5 @@ def _format_missing(missing: Sequence[int], processes: int) -> str:
     """Format the numbers of missing processes; there are none while one of two duplicates must reply."""
     if not missing:
         return f"an answer of one of {processes} processes"
-    shown = [str(number) for number in missing[:_MAX_SHOWN]]
-    if len(missing) > _MAX_SHOWN:
-        shown.append(f"{len(missing) - _MAX_SHOWN} more")
-    numbers = f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
+    numbers = listed([str(number) for number in missing], _MAX_SHOWN)
     return f"process{'es' if len(missing) > 1 else ''} {numbers} of {processes}"

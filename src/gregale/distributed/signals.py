@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from threading import Timer
 from types import FrameType
 from typing import Any
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-EXIT_SECONDS = 3.0  # maximum wait after the second interrupt
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -27,14 +25,14 @@ class StopRequest:
     `agreed` only.
     """
 
-    def __init__(self, check_every: int = 10, insist: Callable[[], None] = lambda: None):
+    def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
         """
         Args:
             check_every: steps between two exchanges among processes. It should exceed the number of steps in flight on
                 the device. The processes agree on a stop at most twice as many steps after the signal.
-            insist: called before KeyboardInterrupt is raised.
+            exit_seconds: after the second SIGINT this process ends within this time, even if it waits for a store.
         """
-        self._insist = insist
+        self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
         self._check_every = check_every
         self._processes = _ProcessFlags() if jax.process_count() > 1 else None
@@ -66,16 +64,11 @@ class StopRequest:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
-            self._insist()
+            timer = Timer(self._exit_seconds, _exit_now)
+            timer.daemon = True
+            timer.start()
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
-
-
-def end_soon(seconds: float = EXIT_SECONDS) -> None:
-    """End this process after some seconds, even if it waits, for example for a store or a disk."""
-    timer = Timer(seconds, _exit_now)
-    timer.daemon = True
-    timer.start()
 
 
 def _exit_now() -> None:

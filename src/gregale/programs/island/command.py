@@ -22,7 +22,7 @@ from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.signals import StopRequest, end_soon
+from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import read_tasks
@@ -147,7 +147,7 @@ def train(
         save_tokenizer(corpus.tokenizer, run.path)
 
     by_first_process(begin, None)
-    with StopRequest(insist=end_soon) as stop:
+    with StopRequest() as stop:
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
             resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)

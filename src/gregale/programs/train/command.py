@@ -21,7 +21,7 @@ from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.signals import StopRequest, end_soon
+from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.evaluation.tasks.files import read_tasks
@@ -180,7 +180,7 @@ def train(
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
     if (window := watching.window) is not None and window.last <= first_step:
         console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
-    with StopRequest(insist=end_soon) as stop:
+    with StopRequest() as stop:
         with (
             open_trackers(config.trackers, info, console, is_writer()) as trackers,
             Profile(window, run.path / "profiles", console.message) as profile,
