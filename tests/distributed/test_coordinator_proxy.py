@@ -1,16 +1,11 @@
 """The way to JAX's coordinator: it carries, and stays open when the coordinator is gone."""
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
 from gregale.distributed.coordinator_proxy import start_proxy
-
-
-@pytest.fixture
-def coordinator():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server
 
 
 def accepted(server: socket.socket) -> socket.socket:
@@ -19,45 +14,36 @@ def accepted(server: socket.socket) -> socket.socket:
     return connection
 
 
-@pytest.fixture
-def client(coordinator):
-    """A client of JAX's, and the coordinator's end of its connection."""
-    port = coordinator.getsockname()[1]
-    host, _, local = start_proxy(f"127.0.0.1:{port}").rpartition(":")
-    accepted(coordinator).close()  # who looks whether it is there
-    with socket.create_connection((host, int(local)), 20) as client:
-        yield client, accepted(coordinator)
-
-
 def says_nothing(client: socket.socket) -> bool:
     """Whether a connection is open, and nothing comes."""
-    client.settimeout(0.3)
+    client.settimeout(0.2)
     with pytest.raises(TimeoutError):
         client.recv(1)
     return True
 
 
-def test_it_carries_both_ways_and_ends_with_the_client(client):
-    ours, theirs = client
-    ours.sendall(b"question")
-    assert theirs.recv(100) == b"question"
-    theirs.sendall(b"answer")
-    assert ours.recv(100) == b"answer"
-    ours.close()
-    assert theirs.recv(100) == b""
-
-
-def test_connections_stay_open_when_the_coordinator_is_gone_also_one_that_comes_then(client, coordinator):
+def test_connections_carry_both_ways_and_stay_open_when_the_coordinator_is_gone():
     """JAX ends its process as soon as the connection closes, and sends signs of life meanwhile."""
-    ours, theirs = client
-    coordinator.close()
-    theirs.close()
-    for _ in range(2):
-        ours.sendall(b"x" * 100_000)
-        assert says_nothing(ours)
-    others = [socket.create_connection(ours.getpeername(), 20) for _ in range(2)]
-    try:
-        assert all(says_nothing(one) for one in (*others, ours))
-    finally:
-        for one in others:
-            one.close()
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        host, _, local = start_proxy(f"127.0.0.1:{coordinator.getsockname()[1]}").rpartition(":")
+        accepted(coordinator).close()  # who looks whether it is there
+
+        def connected() -> socket.socket:
+            return stack.enter_context(socket.create_connection((host, int(local)), 20))
+
+        short, short_end = connected(), accepted(coordinator)
+        short.sendall(b"question")
+        assert short_end.recv(100) == b"question"
+        short_end.sendall(b"answer")
+        assert short.recv(100) == b"answer"
+        short.close()
+        assert short_end.recv(100) == b""
+
+        ours, theirs = connected(), accepted(coordinator)
+        coordinator.close()
+        theirs.close()
+        for _ in range(2):
+            ours.sendall(b"x" * 100_000)
+            assert says_nothing(ours)
+        assert all(says_nothing(each) for each in (connected(), connected(), ours)), "also ones that come then"

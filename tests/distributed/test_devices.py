@@ -39,20 +39,15 @@ def test_loops_are_whole_where_devices_are_as_many_as_processors(monkeypatch, de
     assert (WITHOUT_PARALLEL_LOOPS in with_flags("", devices).split()) == whole
 
 
-@pytest.mark.parametrize(("devices", "threads"), [(1, None), (8, "24")])
-def test_one_device_has_as_many_threads_as_jax_gives_it(monkeypatch: pytest.MonkeyPatch, devices, threads):
+@pytest.mark.parametrize(("devices", "threads", "given", "found"), [(1, None, None, "0.92"), (8, "24", "0.5", "0.5")])
+def test_threads_and_memory_are_set_unless_the_environment_has_a_value(monkeypatch, devices, threads, given, found):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
-    monkeypatch.setattr(jax.config, "update", lambda key, value: None)  # JAX has begun
-    start_devices(devices, DistributedConfig())
-    assert os.environ.get("PJRT_NPROC") == threads
-
-
-@pytest.mark.parametrize(("given", "found"), [(None, "0.92"), ("0.5", "0.5")])
-def test_jax_takes_most_of_a_gpu_unless_the_environment_says_otherwise(monkeypatch, given, found):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given or "")
     if given is None:
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    start_devices(None, DistributedConfig())
+    monkeypatch.setattr(jax.config, "update", lambda key, value: None)  # JAX has begun
+    start_devices(devices, DistributedConfig())
+    assert os.environ.get("PJRT_NPROC") == threads, "one device has as many as JAX gives it"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == found
 
 
@@ -65,8 +60,7 @@ def test_slurm_tells_who_is_who(monkeypatch):
     assert found == DistributedConfig("node007:62055", 12, 5, join_seconds=7)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "here:1")
     assert by_cluster(DistributedConfig("auto")).coordinator == "here:1"
-
-
-def test_without_a_cluster_nobody_knows(monkeypatch):
+    for name in (*facts, "JAX_COORDINATOR_ADDRESS"):
+        monkeypatch.delenv(name if name.startswith("JAX") else f"SLURM_{name}")
     with pytest.raises(UserError, match="JAX finds no cluster here"):
         by_cluster(DistributedConfig("auto"))

@@ -8,7 +8,7 @@ from gregale.errors import KeyedError
 from gregale.settings import Settings, between, check_path, shown, whole
 
 AUTO = "auto"
-MAX_TIMEOUT_SECONDS = 86_400
+_TIMEOUT = between(1, 86_400)
 
 
 @dataclass(frozen=True)
@@ -31,31 +31,15 @@ class DistributedConfig(Settings):
         metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
     )
     join_seconds: float = field(
-        default=300.0,
-        metadata={
-            "help": "maximum wait for all processes to join",
-            "range": between(1, MAX_TIMEOUT_SECONDS),
-        },
+        default=300.0, metadata={"help": "maximum wait for all processes to join", "range": _TIMEOUT}
     )
     timeout_seconds: float = field(
-        default=60.0,
-        metadata={
-            "help": "silence after which a process is lost",
-            "range": between(1, MAX_TIMEOUT_SECONDS),
-        },
+        default=60.0, metadata={"help": "silence after which a process is lost", "range": _TIMEOUT}
     )
     hang_seconds: float | None = field(
-        default=600.0,
-        metadata={
-            "help": "longest step without progress; null: no limit",
-            "range": between(1, MAX_TIMEOUT_SECONDS),
-        },
+        default=600.0, metadata={"help": "longest step without progress; null: no limit", "range": _TIMEOUT}
     )
-
-    token_file: str | None = field(
-        default=None,
-        metadata={"help": "file with the processes' secret; null: none"},
-    )
+    token_file: str | None = field(default=None, metadata={"help": "file with the processes' secret; null: none"})
 
     def __post_init__(self):
         super().__post_init__()

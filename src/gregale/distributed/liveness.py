@@ -61,12 +61,10 @@ class Peer:
 
     def received_lines(self) -> list[str] | None:
         """Receive once and return the complete lines; None if the connection is closed."""
-        try:
-            received = self.connection.recv(1 << 16)
-        except OSError:
-            received = b""
-        *complete, self.unread = (self.unread + received).split(b"\n")
-        return [line.decode(errors="replace") for line in complete] if received else None
+        if not self._receive():
+            return None
+        *complete, self.unread = self.unread.split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
 
     def next_line(self, max_bytes: float = math.inf) -> str | None:
         """Wait for the next line and return it; later bytes stay in `unread`.
@@ -74,15 +72,17 @@ class Peer:
         Returns None if the connection has ended, or if the line has more than `max_bytes` bytes.
         """
         while b"\n" not in self.unread:
-            try:
-                received = self.connection.recv(1 << 16)
-            except OSError:
-                received = b""
-            if not received or len(self.unread) > max_bytes:
+            if len(self.unread) > max_bytes or not self._receive():
                 return None
-            self.unread += received
         line, self.unread = self.unread.split(b"\n", 1)
         return line.decode(errors="replace")
+
+    def _receive(self) -> bool:
+        received = b""
+        with suppress(OSError):
+            received = self.connection.recv(1 << 16)
+        self.unread += received
+        return bool(received)
 
 
 class LivenessMonitor(Thread):
