@@ -114,30 +114,27 @@ def test_pip_that_fails_is_not_taken_for_done(environment, made, monkeypatch, ca
     assert "something stopped it" in environment.fault_of(made)
 
 
-@pytest.mark.parametrize("fault", ["gone", "no pip", "interrupted", "elsewhere"])
-def test_a_broken_one_is_made_anew(environment, made, monkeypatch, capfd, fault):
-    environment.prepare(made, "core", "2")
+def test_a_broken_one_is_made_anew(environment, made, monkeypatch, capfd):
     python = made / "bin" / "python"
-    whole = python.read_text()
-    if fault == "gone":
-        python.unlink()
-        python.symlink_to("/nowhere/python3")
-    elif fault == "no pip":
-        script(python, "exit 1")
-    elif fault == "interrupted":
-        (made / ".installing").touch()
-    else:
-        (made / ".core").write_text("/another/folder\n0\n")
+    faults = (
+        lambda: (python.unlink(), python.symlink_to("/nowhere/python3")),
+        lambda: script(python, "exit 1"),  # no pip
+        (made / ".installing").touch,
+        lambda: (made / ".core").write_text("/another/folder\n0\n"),
+    )
     maker = made.parent / "maker"  # in place of `python -m venv --clear`
     script(maker, f'rm -rf "$4"; mkdir -p "$4/bin"; cp "{made.parent}/python" "$4/bin/python"')
-    script(made.parent / "python", whole.removeprefix("#!/bin/sh\n"))
+    script(made.parent / "python", python.read_text().removeprefix("#!/bin/sh\n"))
     monkeypatch.setattr(sys, "executable", str(maker))
-    capfd.readouterr()
-    assert environment.prepare(made, "core", "3") == 0
-    said = capfd.readouterr().out
-    assert "it is made anew.\n1/3 creating .venv with Python 3." in said
-    assert "\n2/3 installing" in said
-    assert environment.fault_of(made) is None
+    environment.prepare(made, "core", "2")
+    for fault in faults:
+        fault()
+        capfd.readouterr()
+        assert environment.prepare(made, "core", "3") == 0
+        said = capfd.readouterr().out
+        assert "it is made anew.\n1/3 creating .venv with Python 3." in said
+        assert "\n2/3 installing" in said
+        assert environment.fault_of(made) is None
 
 
 def test_a_link_is_used_and_never_changed(environment, made, capfd):

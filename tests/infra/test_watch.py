@@ -70,21 +70,13 @@ def test_what_is_preempted_is_made_again_until_the_run_is_complete(cloud):
         "a ended 75, checkpoint 40|b ended 75, checkpoint none\n"
         "a ended 0, checkpoint 60|b ended 0, checkpoint none\n",
     )
-    result = cloud.run(SCRIPT, *WATCH, "--then-delete")
+    result = cloud.run(SCRIPT, *WATCH, "--then-delete", "--attempts", "1")
     assert result.returncode == 0, result.stderr
     assert "llama is complete, with the checkpoint of step 60" in result.stderr
+    assert "attempt" not in result.stderr, "an end after progress is no failed one"
     assert verbs(cloud) == ["create", *ONCE, "delete", "create", *ONCE, "train", "delete"]
     create = cloud.calls("gcloud")[1]
     assert {"--spot", "--accelerator-type=v5litepod-16", "--node-id=llama"} <= set(create)
-
-
-def test_a_preemption_after_progress_is_no_failed_attempt(cloud):
-    one = "a bare, checkpoint none\na idle, checkpoint none\na running, checkpoint {}\nPREEMPT\n"
-    cloud.write("hosts", one.format(20) + one.format(40) + one.format(60) + "a ended 0, checkpoint 60\n")
-    result = cloud.run(SCRIPT, *WATCH, "--attempts", "1")
-    assert result.returncode == 0, result.stderr
-    assert verbs(cloud).count("create") == 4
-    assert "attempt" not in result.stderr
 
 
 def test_a_fresh_installation_is_not_taken_for_a_training_that_ended(cloud):
@@ -96,14 +88,6 @@ def test_a_fresh_installation_is_not_taken_for_a_training_that_ended(cloud):
     assert "starting the training on llama\n" in result.stderr
     assert "the training on llama ended (idle)" not in result.stderr
     assert "the training on llama ended (lost); starting it\n" in result.stderr
-
-
-def test_slices_that_cannot_be_given_back_are_given_up(cloud):
-    cloud.play("gcloud", GCLOUD.replace("rm -f state", "exit 1"))
-    cloud.write("state", "SUSPENDED")
-    result = cloud.run(SCRIPT, *WATCH, "--attempts", "3")
-    assert result.returncode == 1
-    assert verbs(cloud) == ["delete"] * 4
 
 
 def test_what_is_there_is_left_alone_while_gcloud_fails(cloud):
@@ -135,11 +119,13 @@ def test_without_a_new_checkpoint_it_waits_longer_and_gives_up(cloud):
     assert cloud.read("slept").split() == ["30", "30", "60", "120"]
 
 
-def test_a_request_that_is_refused_again_and_again_is_given_up(cloud):
+def test_what_the_cloud_refuses_again_and_again_is_given_up(cloud):
     cloud.write("refused", "")
-    result = cloud.run(SCRIPT, *WATCH, "--attempts", "3")
-    assert result.returncode == 1
-    assert verbs(cloud) == ["create"] * 3
+    assert cloud.run(SCRIPT, *WATCH, "--attempts", "3").returncode == 1
+    cloud.play("gcloud", GCLOUD.replace("rm -f state", "exit 1"))
+    cloud.write("state", "SUSPENDED")
+    assert cloud.run(SCRIPT, *WATCH, "--attempts", "3").returncode == 1
+    assert verbs(cloud) == ["create"] * 3 + ["delete"] * 4
 
 
 @pytest.mark.parametrize(
@@ -195,8 +181,7 @@ def test_a_dry_run_prints_what_is_run(cloud, words):
     assert "secret" not in cloud.read("calls")
 
 
-@pytest.mark.parametrize("command", ["up", "watch"])
-def test_what_does_all_of_it_prints_the_commands_of_its_parts(cloud, command):
+def test_what_does_all_of_it_prints_the_commands_of_its_parts(cloud):
     """Each of which is what is run, word by word, as the test above finds."""
 
     def printed(*words: str) -> list[list[str]]:
@@ -205,9 +190,9 @@ def test_what_does_all_of_it_prints_the_commands_of_its_parts(cloud, command):
         return [shlex.split(line) for line in shown.stdout.splitlines()]
 
     training = ("--config", CONFIG, "--", "--name", "it's")
-    parts = [printed("create", "--accelerator", "v5litepod-16"), printed("install"), printed("train", *training)]
-    parts += [printed(each) for each in ("status", "log", "delete")]
-    whole = printed(command, "--accelerator", "v5litepod-16", *training)
-    known = [each for part in parts for each in part]
-    assert len(whole) > 6
-    assert [each for each in whole if each not in known] == []
+    known = printed("create", "--accelerator", "v5litepod-16") + printed("install") + printed("train", *training)
+    known += [each for part in ("status", "log", "delete") for each in printed(part)]
+    for command in ("up", "watch"):
+        whole = printed(command, "--accelerator", "v5litepod-16", *training)
+        assert len(whole) > 6
+        assert [each for each in whole if each not in known] == []
