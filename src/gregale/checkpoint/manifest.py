@@ -1,13 +1,13 @@
 """The manifest of a checkpoint: checksums of its files or objects, written last and verified before a restore."""
 
+import errno
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gregale.atomic_files import atomic_replace, flush
 from gregale.errors import UserError
-from gregale.storage import ObjectPath, StoragePath
+from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 MANIFEST = "manifest.json"
 SHARDS = "pieces.json"  # the positions of the shards of all arrays
@@ -34,14 +34,7 @@ def _digest_of_records(records: FileRecords) -> str:
 def write_manifest(folder: StoragePath, records: FileRecords) -> None:
     """Write the manifest, which makes the checkpoint in `folder` valid; on a disk it then survives a power failure."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
-    content = json.dumps(manifest, indent=1).encode()
-    if isinstance(folder, ObjectPath):
-        (folder / MANIFEST).write_bytes(content)
-        return
-    with atomic_replace(folder / MANIFEST) as temporary:
-        temporary.write_bytes(content)
-        flush(temporary)
-    flush(folder)
+    write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)
 
 
 def read_records(folder: StoragePath) -> FileRecords:
@@ -93,6 +86,10 @@ def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str 
         found_size, found_digest = _measured(folder / name)
     except (FileNotFoundError, IsADirectoryError):
         return f"{name} is missing"
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{name} cannot be read: {error.strerror}"
     if found_size != size:
         return f"{name} has {found_size} bytes of the {size} that were written"
     if found_digest != digest:

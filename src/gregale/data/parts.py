@@ -196,8 +196,9 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest) -> None:
     """Write the manifest of a part, which finishes it."""
-    content = {key: value for key, value in asdict(manifest).items() if value is not None}
-    write_bytes(folder / part_manifest_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
+    fields = {key: value for key, value in asdict(manifest).items() if value is not None}
+    content = json.dumps(fields | {"sha256": json_sha256(fields)}).encode()
+    write_bytes(folder / part_manifest_name(number), content, durable=True)
 
 
 def finished_parts(folder: StoragePath) -> set[int]:

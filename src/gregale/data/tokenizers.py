@@ -3,7 +3,6 @@
 import codecs
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,13 @@ from functools import cached_property
 import draccus
 import numpy as np
 
-from gregale.atomic_files import atomic_replace
 from gregale.data import vocabulary_bytes
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, whole
-from gregale.storage import ObjectPath, StoragePath
+from gregale.storage import StoragePath, write_bytes
 
 SAVED_NAME = "tokenizer.json"
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
@@ -264,15 +262,9 @@ def from_json(saved: dict, origin: str) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
     """Write the tokenizer atomically into a folder; return the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAVED_NAME
-    if isinstance(path, ObjectPath):
-        path.write_bytes(json.dumps(tokenizer.to_json()).encode())
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_replace(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(tokenizer.to_json(), file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(path, json.dumps(tokenizer.to_json()).encode(), durable=True)
     return path
 
 
