@@ -34,13 +34,7 @@ Partial = bool | Callable[[dict], bool]
 
 @dataclass(frozen=True)
 class Restored(Generic[Tree]):
-    """A restored checkpoint.
-
-    Attributes:
-        step: the step of the checkpoint.
-        tree: the template, filled with the checkpoint's arrays.
-        metadata: the metadata of the checkpoint.
-    """
+    """A restored checkpoint: its step, the template filled with its arrays, and its metadata."""
 
     step: int
     tree: Tree
@@ -60,11 +54,7 @@ class Checkpoints(Saver):
         return committed_steps(self._directory)
 
     def metadata(self, step: int) -> dict:
-        """Return the metadata of a step's checkpoint.
-
-        Raises:
-            UserError: there is no such checkpoint, or its metadata cannot be read.
-        """
+        """Return the metadata of a step's checkpoint; raise `UserError` if there is none or it cannot be read."""
         folder = self._existing(step)
         try:
             return json.loads((self._root(step) / METADATA).read_bytes())

@@ -17,11 +17,7 @@ Mixture = Mapping[str, float]
 
 
 class ReplicaExamples:
-    """Endless training examples, separate for each replica.
-
-    Args:
-        replicas: the examples of each replica, in order.
-    """
+    """Endless training examples, separate for each replica."""
 
     endless = True
 

@@ -54,8 +54,7 @@ class PartManifest:
     """The content of a finished part.
 
     Attributes:
-        documents: number of documents.
-        tokens: number of tokens, ends of documents included.
+        documents, tokens: their numbers; ends of documents are tokens.
         itemsize: bytes of a token.
         skipped: the fields of `Skipped`.
         chunks: the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file.
@@ -71,7 +70,6 @@ class PartManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the file."""
         return self.tokens * self.itemsize + self.documents * LENGTH.itemsize
 
 
@@ -107,13 +105,7 @@ def part_manifest_name(number: int) -> str:
 
 
 def encode_part(task: EncodeTask, tokenizer: Tokenizer, folder: StoragePath) -> None:
-    """Encode the documents of a task into a part and write its manifest, unless the part is finished.
-
-    Args:
-        task: the ranges to encode.
-        tokenizer: encodes their text.
-        folder: the folder of the store.
-    """
+    """Encode the documents of a task into a part and write its manifest, unless the part is finished."""
     if read_part_manifest(folder, task.number) is not None:  # another host was faster
         return
     path = folder / part_name(task.number)

@@ -147,14 +147,9 @@ class TokenStore:
         return Skipped(**self.manifest.get("skipped", {}))
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
-        """Read every byte of every part and compare it with its checksum.
+        """Read every byte of every part and compare it with its checksum; raise `UserError` that names a damaged part.
 
-        Args:
-            label: label of the reports.
-            report: receives the number of bytes read.
-
-        Raises:
-            UserError: a part is damaged; names it.
+        - `report`: receives the number of bytes read, as `label`
         """
         with mendable(self.folder):
             manifests = [require_manifest(self.folder, number) for number in range(len(self.manifest["parts"]))]
@@ -212,10 +207,6 @@ def read_parts(
 def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     """Open a complete store; tokens are checked when they are read.
 
-    Args:
-        folder: the folder of the store.
-        disk: a local cache of data from an object store.
-
     Raises:
         UserError: the store is missing, damaged or of another version; names the file.
     """
@@ -265,11 +256,8 @@ def complete_store(
 ) -> None:
     """Read and check all parts, and write the other files of the store; the manifest is written last.
 
-    Args:
-        folder: the folder of the parts.
-        manifests: the manifests of all parts.
-        description: the fields of the manifest that describe the store's source.
-        report: receives the number of bytes read, as `putting together`.
+    - `description`: the fields of the manifest that describe the store's source
+    - `report`: receives the number of bytes read, as `putting together`
 
     Raises:
         CorruptPart: a part does not match its manifest.

@@ -169,12 +169,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
-
-    Args:
-        text: the content of a `tokenizer.json`.
-        end_of_document: name of the token that ends a document.
-        origin: the origin of the content, for messages.
+    """A tokenizer of the `tokenizers` library, from the content of a `tokenizer.json`; messages name its `origin`.
 
     Raises:
         UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
@@ -269,11 +264,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
 
 
 def load_tokenizer(folder: StoragePath) -> Tokenizer:
-    """Return the tokenizer that `save_tokenizer` wrote; needs no corpus.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Return the tokenizer that `save_tokenizer` wrote; raise `UserError` if the file is missing or damaged."""
     path = folder / SAVED_NAME
     try:
         saved = json.loads(read_bytes(str(path)))
@@ -310,11 +301,7 @@ def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
 
 
 def fewest_tokens(config: TokenizerConfig) -> int:
-    """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE.
-
-    Raises:
-        UserError: the tokenizer's file is missing or invalid.
-    """
+    """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE."""
     return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
 
 

@@ -1,7 +1,5 @@
 """Functions that work on files of a disk and on objects of a store alike; see the package."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -135,11 +133,13 @@ def upload(file: Path, to: StoragePath) -> None:
 
 
 def remove_tree(folder: StoragePath) -> None:
-    """Delete a folder with its content; do nothing if there is none."""
+    """Delete a folder with its content, or a file of a disk; do nothing if there is none."""
     if isinstance(folder, ObjectPath):
         folder.remove_tree()
-    elif folder.exists():
+    elif folder.is_dir():
         shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
 
 
 def _file_status(path: Path) -> Status:

@@ -4,8 +4,6 @@ Retry k waits min(first delay * 2^k, 10) seconds, less a random part of up to on
 the same moment.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

@@ -12,11 +12,10 @@ from gregale.data.sources.base import BadDocument, Document, FileSource, SourceC
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
 from gregale.settings import whole
-from gregale.storage import is_url, read_range, storage_path
+from gregale.storage import is_url
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
-READ_TOKENS = 1 << 20  # in one read of an object
 
 
 @SourceConfig.register_subclass("tokens")
@@ -102,29 +101,18 @@ def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
 
 
 class RemoteArray:
-    """An array in an object, read in slices; each read also fetches the data after the slice.
-
-    Args:
-        path: URL of the object.
-        offset: bytes before the array.
-        dtype: type of the elements.
-        shape: shape of the array.
-    """
+    """An array that begins after `offset` bytes of an object, read in slices."""
 
     def __init__(self, path: str, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
-        self._path, self._offset, self.dtype, self.shape = path, offset, dtype, shape
+        self._path, self._file, self._offset, self.dtype, self.shape = path, opened(path), offset, dtype, shape
         self.itemsize = dtype.itemsize
         self.nbytes = math.prod(shape) * dtype.itemsize
-        self._start, self._read = 0, np.empty(0, dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, selected: slice) -> np.ndarray:
         start, stop, _ = selected.indices(len(self))
-        if not self._start <= start <= stop <= self._start + len(self._read):
-            ends = (each * self.itemsize + self._offset for each in (start, max(stop, start + READ_TOKENS)))
-            with readable(self._path):
-                data = read_range(storage_path(self._path), *ends)
-            self._start, self._read = start, np.frombuffer(data[: self.nbytes], self.dtype)
-        return self._read[start - self._start : stop - self._start]
+        with readable(self._path):
+            self._file.seek(self._offset + start * self.itemsize)
+            return np.frombuffer(self._file.read((stop - start) * self.itemsize), self.dtype)
