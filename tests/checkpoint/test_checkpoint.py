@@ -99,15 +99,16 @@ def test_restores_under_another_mesh(where, request, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     folder = request.getfixturevalue(where) / "checkpoints"
     saved = state(7, PartitionSpec("data"), mesh_of(2, 4))
+    meshes = [
+        (PartitionSpec("data", "replica"), (2, 4)),
+        (PartitionSpec(("data", "replica")), (4, 2)),
+        (PartitionSpec("replica"), (8, 1)),
+        (PartitionSpec(None, "data"), (1, 3)),
+        (PartitionSpec(), (1, 1)),
+    ]
     with Checkpoints(folder, report=lambda _: None) as checkpoints:
         checkpoints.save(30, saved, {"tokens": 12, "config": {"name": "x"}})
-        for spec, shape in (
-            (PartitionSpec("data", "replica"), (2, 4)),
-            (PartitionSpec(("data", "replica")), (4, 2)),
-            (PartitionSpec("replica"), (8, 1)),
-            (PartitionSpec(None, "data"), (1, 3)),
-            (PartitionSpec(), (1, 1)),
-        ):
+        for spec, shape in meshes if where == "tmp_path" else meshes[:1]:  # a store only reads the same ranges
             restored = checkpoints.latest(template_of(saved, spec, mesh_of(*shape)))
             assert restored.step == 30
             assert restored.metadata == checkpoints.metadata(30) == {"tokens": 12, "config": {"name": "x"}}
@@ -221,9 +222,8 @@ def test_what_has_no_manifest_does_not_count_and_goes_with_the_next_save(folder,
 def test_one_in_the_format_of_an_earlier_version_is_refused(tmp_path):
     folder = tmp_path / "step-00000010"
     (folder / "arrays-00000010").mkdir(parents=True)
-    write_manifest(
-        folder, {"arrays-00000010/manifest.ocdbt": parts.write_part(folder / "arrays-00000010/manifest.ocdbt", [])}
-    )
+    name = "arrays-00000010/manifest.ocdbt"
+    write_manifest(folder, {name: parts.write_part(folder / name, [])})
     with Checkpoints(tmp_path) as checkpoints:
         for read in (checkpoints.latest, lambda template: checkpoints.restore(10, template)):
             with pytest.raises(
@@ -243,14 +243,18 @@ def test_no_sound_checkpoint_is_an_error(checkpoints, tmp_path):
         checkpoints.restore(10, small(0))
 
 
-def test_keeps_the_last_and_the_milestones(folder, capfd):
+def test_keeps_the_last_and_the_milestones_and_replaces_what_is_outdated_alone(folder, capfd):
     with Checkpoints(folder, CheckpointConfig(keep_last=2, keep_every=20)) as checkpoints:
         for step in range(10, 60, 10):
             checkpoints.save(step, small(step), {})
-        checkpoints.wait()
+        checkpoints.save(50, small(2), {})
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(50))
+        checkpoints.outdate(50)
+        checkpoints.save(50, small(2), {})
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
         assert checkpoints.steps() == [20, 40, 50]
     assert names(folder) == [f"step-000000{step}" for step in (20, 40, 50)]
-    said = "".join(f"The checkpoint of step {step} is saved.\n" for step in range(10, 60, 10))
+    said = "".join(f"The checkpoint of step {step} is saved.\n" for step in (*range(10, 60, 10), 50))
     assert capfd.readouterr() == (said, ""), "nothing but our own words"
 
 
@@ -384,19 +388,6 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatc
         checkpoints.save(1, small(1), {})
     assert settled[-1] == tmp_path / "step-00000001"
     assert reports == ["The checkpoint of step 1 is saved."]
-
-
-def test_what_is_outdated_is_replaced_and_nothing_else_is(folder, reports):
-    with Checkpoints(folder, CheckpointConfig(), reports.append) as checkpoints:
-        checkpoints.save(1, small(1), {})
-        checkpoints.save(1, small(2), {})
-        assert_same_bits(checkpoints.latest(small(0)).tree, small(1))
-        checkpoints.outdate(1)
-        checkpoints.save(1, small(2), {})
-        checkpoints.wait()
-        assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
-        assert checkpoints.steps() == [1]
-    assert reports == ["The checkpoint of step 1 is saved."] * 2
 
 
 def test_a_store_that_fails_costs_one_checkpoint(s3, s3_endpoint, monkeypatch, reports):

@@ -1,7 +1,5 @@
 """Hosts that have nothing in common but a store: one is killed, and the run goes on bit for bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,8 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
 
 from gregale.checkpoint.manifest import find_damage
 from gregale.checkpoint.retention import folder_name
@@ -36,19 +32,6 @@ SETTINGS = [
     *["--mesh.replica", "2", "--mesh.data", "1", "--mesh.model", "1", "--optimizer.clip_norm", "null"],
     *["--batch.microbatches", "1", "--data.held_out", "0"],
 ]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def one(inputs) -> Path:
-    """The run of one process with all the devices, on a local disk."""
-    code, _, err = finished(start_train(inputs, *SETTINGS))
-    assert code == 0, err
-    return inputs / "runs" / "tiny"
 
 
 def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
@@ -78,7 +61,11 @@ def ends(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def test_a_run_of_hosts_without_a_shared_disk_goes_on_to_the_last_bit(tmp_path, inputs, one, s3):
+def test_a_run_of_hosts_without_a_shared_disk_goes_on_to_the_last_bit(tmp_path, s3):
+    inputs = write_inputs(tmp_path / "inputs")
+    code, _, err = finished(start_train(inputs, *SETTINGS))  # one process with all the devices, on a local disk
+    assert code == 0, err
+    one = inputs / "runs" / "tiny"
     for path in sorted((inputs / "text").iterdir()):
         (s3 / "text" / path.name).write_bytes(path.read_bytes())
     run = s3 / "runs" / "tiny"
