@@ -27,6 +27,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
+# A later build continues from the parts of an earlier one, so a change of the tasks needs another `store.FORMAT`.
 TASK_BYTES = 64 << 20  # of input
 LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, one for each core
 CHUNK_BYTES = 256 << 10  # the smallest read from a part; each has its own checksum
@@ -134,16 +135,10 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
                     lengths.append(len(ids) + 1)
                     corrections.append(Corrections.of(more_bytes))
     output.write(np.array(lengths, LENGTH).data)
-    chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in chunks_of(output))
+    output.seek(0)
+    chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: output.read(CHUNK_BYTES), b""))
     packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
     return PartManifest(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
-
-
-def chunks_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the chunks of a file, from its beginning."""
-    file.seek(0)
-    while chunk := file.read(CHUNK_BYTES):
-        yield chunk
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,6 +1,5 @@
 """Tokenizers: text to ids and back, and the number of bytes of text of each id."""
 
-import codecs
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -125,26 +124,6 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """Return a hash of the tokenizer's complete behaviour."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
-
-    def stream(self) -> "StreamDecoder":
-        """Return a decoder for ids that come one at a time."""
-        return StreamDecoder(self.vocabulary_bytes)
-
-
-class StreamDecoder:
-    """Decodes ids one at a time; bytes of an incomplete character wait until it is complete."""
-
-    def __init__(self, token_pieces: list[bytes]):
-        self._pieces = token_pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """Return the characters that one more id completes: often one, sometimes none."""
-        return self._decoder.decode(self._pieces[token])
-
-    def finish(self) -> str:
-        """Return the replacement for bytes that no id completed."""
-        return self._decoder.decode(b"", final=True)
 
 
 class BytesTokenizer(Tokenizer):
