@@ -258,7 +258,8 @@ def test_keeps_the_last_and_the_milestones_and_replaces_what_is_outdated_alone(f
     assert capfd.readouterr() == (said, ""), "nothing but our own words"
 
 
-def test_going_on_from_before_a_damaged_one_replaces_it(folder, reports):
+def test_going_on_from_before_a_damaged_one_replaces_it(tmp_path, reports):
+    folder = tmp_path / "checkpoints"
     with Checkpoints(folder, report=lambda _: None) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, small(step), {})

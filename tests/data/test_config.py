@@ -7,7 +7,7 @@ import pytest
 from gregale.data.config import DataConfig
 from gregale.data.parts import json_sha256
 from gregale.data.preparation import build_stores, prepare
-from gregale.data.progress import silent
+from gregale.data.progress import progress_bars, silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizer_training import training_texts
@@ -246,3 +246,12 @@ def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
         f"data.sources.books: {older} is a token store of an older version of Gregale and not used any more: the "
         f"tokens were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
     )
+
+
+def test_bars_are_drawn_on_standard_error(capsys):
+    with progress_bars() as report:
+        report("books", 1, 4)
+        report("books", 4, 4)
+    output = capsys.readouterr()
+    assert "books" in output.err
+    assert output.out == ""

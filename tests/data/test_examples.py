@@ -69,11 +69,11 @@ def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone
     make = lambda seed: training_examples(windows, {"a": 1.0}, seed)  # noqa: E731
     assert make(3).endless
     assert len(make(3)) == sys.maxsize
-    drawn = {seed: first_tokens(make(seed), range(200)) for seed in (0, 1, 3)}
-    assert first_tokens(make(1), reversed(range(200))) == drawn[1][::-1]
-    epochs = [tuple(tokens[first : first + 50]) for tokens in drawn.values() for first in range(0, 200, 50)]
+    drawn = {seed: first_tokens(make(seed), range(100)) for seed in (0, 1, 3)}
+    assert first_tokens(make(1), reversed(range(100))) == drawn[1][::-1]
+    epochs = [tuple(tokens[first : first + 50]) for tokens in drawn.values() for first in (0, 50)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({*epochs, tuple(range(50))}) == 13, "neighbouring seeds share no epoch, and none is in order"
+    assert len({*epochs, tuple(range(50))}) == 7, "neighbouring seeds share no epoch, and none is in order"
     assert first_tokens(make(None), range(60)) == [*range(50), *range(10)]
 
 
@@ -83,9 +83,9 @@ def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(ma
     windows = {"a": Windows([numbered(make_store, 7, 0)], LENGTH, False)}
     windows["b"] = Windows([numbered(make_store, 31, 100)], LENGTH, False)
     examples = training_examples(windows, dict(zip("ab", weights, strict=True)), seed=0)
-    drawn = first_tokens(examples, range(450))
+    drawn = first_tokens(examples, range(200))
     found = np.cumsum(np.array(drawn) < 100)
-    assert np.abs(found - weights[0] / sum(weights) * np.arange(1, 451)).max() <= 1
+    assert np.abs(found - weights[0] / sum(weights) * np.arange(1, 201)).max() <= 1
     for name, first in (("a", 0), ("b", 100)):
         own = [token for token in drawn if (token < 100) == (name == "a")]
         size = sizes[name]

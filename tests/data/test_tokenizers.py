@@ -21,6 +21,7 @@ from gregale.data.tokenizers import (
     tokenizer_from_file,
     train_bpe,
 )
+from gregale.data.vocabulary_bytes import byte_level_reader, decoder_kinds, vocabulary_bytes
 from gregale.errors import UserError
 
 TEXTS = ["the cat sat on the mat", "the dog — über alles — sat on the cat"] * 5
@@ -161,3 +162,25 @@ def test_truncation_padding_and_a_byte_order_mark_of_a_file_are_left_out(tmp_pat
     (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + library.to_str().encode())
     config = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
     np.testing.assert_array_equal(tokenizer_from_file(config).encode(TEXTS[1]), BPE.encode(TEXTS[1]))
+
+
+def test_the_byte_level_alphabet_is_the_librarys():
+    read = byte_level_reader()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert sorted(read(character) for character in alphabet) == [bytes([value]) for value in range(256)]
+    for text in ("the cat", "ü\n\t€", "\x00\x7f\xad"):
+        ((token, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        assert read(token) == text.encode()
+
+
+def test_decoders_inside_a_sequence_are_found():
+    nested = {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}]}
+    assert decoder_kinds(nested) == {"Sequence", "ByteLevel"}
+    assert decoder_kinds(None) == set()
+
+
+def test_ids_that_no_token_has_stand_for_nothing():
+    added = [{"id": 5, "content": "<s>", "special": True}, {"id": 6, "content": "ü", "special": False}]
+    tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": added}
+    vocabulary = {"a": 0, "Ġb": 3, "<s>": 5, "ü": 6}
+    assert vocabulary_bytes(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]

@@ -12,10 +12,11 @@ from gregale.data.sources.base import BadDocument, Document, FileSource, SourceC
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
 from gregale.settings import whole
-from gregale.storage import is_url
+from gregale.storage import is_url, read_range, storage_path
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
+READ_TOKENS = 1 << 20  # in one read of an object
 
 
 @SourceConfig.register_subclass("tokens")
@@ -101,18 +102,22 @@ def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
 
 
 class RemoteArray:
-    """An array that begins after `offset` bytes of an object, read in slices."""
+    """An array that begins after `offset` bytes of an object; each read of a slice also fetches the data after it."""
 
     def __init__(self, path: str, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
-        self._path, self._file, self._offset, self.dtype, self.shape = path, opened(path), offset, dtype, shape
+        self._path, self._offset, self.dtype, self.shape = path, offset, dtype, shape
         self.itemsize = dtype.itemsize
         self.nbytes = math.prod(shape) * dtype.itemsize
+        self._start, self._read = 0, np.empty(0, dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, selected: slice) -> np.ndarray:
         start, stop, _ = selected.indices(len(self))
-        with readable(self._path):
-            self._file.seek(self._offset + start * self.itemsize)
-            return np.frombuffer(self._file.read((stop - start) * self.itemsize), self.dtype)
+        if not self._start <= start <= stop <= self._start + len(self._read):
+            ends = (each * self.itemsize + self._offset for each in (start, max(stop, start + READ_TOKENS)))
+            with readable(self._path):
+                data = read_range(storage_path(self._path), *ends)
+            self._start, self._read = start, np.frombuffer(data[: self.nbytes], self.dtype)
+        return self._read[start - self._start : stop - self._start]
