@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from gregale.atomic_files import user_cache
 from gregale.checkpoint.manifest import find_damage
 from gregale.checkpoint.retention import folder_name
 from gregale.distributed.liveness import EXIT_CODE
@@ -35,7 +36,7 @@ SETTINGS = [
 
 
 def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
-    """A process for each host, whose home, folder of work, temporary folder and caches no other sees."""
+    """A process for each host, whose home, folder of work, temporary folder and cache of data no other sees."""
     port, processes = free_port(), []
     for host in range(HOSTS):
         folder = tmp_path / f"host-{host}"
@@ -46,7 +47,7 @@ def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
         command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *SETTINGS, "--runs", f"{store}/runs"]
         command += ["--data.sources.words.files", f"[{store}/text/*.txt]", "--data.cache", f"{store}/cache"]
         command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(HOSTS)]
-        command += ["--distributed.process", str(host)]
+        command += ["--distributed.process", str(host), "--compilation_cache", str(user_cache())]  # compiled once
         pipe = subprocess.PIPE
         processes.append(Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
     return processes
