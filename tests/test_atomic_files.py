@@ -24,7 +24,7 @@ from gregale.atomic_files import (
 from tests.disk import largest_file
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_a_file_or_a_folder_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     write_bytes(path, b"before")
     with pytest.raises(BufferError):
@@ -33,6 +33,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         write_bytes(path, b"after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path], "nothing half-written takes up room"
+    for is_whole in (False, True):
+        with suppress(KeyError), atomic_replace(tmp_path / "folder") as folder:
+            folder.mkdir()
+            (folder / "a").write_bytes(b"")
+            if not is_whole:
+                raise KeyError
+        assert (tmp_path / "folder").exists() == is_whole
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 KILLED = """
@@ -72,18 +80,6 @@ def test_who_has_ended_is_gone_whether_or_not_somebody_asked_how():
     assert is_process_dead(process.pid)
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path):
-    with suppress(KeyError), atomic_replace(tmp_path / "folder") as folder:
-        folder.mkdir()
-        (folder / "a").write_bytes(b"")
-        raise KeyError
-    assert os.listdir(tmp_path) == []
-    with atomic_replace(tmp_path / "folder") as folder:
-        folder.mkdir()
-        (folder / "a").write_bytes(b"")
-    assert os.listdir(tmp_path) == ["folder"]
-
-
 def test_a_lock_names_its_holder_and_ends_with_its_file(tmp_path):
     path = tmp_path / "lock"
     with acquire(path) as file:
@@ -107,20 +103,14 @@ def test_a_lock_can_be_held_on_a_full_disk(tmp_path):
             acquire(tmp_path / "lock")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
+def test_the_reason_and_the_holder_are_short():
+    for error, words in (
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (OSError(errno.EROFS, "Read-only file system", "a/b"), "Read-only file system: a/b"),
         (ValueError('RESOURCE_EXHAUSTED: "x"\n  file 4: No space left on device [28]'), "No space left on device"),
         (ValueError("a\n " + "b" * 300), "a " + "b" * 198),
         (ValueError(), "ValueError"),
         (OSError("process 1 did not write its part"), "process 1 did not write its part"),
-    ],
-)
-def test_the_reason_is_short(error, words):
-    assert os_error_text(error) == words
-
-
-def test_a_holder_reads_as_words():
+    ):
+        assert os_error_text(error) == words
     assert str(LockHolder("h", 7, 0.0)).startswith("process 7 on h, since 19")

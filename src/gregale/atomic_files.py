@@ -43,11 +43,18 @@ def os_error_text(error: BaseException) -> str:
     return next((message for message in known if message in text), text[:200])
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically; after a failure, remove the incomplete temporary file."""
+def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
+    """Write a file atomically; after a failure, remove the incomplete temporary file.
+
+    - `durable`: wait until the file is on the disk, and only then rename it
+    """
     try:
         with atomic_replace(path) as temporary:
             temporary.write_bytes(content)
+            if durable:
+                flush(temporary)
+        if durable:
+            flush(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -1,10 +1,12 @@
 """Checkpoints come back as they were, on any mesh, and say so when they cannot."""
 
+import errno
 import json
 import os
-import signal
-import subprocess
-import sys
+import re
+import shutil
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -17,14 +19,13 @@ import pytest
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.checkpoint import CheckpointConfig, parts
+from gregale.checkpoint import CheckpointConfig, manifest, parts
 from gregale.checkpoint.manifest import MANIFEST, write_manifest
 from gregale.checkpoint.shard_layout import Region, RowRange, ShardExtent, rows_for
 from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
 from gregale.storage import RetryPolicy, StoragePath, files_below, names, storage_path
 from tests.disk import largest_file
-from tests.forked import Popen
 from tests.stores import Fault, proxied
 
 Embed, Vocab = Axis("embed", 16), Axis("vocab", 24)
@@ -98,15 +99,16 @@ def test_restores_under_another_mesh(where, request, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     folder = request.getfixturevalue(where) / "checkpoints"
     saved = state(7, PartitionSpec("data"), mesh_of(2, 4))
+    meshes = [
+        (PartitionSpec("data", "replica"), (2, 4)),
+        (PartitionSpec(("data", "replica")), (4, 2)),
+        (PartitionSpec("replica"), (8, 1)),
+        (PartitionSpec(None, "data"), (1, 3)),
+        (PartitionSpec(), (1, 1)),
+    ]
     with Checkpoints(folder, report=lambda _: None) as checkpoints:
         checkpoints.save(30, saved, {"tokens": 12, "config": {"name": "x"}})
-        for spec, shape in (
-            (PartitionSpec("data", "replica"), (2, 4)),
-            (PartitionSpec(("data", "replica")), (4, 2)),
-            (PartitionSpec("replica"), (8, 1)),
-            (PartitionSpec(None, "data"), (1, 3)),
-            (PartitionSpec(), (1, 1)),
-        ):
+        for spec, shape in meshes if where == "tmp_path" else meshes[:1]:  # a store only reads the same ranges
             restored = checkpoints.latest(template_of(saved, spec, mesh_of(*shape)))
             assert restored.step == 30
             assert restored.metadata == checkpoints.metadata(30) == {"tokens": 12, "config": {"name": "x"}}
@@ -128,48 +130,35 @@ def test_a_saved_array_may_be_donated_at_once(checkpoints):
     np.testing.assert_array_equal(restored.tree["x"], values)
 
 
-def test_the_directory_may_be_moved(checkpoints, tmp_path):
-    checkpoints.save(1, small(3), {})
+def test_checkpoints_are_found_by_step_also_in_part_and_after_a_move(checkpoints, tmp_path):
+    assert (checkpoints.latest(small(0)), checkpoints.steps()) == (None, [])
+    metadata = {"tokens": 1}
+    checkpoints.save(5, {"params": small(2), "optimizer": small(3)}, metadata)
+    metadata["tokens"] = 2
+    restored = checkpoints.restore(5, {"params": small(0)}, partial=True)
+    assert_same_bits(restored.tree, {"params": small(2)})
+    assert restored.metadata == {"tokens": 1}, "as it was when save was called"
+    with pytest.raises(UserError, match="also has optimizer/step"):
+        checkpoints.restore(5, {"params": small(0)})
+    with pytest.raises(UserError, match=r"no checkpoint of step 6 .* there are: 5\."):
+        checkpoints.restore(6, small(0))
     checkpoints.close()
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     with Checkpoints(tmp_path / "elsewhere") as moved:
-        assert_same_bits(moved.latest(small(0)).tree, small(3))
+        assert_same_bits(moved.latest({"params": small(0)}, partial=True).tree, {"params": small(2)})
 
 
-def test_a_directory_without_checkpoints_gives_none(checkpoints):
-    assert checkpoints.latest(small(0)) is None
-    assert checkpoints.steps() == []
-
-
-def test_a_part_of_a_checkpoint_is_restored_on_request(checkpoints):
-    checkpoints.save(5, {"params": small(2), "optimizer": small(3)}, {})
-    restored = checkpoints.restore(5, {"params": small(0)}, partial=True)
-    assert_same_bits(restored.tree, {"params": small(2)})
-    with pytest.raises(UserError, match="also has optimizer/step"):
-        checkpoints.restore(5, {"params": small(0)})
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_a_template_that_does_not_match_names_the_leaves(checkpoints):
+    checkpoints.save(5, small(1), {})
+    for template, message in (
         ({"weight": jnp.zeros(999), "step": jnp.int32(0)}, r"weight: float32 \[1000\] there, float32 \[999\] here"),
         ({"weight": jnp.zeros(1000, jnp.bfloat16), "step": jnp.int32(0)}, r"float32 \[1000\] there, bfloat16 \[1000\]"),
         ({"weight": jnp.zeros(1000)}, r"also has step \(int32 \[\]\)"),
         (small(0) | {"momentum": jnp.zeros(3)}, r"lacks momentum \(float32 \[3\]\)"),
         (small(0) | {"weight": hax.zeros(Axis("embed", 1000))}, r"there, float32 \[embed=1000\] here"),
-    ],
-)
-def test_a_template_that_does_not_match_names_the_leaves(checkpoints, template, message):
-    checkpoints.save(5, small(1), {})
-    with pytest.raises(UserError, match=message):
-        checkpoints.latest(template)
-
-
-def test_an_absent_step_lists_those_there_are(checkpoints):
-    checkpoints.save(5, small(5), {})
-    checkpoints.wait()
-    with pytest.raises(UserError, match=r"no checkpoint of step 6 .* there are: 5\."):
-        checkpoints.restore(6, small(0))
+    ):
+        with pytest.raises(UserError, match=message):
+            checkpoints.latest(template)
 
 
 def test_a_process_that_lost_the_run_deletes_nothing_that_the_new_one_writes(folder, reports):
@@ -233,9 +222,8 @@ def test_what_has_no_manifest_does_not_count_and_goes_with_the_next_save(folder,
 def test_one_in_the_format_of_an_earlier_version_is_refused(tmp_path):
     folder = tmp_path / "step-00000010"
     (folder / "arrays-00000010").mkdir(parents=True)
-    write_manifest(
-        folder, {"arrays-00000010/manifest.ocdbt": parts.write_part(folder / "arrays-00000010/manifest.ocdbt", [])}
-    )
+    name = "arrays-00000010/manifest.ocdbt"
+    write_manifest(folder, {name: parts.write_part(folder / name, [])})
     with Checkpoints(tmp_path) as checkpoints:
         for read in (checkpoints.latest, lambda template: checkpoints.restore(10, template)):
             with pytest.raises(
@@ -247,26 +235,31 @@ def test_one_in_the_format_of_an_earlier_version_is_refused(tmp_path):
 def test_no_sound_checkpoint_is_an_error(checkpoints, tmp_path):
     checkpoints.save(10, small(10), {})
     checkpoints.wait()
-    manifest = tmp_path / "checkpoints" / "step-00000010" / MANIFEST
-    manifest.write_bytes(manifest.read_bytes()[:-10])
+    path = tmp_path / "checkpoints" / "step-00000010" / MANIFEST
+    path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match=r"None of the checkpoints .*step-00000010: manifest.json is truncated"):
         checkpoints.latest(small(0))
     with pytest.raises(UserError, match="is damaged"):
         checkpoints.restore(10, small(0))
 
 
-def test_keeps_the_last_and_the_milestones(folder, capfd):
+def test_keeps_the_last_and_the_milestones_and_replaces_what_is_outdated_alone(folder, capfd):
     with Checkpoints(folder, CheckpointConfig(keep_last=2, keep_every=20)) as checkpoints:
         for step in range(10, 60, 10):
             checkpoints.save(step, small(step), {})
-        checkpoints.wait()
+        checkpoints.save(50, small(2), {})
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(50))
+        checkpoints.outdate(50)
+        checkpoints.save(50, small(2), {})
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
         assert checkpoints.steps() == [20, 40, 50]
     assert names(folder) == [f"step-000000{step}" for step in (20, 40, 50)]
-    said = "".join(f"The checkpoint of step {step} is saved.\n" for step in range(10, 60, 10))
+    said = "".join(f"The checkpoint of step {step} is saved.\n" for step in (*range(10, 60, 10), 50))
     assert capfd.readouterr() == (said, ""), "nothing but our own words"
 
 
-def test_going_on_from_before_a_damaged_one_replaces_it(folder, reports):
+def test_going_on_from_before_a_damaged_one_replaces_it(tmp_path, reports):
+    folder = tmp_path / "checkpoints"
     with Checkpoints(folder, report=lambda _: None) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, small(step), {})
@@ -280,16 +273,8 @@ def test_going_on_from_before_a_damaged_one_replaces_it(folder, reports):
         assert again.steps() == [10, 20]
         assert_same_bits(again.latest(small(0)).tree, small(2))
     assert ["damaged" in report for report in reports] == [True, True, False]
-    manifest = json.loads((folder / "step-00000020" / MANIFEST).read_bytes())["files"]
-    assert set(files_below(folder / "step-00000020")) == {MANIFEST, *manifest}, "nothing of the damaged one is left"
-
-
-def test_metadata_is_taken_when_save_is_called(checkpoints):
-    metadata = {"tokens": 1}
-    checkpoints.save(1, small(1), metadata)
-    metadata["tokens"] = 2
-    checkpoints.wait()
-    assert checkpoints.metadata(1) == {"tokens": 1}
+    recorded = json.loads((folder / "step-00000020" / MANIFEST).read_bytes())["files"]
+    assert set(files_below(folder / "step-00000020")) == {MANIFEST, *recorded}, "nothing of the damaged one is left"
 
 
 def test_a_failed_save_is_reported_and_the_next_one_is_none_the_worse(checkpoints, reports, tmp_path):
@@ -298,110 +283,89 @@ def test_a_failed_save_is_reported_and_the_next_one_is_none_the_worse(checkpoint
     checkpoints.wait()
     assert checkpoints.failure == f"No such file or directory: {tmp_path / 'none' / 'beside'}"
     assert reports[-1].startswith("The checkpoint of step 2 could not be saved: No such file or directory")
+    (tmp_path / "checkpoints" / "step-00000003").write_text("a file in the folder's place")
     checkpoints.save(3, small(3), {})
     checkpoints.wait()
-    assert checkpoints.failure is None
-    assert checkpoints.steps() == [1, 3]
+    assert (checkpoints.failure, checkpoints.steps()) == (None, [1, 3])
+    assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000003"]
 
 
-def test_what_has_the_name_of_a_checkpoint_makes_room_for_one(checkpoints, tmp_path):
-    file = tmp_path / "checkpoints" / "step-00000002"
-    file.parent.mkdir()
-    file.write_text("a file in the folder's place")
-    checkpoints.save(2, small(2), {})
-    checkpoints.wait()
-    assert checkpoints.failure is None
-    assert [path.name for path in file.parent.iterdir()] == ["step-00000002"]
-    assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
-
-
-@pytest.mark.parametrize("most", [100, 10_000], ids=["at its beginning", "in its arrays"])
-def test_a_full_disk_costs_one_checkpoint(checkpoints, reports, tmp_path, most):
+def test_a_full_disk_costs_one_checkpoint(checkpoints, reports, tmp_path):
     """Files have a largest size here: the system refuses to write on, as on a full disk."""
-    directory = tmp_path / "checkpoints"
     large = {"weight": jnp.arange(100_000, dtype=jnp.float32), "step": jnp.int32(0)}
     checkpoints.save(1, large, {})
-    checkpoints.wait()
-    with largest_file(most):
-        checkpoints.save(2, large, {})
+    for most in (100, 10_000):  # at its beginning, in its arrays
         checkpoints.wait()
-    assert checkpoints.failure.startswith("File too large")
-    assert checkpoints.failure in reports[-1]
-    assert reports[-1].endswith("The newest one is that of step 1.")
-    assert [path.name for path in directory.iterdir()] == ["step-00000001"], "what was half-written is gone"
+        with largest_file(most):
+            checkpoints.save(2, large, {})
+            checkpoints.wait()
+        assert checkpoints.failure.startswith("File too large")
+        assert checkpoints.failure in reports[-1]
+        assert reports[-1].endswith("The newest one is that of step 1.")
+        assert names(tmp_path / "checkpoints") == ["step-00000001"], "what was half-written is gone"
     checkpoints.save(2, large, {})
     assert_same_bits(checkpoints.latest(large).tree, large)
     assert (checkpoints.failure, checkpoints.steps()) == (None, [1, 2])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["model", "optimizer", "extras"])
-def test_a_state_that_is_not_finite_is_never_saved(checkpoints, bad, where):
+def test_a_state_that_is_not_finite_is_never_saved(checkpoints):
     sound = state(7, PartitionSpec("data"), mesh_of(2, 4))
     checkpoints.save(1, sound, {})
 
-    def spoilt(leaf):
+    def spoilt(leaf, bad: float):
         is_float = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size
         return leaf.at[-1, -1].set(bad) if is_float and leaf.ndim == 2 else leaf
 
-    with pytest.raises(UserError, match=rf"After step 2, .* \({where}/.*\), so no checkpoint .* that of step 1\."):
-        checkpoints.save(2, {**sound, where: jax.tree.map(spoilt, sound[where])}, {})
-    checkpoints.wait()
-    assert checkpoints.steps() == [1]
+    for where, bad in (("model", np.nan), ("optimizer", np.inf), ("extras", np.nan)):
+        with pytest.raises(UserError, match=rf"After step 2, .* \({where}/.*\), so no checkpoint .* that of step 1\."):
+            checkpoints.save(2, {**sound, where: jax.tree.map(partial(spoilt, bad=bad), sound[where])}, {})
+        assert checkpoints.steps() == [1]
 
 
-SAVE_FOR_EVER = """
-import sys
-import jax.numpy as jnp
-from gregale.checkpoint import CheckpointConfig
-from gregale.checkpoint.store import Checkpoints
-from tests_of_checkpoints import made_for
-
-checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2), report=lambda message: None)
-restored = checkpoints.latest(made_for(0))
-step = 1 if restored is None else restored.step + 1
-while True:
-    checkpoints.save(step, made_for(step), {"step": step})
-    print(step, flush=True)
-    step += 1
-"""
-
-MADE_FOR = """
-import jax
-
-def made_for(step):
-    keys = jax.random.split(jax.random.key(step), 4)
-    return [jax.random.normal(key, (50_000,)) for key in keys]
-"""
+class Killed(BaseException):
+    """Ends a save without the program's own measures against errors."""
 
 
-def test_kill_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, monkeypatch):
-    (tmp_path / "tests_of_checkpoints.py").write_text(MADE_FOR)
-    monkeypatch.syspath_prepend(tmp_path)
-    from tests_of_checkpoints import made_for
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_that_ends_anywhere_leaves_a_sound_newest_checkpoint(tmp_path, monkeypatch, replaces):
+    """Before each change of the disk in turn; the save deletes an older checkpoint, or replaces one of its step."""
+    left = [0]
 
-    directory = tmp_path / "checkpoints"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    random = np.random.default_rng(0)
-    newest = 0
-    for _ in range(3):
-        command = [sys.executable, "-c", SAVE_FOR_EVER, str(directory)]
-        with Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            for _ in range(random.integers(1, 4)):
-                assert process.stdout.readline()
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(float(random.uniform(0, 0.1)))
-            process.send_signal(signal.SIGKILL)
+    def counted(owner, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "unlink"), (Path, "mkdir")):
+        counted(owner, name)
+    step, content, killed_at = 1, 1, []
+    with Checkpoints(tmp_path, report=lambda _: None) as checkpoints:
+        checkpoints.save(step, small(content), {})
+    while left[0] <= 0:
+        with Checkpoints(tmp_path, CheckpointConfig(keep_last=1), lambda _: None) as checkpoints:
+            restored = checkpoints.latest(small(0))
+            checkpoints.outdate(restored.step)
+            left[0] = len(killed_at) + 1
+            with suppress(Killed):
+                checkpoints.save(step + (not replaces), small(content + 1), {})
+                checkpoints.wait()
+        killed_at.append(left[0])
         reports: list[str] = []
-        with Checkpoints(directory, report=reports.append) as checkpoints:
-            restored = checkpoints.latest(made_for(0))
+        with Checkpoints(tmp_path, report=reports.append) as again:
+            restored = again.latest(small(0))
         assert all("is not valid" in report for report in reports)
-        if restored is not None:
-            assert restored.metadata == {"step": restored.step}
-            assert_same_bits(restored.tree, made_for(restored.step))
-            assert restored.step >= newest
-            newest = restored.step
-    assert newest > 0
+        assert restored.step in (step, step + (not replaces))
+        found = int(restored.tree["step"])
+        assert found in (content, content + 1)
+        assert_same_bits(restored.tree, small(found))
+        step, content = restored.step, found
+    assert len(killed_at) > 10
 
 
 def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatch):
@@ -427,42 +391,50 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatc
     assert reports == ["The checkpoint of step 1 is saved."]
 
 
-def test_what_is_outdated_is_replaced_and_nothing_else_is(folder, reports):
-    with Checkpoints(folder, CheckpointConfig(), reports.append) as checkpoints:
-        checkpoints.save(1, small(1), {})
-        checkpoints.save(1, small(2), {})
-        assert_same_bits(checkpoints.latest(small(0)).tree, small(1))
-        checkpoints.outdate(1)
-        checkpoints.save(1, small(2), {})
-        checkpoints.wait()
-        assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
-        assert checkpoints.steps() == [1]
-    assert reports == ["The checkpoint of step 1 is saved."] * 2
-
-
-@pytest.mark.parametrize("where", ["leaves.json", "00000-00000", MANIFEST])
-def test_a_store_that_fails_costs_one_checkpoint(s3, s3_endpoint, monkeypatch, reports, where):
+def test_a_store_that_fails_costs_one_checkpoint(s3, s3_endpoint, monkeypatch, reports):
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         folder = storage_path(str(s3), RetryPolicy(seconds=0.3, first_delay_seconds=0.05))
         with Checkpoints(folder, report=reports.append) as checkpoints:
             checkpoints.save(1, small(1), {})
-            checkpoints.wait()
-            proxy.faults[:] = [Fault(503, 1000, "PUT", where)]
-            checkpoints.save(2, small(2), {})
-            checkpoints.wait()
-            assert "the store did not answer as it should for 0.3 s" in checkpoints.failure
-            assert reports[-1].startswith(f"The checkpoint of step 2 could not be saved: {s3}/step-00000002/")
-            assert reports[-1].endswith("The newest one is that of step 1.")
-            assert checkpoints.steps() == [1]
-            proxy.faults[:] = [Fault(500, 1, "PUT", where)]
-            checkpoints.save(2, small(2), {})
-            assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
-            assert (checkpoints.failure, checkpoints.steps()) == (None, [1, 2])
+            for step, where in enumerate(("leaves.json", "00000-00000", MANIFEST), 2):
+                checkpoints.wait()
+                proxy.faults[:] = [Fault(503, 1000, "PUT", where)]
+                checkpoints.save(step, small(step), {})
+                checkpoints.wait()
+                assert "the store did not answer as it should for 0.3 s" in checkpoints.failure
+                assert reports[-1].startswith(
+                    f"The checkpoint of step {step} could not be saved: {s3}/step-0000000{step}/"
+                )
+                assert reports[-1].endswith(f"The newest one is that of step {step - 1}.")
+                assert checkpoints.steps() == [*range(max(step - 3, 1), step)]
+                proxy.faults[:] = [Fault(500, 1, "PUT", where)]
+                checkpoints.save(step, small(step), {})
+                assert_same_bits(checkpoints.latest(small(0)).tree, small(step))
+                assert checkpoints.failure is None
             proxy.faults[:] = [Fault("expired", 1000)]
             with pytest.raises(UserError, match=r"the store refused access .*token has expired"):
                 checkpoints.latest(small(0))
             proxy.faults.clear()
+
+
+def test_a_disk_that_cannot_read_a_file_has_a_damaged_checkpoint(checkpoints, reports, monkeypatch):
+    for step in (1, 2):
+        checkpoints.save(step, small(step), {})
+    checkpoints.wait()
+    digest = manifest._digest
+
+    def broken(path: Path, number: int) -> str:
+        if path.name == "00000-00000" and "step-00000002" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return digest(path)
+
+    monkeypatch.setattr(manifest, "_digest", partial(broken, number=errno.EIO))
+    assert checkpoints.latest(small(0)).step == 1
+    assert re.search(r"step 2 is damaged \(\w+/00000-00000 cannot be read: Input/output error in", reports[-1])
+    monkeypatch.setattr(manifest, "_digest", partial(broken, number=errno.EACCES))
+    with pytest.raises(UserError, match=r"The checkpoint of step 2 cannot be read: Permission denied: .*00000-00000"):
+        checkpoints.latest(small(0))
 
 
 def test_parts_are_cut_anywhere():

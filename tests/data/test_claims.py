@@ -10,6 +10,7 @@ from gregale.atomic_files import machine
 from gregale.data import claims
 from gregale.data.claims import once
 from gregale.errors import UserError
+from gregale.storage import write_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +26,6 @@ def claim(tmp_path, request):
 
 def of_another(**changes) -> bytes:
     return json.dumps({"machine": "elsewhere", "pid": 1, "token": "x", "beat": 0} | changes).encode()
-
-
-def write(claim, content: bytes) -> None:
-    claims.write_bytes(claim, content)
 
 
 def test_one_works_and_the_other_waits_for_it(claim):
@@ -50,12 +47,12 @@ def test_one_works_and_the_other_waits_for_it(claim):
 
 def test_a_claim_that_is_renewed_is_waited_for_and_one_that_stands_still_is_taken_over(claim, monkeypatch):
     monkeypatch.setattr(claims, "LOST_SECONDS", 0.0)
-    write(claim, of_another())
+    write_bytes(claim, of_another())
     beats, done = iter(range(1, 20)), []
 
     def waiting() -> None:
         if (beat := next(beats)) < 5:
-            write(claim, of_another(beat=beat))
+            write_bytes(claim, of_another(beat=beat))
 
     once(claim, lambda: done.append(next(beats)), lambda: bool(done), waiting)
     assert done == [6], "it waited while the claim was renewed, and no longer"
@@ -63,7 +60,7 @@ def test_a_claim_that_is_renewed_is_waited_for_and_one_that_stands_still_is_take
 
 def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(claim):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    write(claim, of_another(machine=machine(), pid=int(gone.stdout)))
+    write_bytes(claim, of_another(machine=machine(), pid=int(gone.stdout)))
     done = []
     once(claim, lambda: done.append("work"), lambda: bool(done))
     assert done == ["work"]
@@ -80,15 +77,12 @@ def test_a_claim_is_renewed_while_its_process_works_and_goes_when_that_fails(cla
     assert not claim.is_file()
 
 
-def test_what_the_parent_process_does_is_refused(claim):
-    write(claim, of_another(machine=machine(), pid=os.getppid()))
+def test_what_the_parent_process_does_is_refused_and_what_is_done_is_not_claimed(claim):
+    write_bytes(claim, of_another(machine=machine(), pid=os.getppid()))
     with pytest.raises(UserError, match=r"work\.claim: the parent process is at work. A script that calls this"):
         once(claim, lambda: None, lambda: False)
-
-
-def test_what_is_done_is_not_claimed(claim):
     once(claim, lambda: pytest.fail("done again"), lambda: True)
-    write(claim, b"damaged")
+    write_bytes(claim, b"damaged")
     done = []
     once(claim, lambda: None, lambda: bool(done), lambda: done.append("by another"))
     assert done

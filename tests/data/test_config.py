@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from gregale.data.config import DataConfig
-from gregale.data.loader import batches
 from gregale.data.parts import json_sha256
 from gregale.data.preparation import build_stores, prepare
-from gregale.data.progress import silent
+from gregale.data.progress import progress_bars, silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizer_training import training_texts
-from gregale.data.tokenizers import BpeConfig, BytesConfig, FileConfig, save_tokenizer
+from gregale.data.tokenizers import BpeConfig, BytesConfig, FileConfig
 from gregale.errors import UserError
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
@@ -24,6 +23,12 @@ def write_texts(folder):
         (folder / f"{number:02}.txt").write_text(text)
     (folder / "05b.txt").write_text("")  # an empty document has no number
     return TextSource(files=(f"{folder}/*.txt",))
+
+
+FINGERPRINTS = {
+    BytesConfig: "85b6e663f3c8a454fdd34073f30800a12e3557d11392a854f61ef84f48d7fbe9",
+    BpeConfig: "aeda2d9a6725fa99208f631272c1b4e21c8939974e969be7c8144b084fb9af1e",
+}
 
 
 @pytest.fixture
@@ -51,15 +56,12 @@ def test_every_document_is_trained_on_or_held_out(config, tokenizer):
         assert corpus.training_tokens == sum(len(text) + 1 for text in expected[False])
         assert corpus.held_out_tokens == sum(len(text) + 1 for text in expected[True])
     assert len(corpus.held_out) == (corpus.held_out_tokens - 1) // 16
+    assert list(training_texts(config.sources, config.held_out, {}, silent)) == expected[False], "a BPE's text"
+    # The fingerprints were written down before ends were held out: runs of then go on.
+    assert corpus.fingerprint == FINGERPRINTS[type(tokenizer)]
 
 
-def test_a_bpe_is_trained_on_the_training_documents_alone(config):
-    out = held_out_documents(len(TEXTS), config.held_out)
-    found = list(training_texts(config.sources, config.held_out, {}, silent))
-    assert found == [text for text, held in zip(TEXTS, out, strict=True) if not held]
-
-
-def test_nothing_is_built_twice(config):
+def test_nothing_is_built_twice_and_a_tokenizer_file_is_used(config, tmp_path):
     config = dataclasses.replace(config, tokenizer=BpeConfig(vocabulary=270))
     told = []
     first = prepare(config, 16, 0, lambda *report: told.append(report[0]))
@@ -68,6 +70,9 @@ def test_nothing_is_built_twice(config):
     again = prepare(config, 32, 1, lambda *report: told.append(report[0]))
     assert told == []
     assert again.fingerprint == first.fingerprint
+    (tmp_path / "t.json").write_text(json.dumps(first.tokenizer.to_json()["library"]))
+    choice = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
+    assert prepare(dataclasses.replace(config, tokenizer=choice), 16, 0).fingerprint == first.fingerprint
 
 
 def test_hosts_with_other_folders_agree(config, tmp_path):
@@ -75,8 +80,7 @@ def test_hosts_with_other_folders_agree(config, tmp_path):
     other = dataclasses.replace(config, sources={"books": source}, cache=str(tmp_path / "other"))
     one, two = prepare(config, 16, 5), prepare(other, 16, 5)
     assert one.fingerprint == two.fingerprint
-    with batches(one.train, 8, first=24) as first, batches(two.train, 8, first=24) as second:
-        np.testing.assert_array_equal(next(first)["tokens"], next(second)["tokens"])
+    np.testing.assert_array_equal(*(each.train.rows(range(24, 32))["tokens"] for each in (one, two)))
     changed = dataclasses.replace(config, held_out=0.3)
     assert prepare(changed, 16, 5).fingerprint != one.fingerprint
 
@@ -103,22 +107,6 @@ def test_sources_of_all_kinds_mix(config, tmp_path):
     assert list(corpus.train_streams) == ["books", "x"]
 
 
-def test_a_tokenizer_file_is_used(config, tmp_path):
-    trained = prepare(dataclasses.replace(config, tokenizer=BpeConfig(vocabulary=270)), 16, 0).tokenizer
-    save_tokenizer(trained, tmp_path / "run")
-    library = json.loads((tmp_path / "run" / "tokenizer.json").read_text())["library"]
-    (tmp_path / "t.json").write_text(json.dumps(library))
-    choice = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
-    assert prepare(dataclasses.replace(config, tokenizer=choice), 16, 0).tokenizer.fingerprint == trained.fingerprint
-
-
-def test_a_config_without_sources_is_refused():
-    with pytest.raises(
-        UserError, match=r"data\.sources: empty; .*types are: huggingface, jsonl, parquet, text, tokens"
-    ):
-        prepare(DataConfig(), 16, 0)
-
-
 @pytest.mark.parametrize("tokenizer", [BytesConfig(), BpeConfig()])
 def test_a_mistake_in_a_source_is_named_with_the_source_and_writes_nothing(config, tmp_path, tokenizer):
     sources = {"gone": TextSource(files=("/nowhere/*",))}
@@ -127,17 +115,17 @@ def test_a_mistake_in_a_source_is_named_with_the_source_and_writes_nothing(confi
     assert not (tmp_path / "cache").exists()
 
 
-def test_bad_text_is_found_while_a_bpe_is_trained(config, tmp_path):
+def test_sources_that_train_no_bpe_are_refused(config, tmp_path):
+    types = "huggingface, jsonl, parquet, text, tokens"
+    with pytest.raises(UserError, match=rf"data\.sources: empty; .*types are: {types}"):
+        prepare(DataConfig(), 16, 0)
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    tokens = {"a": TokensSource(files=(f"{tmp_path}/a.bin",))}
+    with pytest.raises(UserError, match=r"data\.tokenizer: no text to train a BPE on"):
+        build_stores(dataclasses.replace(config, sources=tokens, tokenizer=BpeConfig()))
     (tmp_path / "texts" / "30.txt").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"data\.sources\.books: .*30\.txt, byte 0: 0xff is not UTF-8"):
         build_stores(dataclasses.replace(config, tokenizer=BpeConfig()))
-
-
-def test_tokens_alone_train_no_bpe(config, tmp_path):
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    sources = {"a": TokensSource(files=(f"{tmp_path}/a.bin",))}
-    with pytest.raises(UserError, match=r"data\.tokenizer: no text to train a BPE on"):
-        prepare(dataclasses.replace(config, sources=sources, tokenizer=BpeConfig()), 16, 0)
 
 
 def book(tmp_path, text, **fields):
@@ -170,18 +158,6 @@ def test_a_source_without_held_out_documents_has_an_end_and_the_others_stay(conf
         np.testing.assert_array_equal(ours.read(0, len(ours)), before.read(0, len(before)))
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "fingerprint"),
-    [
-        (BytesConfig(), "85b6e663f3c8a454fdd34073f30800a12e3557d11392a854f61ef84f48d7fbe9"),
-        (BpeConfig(vocabulary=270), "aeda2d9a6725fa99208f631272c1b4e21c8939974e969be7c8144b084fb9af1e"),
-    ],
-)
-def test_sources_with_enough_documents_are_what_they_always_were(config, tokenizer, fingerprint):
-    """The fingerprints were written down before ends were held out: runs of then go on."""
-    assert prepare(dataclasses.replace(config, tokenizer=tokenizer), 16, 0).fingerprint == fingerprint
-
-
 def test_a_held_out_end_trains_no_bpe(tmp_path):
     text = "the sea and the wind. " * 300 + "qzqz qzqz " * 80
     held = len("qzqz qzqz " * 80) / len(text)
@@ -199,13 +175,6 @@ def test_a_held_out_end_trains_no_bpe(tmp_path):
     told.clear()
     assert prepare(config, 16, 0, lambda *report: told.append(report[0])).fingerprint == corpus.fingerprint
     assert told == []
-
-
-def test_nothing_held_out(tmp_path):
-    config = book(tmp_path, "words " * 100, held_out=0.0)
-    corpus = prepare(config, 16, 0)
-    assert (corpus.held_out, corpus.held_out_tokens, corpus.training_tokens) == (None, 0, 601)
-    assert not config.evaluates
 
 
 def test_validation_sources_are_evaluated_on_and_never_trained_on(config, tmp_path):
@@ -230,12 +199,11 @@ def test_validation_sources_are_evaluated_on_and_never_trained_on(config, tmp_pa
         prepare(dataclasses.replace(config, validation={"x": TextSource(files=("/nowhere",))}), 16, 0)
 
 
-@pytest.mark.parametrize("tokenizer", [BytesConfig(), BpeConfig(vocabulary=270)], ids=["bytes", "bpe"])
-def test_skipped_documents_are_told_of_whenever_the_store_is_opened(config, tmp_path, tokenizer):
+def test_skipped_documents_are_told_of_whenever_the_store_is_opened(config, tmp_path):
     (tmp_path / "texts" / "30.txt").write_bytes(b"caf\xe9")
     (tmp_path / "texts" / "33.txt").write_bytes(b"\xff")
     source = dataclasses.replace(config.sources["books"], on_bad_document="skip")
-    config = dataclasses.replace(config, sources={"books": source}, tokenizer=tokenizer)
+    config = dataclasses.replace(config, sources={"books": source}, tokenizer=BpeConfig(vocabulary=270))
     first = prepare(config, 16, 0)
     assert [line.partition(": 0x")[0] for line in first.notes] == [
         "data.sources.books:",
@@ -260,6 +228,10 @@ def test_too_little_text_is_refused_with_the_arithmetic(config, tmp_path):
     with pytest.raises(UserError, match=r"data\.held_out: .* 50 \+ 1 = 51 tokens; the held-out tokens are: book 0\."):
         prepare(book(tmp_path, "a" * 100), 50, 0)
     assert len(prepare(book(tmp_path, "a" * 101), 50, 0).held_out) == 1
+    config = book(tmp_path, "a" * 60, held_out=0.0)
+    corpus = prepare(config, 50, 0)
+    assert (corpus.held_out, corpus.held_out_tokens, corpus.training_tokens) == (None, 0, 61)
+    assert not config.evaluates
 
 
 def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
@@ -274,3 +246,12 @@ def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
         f"data.sources.books: {older} is a token store of an older version of Gregale and not used any more: the "
         f"tokens were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
     )
+
+
+def test_bars_are_drawn_on_standard_error(capsys):
+    with progress_bars() as report:
+        report("books", 1, 4)
+        report("books", 4, 4)
+    output = capsys.readouterr()
+    assert "books" in output.err
+    assert output.out == ""

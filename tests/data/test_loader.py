@@ -1,4 +1,5 @@
 import threading
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -22,30 +23,21 @@ def examples(stream):
     return training_examples({"a": Windows([stream], 16, False)}, {"a": 1.0}, seed=0)
 
 
-def take(examples, count, **options):
-    with batches(examples, BATCH, **options) as steps:
+def take(examples, count, size=BATCH, **options):
+    with closing(batches(examples, size, **options)) as steps:
         return list(islice(steps, count))
 
 
 def assert_equal(found, expected):
-    assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
+        assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("start", [0, 1, 17, 10**9])
-def test_resuming_takes_the_step_alone(examples, start):
-    expected = [examples.rows(range(step * BATCH, step * BATCH + BATCH)) for step in range(start, start + 5)]
-    assert_equal(take(examples, 5, first=start * BATCH), expected)
-
-
-def test_batches_of_another_size_go_on_with_the_next_example(examples):
-    with batches(examples, 5, first=3 * BATCH) as made:
-        found = list(islice(made, 4))
-    expected = [examples.rows(range(first, first + 5)) for first in range(3 * BATCH, 3 * BATCH + 20, 5)]
-    assert_equal(found, expected)
+def test_resuming_takes_the_example_alone_also_with_batches_of_another_size(examples):
+    for first, size in ((0, BATCH), (BATCH, BATCH), (17 * BATCH, BATCH), (BATCH * 10**9, BATCH), (3 * BATCH, 5)):
+        expected = [examples.rows(range(row, row + size)) for row in range(first, first + 5 * size, size)]
+        assert_equal(take(examples, 5, size, first=first), expected)
 
 
 @pytest.mark.parametrize("hosts", [[range(8)], [range(4), range(4, 8)], [[0, 2, 5], [7], [1, 3, 4, 6]]])

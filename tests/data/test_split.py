@@ -58,11 +58,14 @@ def test_no_token_is_in_a_training_window_and_in_one_that_is_held_out(lengths, f
 def test_the_end_of_one_document():
     store = numbered([1000])
     assert not held_out_documents(1, 0.1).any()
-    assert end_cut(store, 0.1, 10) == 1000 - (10 * 10 + 1)
-    assert end_cut(store, 0.001, 10) == 1000 - (2 * 10 + 1)
-    assert end_cut(store, 0.1, 400) == 1000 - (400 + 1), "two windows would leave none to train on"
-    assert end_cut(store, 0.87, 100) == 1000 - (8 * 100 + 1)
-    assert end_cut(store, 0.1, 499) == 500
+    for fraction, length, held in (
+        (0.1, 10, 10 * 10 + 1),
+        (0.001, 10, 2 * 10 + 1),
+        (0.1, 400, 400 + 1),  # two windows would leave none to train on
+        (0.87, 100, 8 * 100 + 1),
+        (0.1, 499, 500),
+    ):
+        assert end_cut(store, fraction, length) == 1000 - held
     assert end_cut(store, 0.1, 500) is None
 
 

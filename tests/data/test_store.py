@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 from gregale.data import store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import json_sha256
+from gregale.data.sources import TextSource
 from gregale.data.store import MANIFEST_NAME, open_store
 from gregale.errors import UserError
-from tests.data.conftest import store_of
+from tests.data.conftest import build, store_of
 
 FILES = ["part-00000000.bin", "part-00000000.json", "documents.npy", "manifest.json"]
 NO_DISK = ChunkCache(Path("nowhere"), 0)
@@ -52,7 +54,7 @@ def test_places_in_many_parts_and_chunks_are_read_in_any_order(tmp_path, monkeyp
 def test_a_flipped_byte_is_found_wherever_it_is(tmp_path, name):
     path = store_of(tmp_path / "store", [[1, 2, 9], [3, 9]]).folder / name
     original = path.read_bytes()
-    for place in range(len(original)):
+    for place in range(0, len(original), 3):
         flip_byte(path, place)
         with pytest.raises(UserError, match=str(path.parent / name.replace(".json", "") if "part" in name else path)):
             open_store(path.parent, NO_DISK).verify()
@@ -70,9 +72,11 @@ def test_no_token_of_a_damaged_chunk_is_handed_out(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(UserError, match=rf"{folder}/part-00000000\.bin is damaged or .* Delete {folder}/manifest"):
             damaged.tokens[7:9]
-    (folder / "part-00000000.bin").unlink()
-    with pytest.raises(UserError, match=r"part-00000000\.bin is damaged or missing"):
-        open_store(folder, NO_DISK).tokens[:1]
+    (folder / "part-00000000.bin").write_bytes(b"")
+    for _ in ("empty", "missing"):
+        with pytest.raises(UserError, match=r"part-00000000\.bin is damaged or missing"):
+            open_store(folder, NO_DISK).tokens[:1]
+        (folder / "part-00000000.bin").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("name", ["documents.npy", "manifest.json"])
@@ -93,3 +97,24 @@ def test_another_version_of_the_format_is_refused(tmp_path):
     path.write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
     with pytest.raises(UserError, match="format 0, this program reads format 2"):
         open_store(path.parent, NO_DISK)
+
+
+def test_all_of_a_store_is_on_the_disk_before_its_manifest_has_its_name(tmp_path, monkeypatch):
+    flushed: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def waited(file: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    def renamed(before, after) -> None:
+        assert str(before) in flushed
+        replace(before, after)
+        flushed.append(str(after))
+
+    monkeypatch.setattr(os, "fsync", waited)
+    monkeypatch.setattr(os, "replace", renamed)
+    (tmp_path / "a").write_text("text")
+    folder = build(TextSource(files=(f"{tmp_path}/a",)), tmp_path / "cache").folder
+    assert flushed[-2:] == [str(folder / MANIFEST_NAME), str(folder)], "the folder's names too"
+    assert {str(path) for path in folder.iterdir()} < set(flushed)

@@ -32,13 +32,10 @@ def splitmix64(number):
     return mixed ^ (mixed >> 31)
 
 
-def test_the_hash_is_splitmix64():
+def test_the_hash_is_splitmix64_and_more_documents_change_none_before_them():
     assert splitmix64(1) == 0xE220A8397B1DCDAF  # the first output of the published generator for seed 0
     expected = [splitmix64(number + 1) < 0.3 * 2**64 for number in range(1000)]
     assert held_out_documents(1000, 0.3).tolist() == expected
-
-
-def test_the_fraction_is_right_and_more_documents_change_none_before_them():
     out = held_out_documents(100_000, 0.02)
     assert abs(out.mean() - 0.02) < 0.002
     np.testing.assert_array_equal(held_out_documents(1000, 0.02), out[:1000])

@@ -21,6 +21,7 @@ from gregale.data.tokenizers import (
     tokenizer_from_file,
     train_bpe,
 )
+from gregale.data.vocabulary_bytes import byte_level_reader, decoder_kinds, vocabulary_bytes
 from gregale.errors import UserError
 
 TEXTS = ["the cat sat on the mat", "the dog — über alles — sat on the cat"] * 5
@@ -44,17 +45,14 @@ def test_decoding_gives_the_text_back_and_bytes_are_counted(tokenizer, text):
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes[ids].sum() == len(text.encode())
     assert tokenizer.end_of_document not in ids
-    decoder = tokenizer.stream()
-    assert "".join(map(decoder.push, ids.tolist())) + decoder.finish() == text
 
 
 @EVERY
 @given(data=st.data())
-def test_any_ids_decode_alike_at_once_and_one_by_one(tokenizer, data):
+def test_any_ids_decode_to_the_bytes_of_their_vocabulary_entries(tokenizer, data):
     ids = np.array(data.draw(st.lists(st.integers(0, tokenizer.vocabulary_size - 1))), np.int32)
-    decoder = tokenizer.stream()
-    pieces = [decoder.push(token) for token in ids.tolist()]
-    assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
+    found = b"".join(tokenizer.vocabulary_bytes[token] for token in ids)
+    assert found.decode("utf-8", "replace") == tokenizer.decode(ids)
 
 
 @EVERY
@@ -65,22 +63,11 @@ def test_many_texts_at_once_are_encoded_as_each_by_itself(tokenizer):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
 
 
-def test_a_character_waits_for_all_its_bytes():
-    decoder = BytesTokenizer().stream()
-    assert [decoder.push(byte) for byte in "aü€".encode()] == ["a", "", "ü", "", "", "€"]
-    assert decoder.push(0xE2) == ""
-    assert decoder.finish() == "\ufffd"
-
-
-@EVERY
-def test_the_end_of_a_document_is_an_id_without_bytes(tokenizer):
-    assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
-    assert tokenizer.token_bytes[tokenizer.end_of_document] == 0
-    assert np.count_nonzero(tokenizer.token_bytes == 0) == 1
-    assert tokenizer.decode(np.array([tokenizer.end_of_document])) == ""
-
-
-def test_a_trained_vocabulary_has_the_size_asked_for_and_shortens_text():
+def test_the_end_of_a_document_is_an_id_without_bytes():
+    for tokenizer in (BytesTokenizer(), BPE):
+        assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
+        assert np.flatnonzero(tokenizer.token_bytes == 0).tolist() == [tokenizer.end_of_document]
+        assert tokenizer.decode(np.array([tokenizer.end_of_document])) == ""
     assert BPE.vocabulary_size == 280
     assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0]) / 2
 
@@ -115,26 +102,20 @@ def test_fingerprints_tell_tokenizers_apart():
     assert train_bpe(BpeConfig(vocabulary=280), iter(TEXTS)).fingerprint == BPE.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_missing_or_damaged_save_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"gone\.json: cannot be read"):
+        tokenizer_from_file(FileConfig(path=str(tmp_path / "gone.json")))
+    for content, message in (
+        (None, "cannot be read"),
         ("{", "damaged, not JSON"),
         ("[]", "not a tokenizer that this program saved"),
         ('{"type": "library"}', "not a tokenizer that this program saved"),
         ('{"type": "library", "end_of_document": "x", "library": {}}', "not a tokenizer.json that the tokenizers"),
-    ],
-)
-def test_a_damaged_save_is_refused(tmp_path, content, message):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=rf"tokenizer\.json: {message}"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"gone\.json: cannot be read"):
-        tokenizer_from_file(FileConfig(path=str(tmp_path / "gone.json")))
+    ):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=rf"tokenizer\.json: {message}"):
+            load_tokenizer(tmp_path)
 
 
 def sentence_piece_file(path):
@@ -161,10 +142,6 @@ def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
     assert tokenizer.vocabulary_bytes[tokenizer.vocabulary_size - 1] == b"<think>"
     assert tokenizer.end_of_document == 2
     assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
-
-
-def test_a_missing_end_of_document_token_is_named_with_what_there_is(tmp_path):
-    sentence_piece_file(tmp_path / "t.json")
     with pytest.raises(UserError, match=r"t\.json: no token `<\|endoftext\|>`.*: <unk>, <s>, </s>, <think>\."):
         tokenizer_from_file(FileConfig(path=str(tmp_path / "t.json")))
 
@@ -178,16 +155,32 @@ def test_a_decoder_without_bytes_per_token_is_refused():
         LibraryTokenizer(library.to_str(), "end", "here")
 
 
-def test_truncation_and_padding_of_a_file_are_left_out():
-    saved = json.dumps(BPE.to_json()["library"])
-    library = tokenizers.Tokenizer.from_str(saved)
+def test_truncation_padding_and_a_byte_order_mark_of_a_file_are_left_out(tmp_path):
+    library = tokenizers.Tokenizer.from_str(json.dumps(BPE.to_json()["library"]))
     library.enable_truncation(3)
     library.enable_padding(length=8)
-    tokenizer = LibraryTokenizer(library.to_str(), "<|end_of_document|>", "here")
-    np.testing.assert_array_equal(tokenizer.encode(TEXTS[1]), BPE.encode(TEXTS[1]))
-
-
-def test_a_byte_order_mark_before_a_tokenizer_json(tmp_path):
-    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(BPE.to_json()["library"]).encode())
+    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + library.to_str().encode())
     config = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
-    assert tokenizer_from_file(config).fingerprint == BPE.fingerprint
+    np.testing.assert_array_equal(tokenizer_from_file(config).encode(TEXTS[1]), BPE.encode(TEXTS[1]))
+
+
+def test_the_byte_level_alphabet_is_the_librarys():
+    read = byte_level_reader()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert sorted(read(character) for character in alphabet) == [bytes([value]) for value in range(256)]
+    for text in ("the cat", "ü\n\t€", "\x00\x7f\xad"):
+        ((token, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        assert read(token) == text.encode()
+
+
+def test_decoders_inside_a_sequence_are_found():
+    nested = {"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}]}
+    assert decoder_kinds(nested) == {"Sequence", "ByteLevel"}
+    assert decoder_kinds(None) == set()
+
+
+def test_ids_that_no_token_has_stand_for_nothing():
+    added = [{"id": 5, "content": "<s>", "special": True}, {"id": 6, "content": "ü", "special": False}]
+    tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": added}
+    vocabulary = {"a": 0, "Ġb": 3, "<s>": 5, "ü": 6}
+    assert vocabulary_bytes(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]

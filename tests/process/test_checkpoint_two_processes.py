@@ -5,7 +5,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.manifest import MANIFEST
@@ -87,15 +86,10 @@ print("done", rank)
 """
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory, run_two_processes):
-    folder = tmp_path_factory.mktemp("shared") / "checkpoints"
-    outputs = run_two_processes(WORKER, str(folder))
+def test_one_process_restores_what_both_processes_wrote(tmp_path, run_two_processes):
+    directory = tmp_path / "checkpoints"
+    outputs = run_two_processes(WORKER, str(directory))
     assert [output.splitlines()[-1] for output in outputs] == ["done 0", "done 1"]
-    return folder
-
-
-def test_one_process_restores_what_two_saved(directory):
     with Checkpoints(directory, CheckpointConfig()) as checkpoints:
         mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "all"))
@@ -103,12 +97,8 @@ def test_one_process_restores_what_two_saved(directory):
         restored = checkpoints.latest(template)
     np.testing.assert_array_equal(restored.tree["x"], VALUES * 30)
     assert (restored.step, int(restored.tree["step"])) == (3, 30)
-
-
-def test_both_processes_wrote_and_every_file_is_in_the_manifest(directory):
     folder = directory / "step-00000003"
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {name.split("/")[1] for name in there if "-" in name} == {"00000-00000", "00001-00000"}
-    with open(folder / MANIFEST) as file:
-        assert set(json.load(file)["files"]) == there - {MANIFEST}
+    assert set(json.loads((folder / MANIFEST).read_bytes())["files"]) == there - {MANIFEST}
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]

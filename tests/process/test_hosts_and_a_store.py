@@ -1,7 +1,5 @@
 """Hosts that have nothing in common but a store: one is killed, and the run goes on bit for bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -10,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
+from gregale.atomic_files import user_cache
 from gregale.checkpoint.manifest import find_damage
 from gregale.checkpoint.retention import folder_name
 from gregale.distributed.liveness import EXIT_CODE
@@ -38,21 +35,8 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def one(inputs) -> Path:
-    """The run of one process with all the devices, on a local disk."""
-    code, _, err = finished(start_train(inputs, *SETTINGS))
-    assert code == 0, err
-    return inputs / "runs" / "tiny"
-
-
 def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
-    """A process for each host, whose home, folder of work, temporary folder and caches no other sees."""
+    """A process for each host, whose home, folder of work, temporary folder and cache of data no other sees."""
     port, processes = free_port(), []
     for host in range(HOSTS):
         folder = tmp_path / f"host-{host}"
@@ -63,7 +47,7 @@ def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
         command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *SETTINGS, "--runs", f"{store}/runs"]
         command += ["--data.sources.words.files", f"[{store}/text/*.txt]", "--data.cache", f"{store}/cache"]
         command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(HOSTS)]
-        command += ["--distributed.process", str(host)]
+        command += ["--distributed.process", str(host), "--compilation_cache", str(user_cache())]  # compiled once
         pipe = subprocess.PIPE
         processes.append(Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
     return processes
@@ -78,7 +62,11 @@ def ends(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def test_a_run_of_hosts_without_a_shared_disk_goes_on_to_the_last_bit(tmp_path, inputs, one, s3):
+def test_a_run_of_hosts_without_a_shared_disk_goes_on_to_the_last_bit(tmp_path, s3):
+    inputs = write_inputs(tmp_path / "inputs")
+    code, _, err = finished(start_train(inputs, *SETTINGS))  # one process with all the devices, on a local disk
+    assert code == 0, err
+    one = inputs / "runs" / "tiny"
     for path in sorted((inputs / "text").iterdir()):
         (s3 / "text" / path.name).write_bytes(path.read_bytes())
     run = s3 / "runs" / "tiny"

@@ -1,5 +1,7 @@
 """A disk, S3 and GCS by the same names; the stores are stand-ins in processes of their own."""
 
+import errno
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +12,8 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.storage import (
-    ObjectPath,
     Status,
     create,
-    download,
     files_below,
     is_url,
     names,
@@ -50,8 +50,7 @@ def test_a_place_is_written_read_listed_and_deleted(folder, tmp_path):
     ], "an object that is shorter than it was is damage, and no refusal"
     (tmp_path / "here").write_bytes(b"from a file")
     upload(tmp_path / "here", folder / "c")
-    download(folder / "c", tmp_path / "there")
-    assert (tmp_path / "there").read_bytes() == b"from a file"
+    assert (folder / "c").read_bytes() == b"from a file"
     assert {name: found.size for name, found in files_below(folder).items()} == {"a/b.bin": 10, "c": 11}
     assert files_below(folder)["c"] == status(folder / "c")
     assert names(folder) == ["a", "c"]
@@ -64,20 +63,15 @@ def test_a_place_is_written_read_listed_and_deleted(folder, tmp_path):
     remove_tree(folder)
 
 
-def test_the_identity_changes_with_the_content(folder):
-    write_bytes(folder / "a" / "x", b"one")
-    before = status(folder / "a" / "x")
-    assert status(folder / "a" / "x") == before
-    write_bytes(folder / "a" / "x", b"two")
-    assert isinstance(before, Status)
-    assert status(folder / "a" / "x") != before
-
-
-def test_names_that_begin_alike_are_not_below(folder):
+def test_the_identity_changes_with_the_content_and_names_that_begin_alike_are_not_below(folder):
     for name in ("run", "run-2"):
-        if not isinstance(folder, ObjectPath):
-            (folder / name).mkdir()
-        write_bytes(folder / name / "x", b"")
+        (folder / name).mkdir()
+        write_bytes(folder / name / "x", b"one")
+    before = status(folder / "run" / "x")
+    assert isinstance(before, Status)
+    assert status(folder / "run" / "x") == before
+    write_bytes(folder / "run" / "x", b"two")
+    assert status(folder / "run" / "x") != before
     assert list(files_below(folder / "run")) == ["x"]
     remove_tree(folder / "run")
     assert (folder / "run-2" / "x").is_file()
@@ -92,6 +86,17 @@ def test_of_several_that_create_one_does(folder):
     assert made == [(folder / "lock").read_bytes()]
     assert not create(folder / "lock", b"late")
     assert made == [(folder / "lock").read_bytes()]
+
+
+def test_a_file_system_without_links_creates_once_too(tmp_path, monkeypatch):
+    def link(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    assert create(tmp_path / "lock", b"one")
+    assert not create(tmp_path / "lock", b"two")
+    assert (tmp_path / "lock").read_bytes() == b"one"
+    assert names(tmp_path) == ["lock"]
 
 
 def test_what_a_text_names(tmp_path):
@@ -141,3 +146,5 @@ def test_a_file_that_goes_while_a_folder_is_looked_at_is_left_out(tmp_path, monk
 
     monkeypatch.setattr(Path, "is_file", goes)
     assert list(files_below(tmp_path)) == ["kept"]
+    (tmp_path / "gone").write_bytes(b"x")
+    assert status(tmp_path / "gone") is None

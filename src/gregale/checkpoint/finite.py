@@ -1,7 +1,5 @@
 """A check that all numbers of a state are finite, before it is saved."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -14,17 +14,11 @@ _NAMES_SHOWN = 6
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """The shape, dtype and axis names of a leaf.
-
-    Attributes:
-        shape: sizes.
-        dtype: name of the dtype in NumPy or JAX.
-        axes: axis names, or None for an array without them.
-    """
+    """The shape, the dtype's name and the axis names of a leaf."""
 
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[str, ...] | None
+    axes: tuple[str, ...] | None  # None: an array without axis names
 
     def __str__(self) -> str:
         if self.axes is None:
@@ -102,13 +96,9 @@ def _listed(lines: list[str]) -> str:
 
 
 def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], path: str, partial: bool) -> None:
-    """Check that a checkpoint can fill a template.
+    """Check that the leaves of a checkpoint can fill those of a template.
 
-    Args:
-        saved: the leaves of the checkpoint.
-        wanted: the leaves of the template.
-        path: the path of the checkpoint, for the message.
-        partial: whether the checkpoint may contain leaves that the template lacks.
+    - `partial`: whether the checkpoint may contain leaves that the template lacks
 
     Raises:
         UserError: leaves are missing, superfluous, or of another shape, axis order or dtype.

@@ -1,13 +1,13 @@
 """The manifest of a checkpoint: checksums of its files or objects, written last and verified before a restore."""
 
+import errno
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gregale.atomic_files import atomic_replace, flush
 from gregale.errors import UserError
-from gregale.storage import ObjectPath, StoragePath
+from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 MANIFEST = "manifest.json"
 SHARDS = "pieces.json"  # the positions of the shards of all arrays
@@ -34,14 +34,7 @@ def _digest_of_records(records: FileRecords) -> str:
 def write_manifest(folder: StoragePath, records: FileRecords) -> None:
     """Write the manifest, which makes the checkpoint in `folder` valid; on a disk it then survives a power failure."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
-    content = json.dumps(manifest, indent=1).encode()
-    if isinstance(folder, ObjectPath):
-        (folder / MANIFEST).write_bytes(content)
-        return
-    with atomic_replace(folder / MANIFEST) as temporary:
-        temporary.write_bytes(content)
-        flush(temporary)
-    flush(folder)
+    write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)
 
 
 def read_records(folder: StoragePath) -> FileRecords:
@@ -64,10 +57,7 @@ def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
     """Return a text about the first damage of a checkpoint, or None if every file is intact.
 
-    Args:
-        folder: the committed checkpoint.
-        part: number of the first file to check.
-        parts: check every `parts`-th file from the first on; processes share the reading.
+    Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file.
 
     Raises `UserError` if an earlier version of Gregale wrote the checkpoint.
     """
@@ -93,6 +83,10 @@ def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str 
         found_size, found_digest = _measured(folder / name)
     except (FileNotFoundError, IsADirectoryError):
         return f"{name} is missing"
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{name} cannot be read: {error.strerror}"
     if found_size != size:
         return f"{name} has {found_size} bytes of the {size} that were written"
     if found_digest != digest:

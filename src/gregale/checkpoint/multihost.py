@@ -35,13 +35,6 @@ def barrier(name: str) -> None:
         client.wait_at_barrier(name, _BARRIER_MINUTES * 60_000)
 
 
-def from_first_process(number: int) -> int:
-    """Return process 0's number in every process."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-
 def first_message(message: str | None) -> str | None:
     """Return the message of the first process that has one, in every process; None if none has."""
     if jax.process_count() == 1:

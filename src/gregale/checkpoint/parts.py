@@ -1,7 +1,5 @@
 """Byte streams in parts: files of 48 MiB on a disk, or objects of a store, each written by one request."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import deque

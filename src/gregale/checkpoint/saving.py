@@ -3,8 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import jax
@@ -24,21 +23,7 @@ from gregale.checkpoint.retention import (
 )
 from gregale.checkpoint.writing import commit, delete, discard, make_room, prepare
 from gregale.errors import UserError
-from gregale.storage import StoragePath, StoreError
-
-
-@dataclass(frozen=True)
-class Notices:
-    """Callbacks of process 0, mostly called in a thread.
-
-    - `report`: called with one line for the user
-    - `check`: called before a save and before its commit; raises to prevent it
-    - `committed`: called with the step after the commit
-    """
-
-    report: Callable[[str], None]
-    check: Callable[[], None]
-    committed: Callable[[int], None]
+from gregale.storage import StoragePath, StoreError, storage_path
 
 
 class _Failure(NamedTuple):
@@ -49,23 +34,66 @@ class _Failure(NamedTuple):
 
 
 class Saver:
-    """Saves the checkpoints of a run, one at a time; see `Checkpoints` for the content.
+    """Saves the checkpoints of a run, one at a time.
 
-    Every process makes the same calls in the same order. `failure` is the cause if the last save failed, else None.
+    Every process makes the same calls in the same order.
+
+    Attributes:
+        failure: the cause if the last save failed, the same in every process; None if it succeeded or is in flight.
     """
 
-    def __init__(self, directory: StoragePath, config: CheckpointConfig, notices: Notices):
-        self._directory, self._config, self._notices = directory, config, notices
+    def __init__(
+        self,
+        directory: StoragePath | str,
+        config: CheckpointConfig | None = None,
+        report: Callable[[str], None] = print,
+        committed: Callable[[int], None] = lambda step: None,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """
+        Args:
+            directory: created by the first save.
+            config: the retention rules.
+            report: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
+                thread.
+            committed: called in the same way with the step of each committed checkpoint.
+            check: called in the same way before each save and before its commit; raises if this process must not write
+                to the run any more.
+        """
+        self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
+        self._config = config or CheckpointConfig()
+        self._report = report if jax.process_index() == 0 else lambda _: None
+        self._committed, self._check_owner = committed, check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
-        self.history: set[int] = set()  # the saved steps, and the step that the run resumed from
+        self._history: set[int] = set()  # the saved steps, and the step that the run resumed from
         self.failure: str | None = None
 
-    def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object]) -> None:
-        """See `Checkpoints.save`."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object] = lambda: None) -> None:
+        """Save in the background; return once the arrays may be donated. Waits for an earlier save.
+
+        A step that this object has already saved or resumed from is not written again. A failed save (for example on a
+        full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
+
+        Args:
+            step: names the checkpoint.
+            tree: pytree of global jax.Arrays.
+            metadata: stored as JSON beside the arrays.
+            beside: writes further data of the checkpoint to another path, in every process and in the background; if
+                it raises, the save fails.
+
+        Raises:
+            UserError: an array of the tree contains NaN or an infinity; nothing is saved.
+        """
         self.wait()
-        if step in self.history:
+        if step in self._history:
             return
         self._check_finite(step, tree)
         self._saves += 1
@@ -87,22 +115,27 @@ class Saver:
         failed = _failure_of(lambda: writing.append(prepare(root, stored, texts)))
         self._in_flight = step, self._thread.submit(self._commit, step, root, writing, failed, beside)
 
+    def outdate(self, step: int) -> None:
+        """Mark the checkpoint of a step as outdated: the next save of that step replaces it."""
+        self.wait()
+        self._history.discard(step)
+
     def wait(self) -> None:
-        """See `Checkpoints.wait`."""
+        """Wait until the save in flight, if any, is committed or has failed."""
         if self._in_flight is None:
             return
         (step, future), self._in_flight = self._in_flight, None
         self.failure = first_message(future.result())
         if not self.failure:
-            self.history.add(step)
+            self._history.add(step)
 
     def close(self) -> None:
-        """Wait without the other processes, and end the threads."""
+        """Wait without the other processes, and end the threads; no save or restore is possible afterwards."""
         self._thread.shutdown()
 
     def _check(self) -> None:
         if jax.process_index() == 0:
-            self._notices.check()
+            self._check_owner()
 
     def _make_room(self, size: int) -> None:
         if jax.process_index() == 0:
@@ -144,7 +177,7 @@ class Saver:
             if failed:
                 self._give_up(step, root, failed)
             else:
-                self._notices.report(f"The checkpoint of step {step} is saved.")
+                self._report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
         barrier(f"{root} is committed, save {self._saves}")
         return failed.message if failed else None
@@ -153,17 +186,17 @@ class Saver:
         """Call `committed` and delete old checkpoints; a failure is only reported."""
 
         def tidy() -> None:
-            self._notices.committed(saved)
+            self._committed(saved)
             for old in superfluous(committed_steps(self._directory), saved, self._config):
                 delete(self._directory / folder_name(old))
 
         if failed := _failure_of(tidy):
-            self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
+            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
 
     def _give_up(self, step: int, root: StoragePath, failed: _Failure) -> None:
         """Delete the files of a failed save and report the failure."""
         discard(root)
-        self._notices.report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
+        self._report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:

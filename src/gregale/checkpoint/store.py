@@ -2,30 +2,31 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from inspect import isfunction
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
+import numpy as np
 
+from gregale.atomic_files import os_error_text
 from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
-from gregale.checkpoint.manifest import MANIFEST, find_damage, read_records, root_of
-from gregale.checkpoint.multihost import agreed, by_first_process, first_message, from_first_process
-from gregale.checkpoint.reading import read_arrays
+from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records, root_of
+from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
+from gregale.checkpoint.parts import THREADS, read_parts
 from gregale.checkpoint.retention import (
     LEAVES,
     METADATA,
-    CheckpointConfig,
     committed_steps,
     folder_name,
     step_of,
     without_manifest,
 )
-from gregale.checkpoint.saving import Notices, Saver
+from gregale.checkpoint.saving import Saver
+from gregale.checkpoint.shard_layout import Region, RowRange, from_json, region_of, rows_for, wanted
 from gregale.errors import UserError
-from gregale.storage import StoragePath, storage_path
-
-_NONE = -1
+from gregale.storage import StoragePath
 
 Tree = TypeVar("Tree")
 Partial = bool | Callable[[dict], bool]
@@ -33,20 +34,14 @@ Partial = bool | Callable[[dict], bool]
 
 @dataclass(frozen=True)
 class Restored(Generic[Tree]):
-    """A restored checkpoint.
-
-    Attributes:
-        step: the step of the checkpoint.
-        tree: the template, filled with the checkpoint's arrays.
-        metadata: the metadata of the checkpoint.
-    """
+    """A restored checkpoint: its step, the template filled with its arrays, and its metadata."""
 
     step: int
     tree: Tree
     metadata: dict
 
 
-class Checkpoints:
+class Checkpoints(Saver):
     """The checkpoints of one run, in one directory that all its processes share, or in one folder of a store.
 
     Every process of a `jax.distributed` run makes the same calls in the same order. Trees are pytrees of global
@@ -54,87 +49,18 @@ class Checkpoints:
     directory. The first save removes unfinished checkpoints of killed processes.
     """
 
-    def __init__(
-        self,
-        directory: StoragePath | str,
-        config: CheckpointConfig | None = None,
-        report: Callable[[str], None] = print,
-        committed: Callable[[int], None] = lambda step: None,
-        check: Callable[[], None] = lambda: None,
-    ):
-        """
-        Args:
-            directory: created by the first save.
-            config: the retention rules.
-            report: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
-                thread.
-            committed: called in the same way with the step of each committed checkpoint.
-            check: called in the same way before each save and before its commit; raises if this process must not write
-                to the run any more.
-        """
-        self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
-        self._report = report if jax.process_index() == 0 else lambda _: None
-        notices = Notices(self._report, check, committed)
-        self._saver = Saver(self._directory, config or CheckpointConfig(), notices)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object] = lambda: None) -> None:
-        """Save in the background; return once the arrays may be donated. Waits for an earlier save.
-
-        A step that this object has already saved or resumed from is not written again. A failed save (for example on a
-        full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
-
-        Args:
-            step: names the checkpoint.
-            tree: pytree of global jax.Arrays.
-            metadata: stored as JSON beside the arrays.
-            beside: writes further data of the checkpoint to another path, in every process and in the background; if
-                it raises, the save fails.
-
-        Raises:
-            UserError: an array of the tree contains NaN or an infinity; nothing is saved.
-        """
-        self._saver.save(step, tree, metadata, beside)
-
-    def outdate(self, step: int) -> None:
-        """Mark the checkpoint of a step as outdated: the next save of that step replaces it."""
-        self._saver.wait()
-        self._saver.history.discard(step)
-
-    @property
-    def failure(self) -> str | None:
-        """The cause if the last save failed, the same in every process; None if it succeeded or is in flight."""
-        return self._saver.failure
-
-    def wait(self) -> None:
-        """Wait until the save in flight, if any, is committed or has failed."""
-        self._saver.wait()
-
-    def close(self) -> None:
-        """Wait, then end the threads, as the end of a `with` block does; no save or restore is possible afterwards."""
-        self._saver.close()
-
     def steps(self) -> list[int]:
         """Return the steps with a committed checkpoint, in ascending order."""
         return committed_steps(self._directory)
 
     def metadata(self, step: int) -> dict:
-        """Return the metadata of a step's checkpoint.
-
-        Raises:
-            UserError: there is no such checkpoint, or its metadata cannot be read.
-        """
+        """Return the metadata of a step's checkpoint; raise `UserError` if there is none or it cannot be read."""
         folder = self._existing(step)
         try:
             return json.loads((self._root(step) / METADATA).read_bytes())
         except UserError:
             raise
-        except (OSError, ValueError, LookupError, StopIteration) as error:
+        except (OSError, ValueError, LookupError) as error:
             raise UserError(f"The checkpoint's metadata {folder / METADATA} cannot be read: {error}.") from error
 
     def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
@@ -211,8 +137,8 @@ class Checkpoints:
 
     def _newest_below(self, bound: int | None) -> int | None:
         steps = [step for step in by_first_process(self.steps, []) if bound is None or step < bound]
-        newest = from_first_process(steps[-1] if steps else _NONE)
-        return None if newest == _NONE else newest
+        newest = messages_of_all(str(steps[-1]) if steps else "")[0]
+        return int(newest) if newest else None
 
     def _damage(self, step: int) -> str | None:
         """Return a text about the damage of a checkpoint, the same in all processes, which share the reading."""
@@ -221,6 +147,8 @@ class Checkpoints:
             found = find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count())
         except UserError as error:  # a failing store or an old format is no damage; other checkpoints would fail too
             failed = str(error)
+        except OSError as error:
+            failed = f"The checkpoint of step {step} cannot be read: {os_error_text(error)}."
         if failed := first_message(failed):
             raise agreed(failed)
         return first_message(found)
@@ -248,13 +176,46 @@ class Checkpoints:
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((root / LEAVES).read_bytes()).items()}
         if isfunction(template):
             template = template(self.metadata(step))
-        wanted = specs_by_name(template)
-        check_match(saved, wanted, str(root.parent), partial(self.metadata(step)) if callable(partial) else partial)
+        specs = specs_by_name(template)
+        check_match(saved, specs, str(root.parent), partial(self.metadata(step)) if callable(partial) else partial)
         structs = arrays_by_name(template)
-        empty = {name: struct for name, struct in structs.items() if wanted[name].is_empty}
-        stored = {name: struct for name, struct in structs.items() if not wanted[name].is_empty}
+        empty = {name: struct for name, struct in structs.items() if specs[name].is_empty}
+        stored = {name: struct for name, struct in structs.items() if not specs[name].is_empty}
         arrays = read_arrays(root, stored) if stored else {}
         for name, struct in empty.items():  # they are not stored
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
-        self._saver.history = {step}
+        self._history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
+
+
+def read_arrays(root: StoragePath, structs: dict[str, jax.ShapeDtypeStruct | jax.Array]) -> dict[str, jax.Array]:
+    """Read non-empty arrays of a checkpoint by name; each process reads only the rows that its devices need."""
+    plan, part_bytes = from_json((root / SHARDS).read_bytes())
+    buffers: dict[str, dict[Region, np.ndarray]] = {}
+    jobs: list[tuple[RowRange, dict[Region, np.ndarray]]] = []
+    for name, struct in structs.items():
+        regions = wanted(sharding_of(struct), struct.shape)
+        buffers[name] = {region: np.empty(region.shape, struct.dtype) for region in regions}
+        found = (rows for shard in plan[name] for rows in rows_for(shard, regions, struct.dtype.itemsize))
+        jobs += [(rows, buffers[name]) for rows in found]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda job: _fill(root, part_bytes, *job), jobs))
+    jobs.clear()  # frees each buffer as soon as its array exists
+
+    def make(name: str, struct: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+        regions = buffers.pop(name)
+        return jax.make_array_from_callback(
+            struct.shape, sharding_of(struct), lambda index: regions[region_of(index or (), struct.shape)]
+        )
+
+    return {name: make(name, struct) for name, struct in structs.items()}
+
+
+def _fill(root: StoragePath, part_bytes: int, rows: RowRange, buffers: dict[Region, np.ndarray]) -> None:
+    """Read rows of a shard and copy them into the buffers of the overlapping regions."""
+    content = np.empty(rows.stop - rows.start, np.uint8)
+    read_parts(content, root, f"{rows.process:05d}", part_bytes, rows.start)
+    values = content.view(next(iter(buffers.values())).dtype).reshape(rows.region.shape)
+    for region, buffer in buffers.items():
+        if overlap := rows.region.overlap(region):
+            buffer[overlap.within(region)] = values[overlap.within(rows.region)]

@@ -6,8 +6,6 @@ A checkpoint is `step-00000100/manifest.json` and a folder with a random name fo
 A lost process that still writes uses another folder.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -24,13 +22,13 @@ from gregale.checkpoint.manifest import MANIFEST, SHARDS, FileRecords, write_man
 from gregale.checkpoint.multihost import collect
 from gregale.checkpoint.retention import without_manifest
 from gregale.checkpoint.shard_layout import planned, stream, to_json
-from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, remove_tree
+from gregale.storage import StoragePath, StoreError, files_below, remove_tree
 
 
 def make_room(directory: StoragePath, size: int) -> None:
     """Remove unfinished checkpoints of killed processes; raise OSError if less than `size` bytes are free then."""
     for name in without_manifest(directory):
-        remove_all(directory / name)
+        remove_tree(directory / name)
     if isinstance(directory, Path):
         directory.mkdir(parents=True, exist_ok=True)
         disk = shutil.disk_usage(directory)
@@ -83,12 +81,4 @@ def discard(root: StoragePath) -> None:
 def delete(folder: StoragePath) -> None:
     """Delete a checkpoint; delete the manifest first, so that the remaining files are not valid."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    remove_all(folder)
-
-
-def remove_all(path: StoragePath) -> None:
-    """Remove a folder of a store, or a file or folder of a disk."""
-    if isinstance(path, ObjectPath) or path.is_dir():
-        remove_tree(path)
-    else:
-        path.unlink(missing_ok=True)
+    remove_tree(folder)

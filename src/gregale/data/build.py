@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from gregale.atomic_files import machine, os_error_text
 from gregale.data.chunk_cache import ChunkCache
@@ -41,12 +42,7 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The location of the token stores.
-
-    Attributes:
-        root: the folder, or the prefix in an object store, that holds all stores.
-        disk: a local cache of data from an object store.
-    """
+    """The folder of all token stores, and this host's cache of data from an object store."""
 
     root: StoragePath
     disk: ChunkCache
@@ -67,15 +63,9 @@ def build_store(
 ) -> TokenStore:
     """Open the store of a source; build it first if the cache does not have it.
 
-    One process of each host encodes with up to `workers` processes. All hosts that use the same cache share the work. A
-    build continues from the finished parts of an earlier build.
-
-    Args:
-        source: the source and its name.
-        tokenizer: encodes the text of the source.
-        cache: the location of all stores.
-        workers: the maximum number of processes.
-        report: receives the number of input bytes that all hosts together have encoded.
+    One process of each host encodes with up to `workers` processes. All hosts that use the same cache share the work,
+    and `report` receives the number of input bytes that they have encoded together. A build continues from the finished
+    parts of an earlier build.
 
     Raises:
         UserError: the source cannot be read, has no tokens, or has one outside the vocabulary; or the cached store is
@@ -126,11 +116,8 @@ class Build:
     def __call__(self) -> None:
         """Build until the store is complete."""
         while not is_complete(self._folder):
-            once(self._folder / f"encoding-{self.host}.claim", self._encode, self._is_complete, self._report_progress)
-            once(self._folder / "completing.claim", self._finish, self._is_complete, self._report_progress)
-
-    def _is_complete(self) -> bool:
-        return is_complete(self._folder)
+            for name, work in ((f"encoding-{self.host}", self._encode), ("completing", self._finish)):
+                once(self._folder / f"{name}.claim", work, partial(is_complete, self._folder), self._report_progress)
 
     def _encode(self) -> None:
         """Encode the unfinished parts until all parts are finished."""

@@ -33,14 +33,10 @@ def once(
 ) -> None:
     """Do the work unless another process does it; return when it is done or this process has tried it.
 
-    Args:
-        claim: the file by which the processes coordinate; its folder must exist.
-        work: does the work.
-        is_done: returns whether the work is done.
-        waiting: called repeatedly while another process works.
+    - `claim`: the file by which the processes coordinate; its folder must exist
+    - `waiting`: called repeatedly while another process works
 
-    Raises:
-        UserError: the parent process does the work and would wait for this process.
+    Raises `UserError` if the parent process does the work and would wait for this process.
     """
     seen, since = None, time.monotonic()
     mine = {"machine": machine(), "pid": os.getpid(), "token": secrets.token_hex(8), "beat": 0}

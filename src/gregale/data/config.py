@@ -1,8 +1,7 @@
 """The data configuration: the training text, and how it becomes examples."""
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gregale.data.mixtures import check_mixtures
 from gregale.data.sources import SourceConfig
@@ -81,10 +80,3 @@ class DataConfig(Settings):
     def evaluates(self) -> bool:
         """Return whether there is text to evaluate on."""
         return self.held_out > 0 or bool(self.validation)
-
-
-def __getattr__(name: str) -> Any:
-    """Return `prepare` of `gregale.data.preparation`, so that programs can import it from here."""
-    if name == "prepare":
-        return import_module("gregale.data.preparation").prepare
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,13 +21,7 @@ UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__
 
 
 class EncoderPool:
-    """Encodes parts in worker processes, or in this process if the limit is one; use it in a `with` statement.
-
-    Args:
-        max_processes: the maximum number of worker processes.
-        tokenizer: encodes the text.
-        folder: the folder of the parts.
-    """
+    """Encodes parts in worker processes, or in this process if the limit is one; use it in a `with` statement."""
 
     def __init__(self, max_processes: int, tokenizer: Tokenizer, folder: StoragePath):
         self._max_processes = max_processes

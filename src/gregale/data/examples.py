@@ -91,12 +91,7 @@ def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
 
 
 class Examples:
-    """An endless or finite sequence of examples; `examples[i]` depends only on i.
-
-    Args:
-        dataset: a `grain.MapDataset` of `make_example` results.
-        sequence_length: L, tokens in an example.
-    """
+    """An endless or finite sequence of `make_example` results of L tokens; `examples[i]` depends only on i."""
 
     def __init__(self, dataset: "grain.MapDataset", sequence_length: int):
         self._dataset = dataset
@@ -141,13 +136,7 @@ def stacked(examples: Sequence[ExampleBatch]) -> ExampleBatch:
 
 
 def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, float], seed: int | None) -> Examples:
-    """Return the endless training examples: epochs of each source, mixed by weight.
-
-    Args:
-        sources: the windows of each source, at least one each, all of the same length.
-        weights: the proportion of each source, rounded to hundredths of the smallest.
-        seed: seed of the shuffles, one for each source; None keeps the windows in order.
-    """
+    """Return the endless training examples: epochs of each source, mixed by weight; without a seed, in order."""
     import grain
 
     epochs = {name: endless(grain.MapDataset.source(windows), name, seed) for name, windows in sources.items()}
@@ -174,11 +163,7 @@ def shuffle_seed(seed: int, name: str) -> int:
 
 
 def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: int, cross_documents: bool) -> Examples:
-    """Return every held-out window once, in order.
-
-    Raises:
-        UserError: there is no whole window.
-    """
+    """Return every held-out window once, in order; raise `UserError` if there is none."""
     windows = Windows(list(streams.values()), sequence_length, cross_documents, evaluates=True)
     if len(windows) == 0:
         found = ", ".join(f"{name} {len(stream)}" for name, stream in streams.items())

@@ -17,11 +17,7 @@ Mixture = Mapping[str, float]
 
 
 class ReplicaExamples:
-    """Endless training examples, separate for each replica.
-
-    Args:
-        replicas: the examples of each replica, in order.
-    """
+    """Endless training examples, separate for each replica."""
 
     endless = True
 
@@ -66,13 +62,7 @@ def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture]
     A source that several replicas use is divided among them in proportion to their use of it. So no two replicas see
     the same window.
 
-    Args:
-        sources: the windows of each source, all of the same length.
-        mixtures: the mixture of each replica, in order.
-        seed: seed of the divisions and shuffles; None keeps the windows in order.
-
-    Raises:
-        UserError: a source has too few windows for its replicas.
+    Without a seed, the windows are in order. Raises `UserError` if a source has too few windows for its replicas.
     """
     import grain
 

@@ -27,6 +27,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
+# A later build continues from the parts of an earlier one, so a change of the tasks needs another `store.FORMAT`.
 TASK_BYTES = 64 << 20  # of input
 LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, one for each core
 CHUNK_BYTES = 256 << 10  # the smallest read from a part; each has its own checksum
@@ -54,8 +55,7 @@ class PartManifest:
     """The content of a finished part.
 
     Attributes:
-        documents: number of documents.
-        tokens: number of tokens, ends of documents included.
+        documents, tokens: their numbers; ends of documents are tokens.
         itemsize: bytes of a token.
         skipped: the fields of `Skipped`.
         chunks: the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file.
@@ -71,7 +71,6 @@ class PartManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the file."""
         return self.tokens * self.itemsize + self.documents * LENGTH.itemsize
 
 
@@ -107,13 +106,7 @@ def part_manifest_name(number: int) -> str:
 
 
 def encode_part(task: EncodeTask, tokenizer: Tokenizer, folder: StoragePath) -> None:
-    """Encode the documents of a task into a part and write its manifest, unless the part is finished.
-
-    Args:
-        task: the ranges to encode.
-        tokenizer: encodes their text.
-        folder: the folder of the store.
-    """
+    """Encode the documents of a task into a part and write its manifest, unless the part is finished."""
     if read_part_manifest(folder, task.number) is not None:  # another host was faster
         return
     path = folder / part_name(task.number)
@@ -142,16 +135,10 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
                     lengths.append(len(ids) + 1)
                     corrections.append(Corrections.of(more_bytes))
     output.write(np.array(lengths, LENGTH).data)
-    chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in chunks_of(output))
+    output.seek(0)
+    chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: output.read(CHUNK_BYTES), b""))
     packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
     return PartManifest(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
-
-
-def chunks_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the chunks of a file, from its beginning."""
-    file.seek(0)
-    while chunk := file.read(CHUNK_BYTES):
-        yield chunk
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -196,8 +183,9 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest) -> None:
     """Write the manifest of a part, which finishes it."""
-    content = {key: value for key, value in asdict(manifest).items() if value is not None}
-    write_bytes(folder / part_manifest_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
+    fields = {key: value for key, value in asdict(manifest).items() if value is not None}
+    content = json.dumps(fields | {"sha256": json_sha256(fields)}).encode()
+    write_bytes(folder / part_manifest_name(number), content, durable=True)
 
 
 def finished_parts(folder: StoragePath) -> set[int]:

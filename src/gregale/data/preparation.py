@@ -72,12 +72,6 @@ class Corpus:
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
     """Build the token stores that the cache lacks, open all stores, and arrange the examples.
 
-    Args:
-        config: the data.
-        sequence_length: L, tokens in an example.
-        seed: seed of the shuffle.
-        report: receives the progress of the builds.
-
     Raises:
         UserError: a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
@@ -86,12 +80,18 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     train = {name: each.train for name, each in splits.items()}
     held_out = {name: each.held_out for name, each in splits.items()}
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
-    validating, validation = validation_of(config, tokenizer, report)
+    validating = stores_of(VALIDATION, config, tokenizer, report)
+    validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
+    shuffle = seed if config.shuffle else None
     checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
-        train=mixed_examples(windows, config, seed if config.shuffle else None),
+        train=(
+            replica_examples(windows, config.replica_mixtures, shuffle)
+            if config.replica_mixtures
+            else training_examples(windows, {name: each.weight for name, each in config.sources.items()}, shuffle)
+        ),
         held_out=held_out_examples(held_out, sequence_length, config.cross_documents) if config.held_out else None,
         validation={name: validation_windows(name, each, sequence_length, config) for name, each in validation.items()},
         tokenizer=tokenizer,
@@ -110,14 +110,6 @@ def token_cache(config: DataConfig) -> TokenCache:
     given = None if config.local_cache == AUTO else expand(config.local_cache, "data.local_cache")
     local = user_cache() / "pieces" if given is None else Path(given)
     return TokenCache(storage_path(expand(config.cache, "data.cache")), ChunkCache(local))
-
-
-def validation_of(
-    config: DataConfig, tokenizer: Tokenizer, report: Report
-) -> tuple[dict[str, TokenStore], dict[str, DocumentStream]]:
-    """Return the store of each validation source, and all of its tokens."""
-    stores = stores_of(VALIDATION, config, tokenizer, report)
-    return stores, {name: split_at(store, 0, None).train for name, store in stores.items()}
 
 
 def build_and_cut(
@@ -143,27 +135,19 @@ def build_stores(
 ) -> tuple[Tokenizer, dict[str, TokenStore]]:
     """Return the tokenizer and the store of each source, built where the cache lacks them.
 
-    Args:
-        config: the data.
-        report: receives the progress of the builds.
-        ends: the held-out ends of sources, which train no tokenizer.
+    - `ends`: the held-out ends of sources, which train no tokenizer
 
     Raises:
         UserError: a source or the tokenizer is invalid; the message begins with the source's name.
     """
-    check_sources(config)
-    tokenizer = make_tokenizer(config, token_cache(config).root, ends, report)
-    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
-
-
-def check_sources(config: DataConfig) -> None:
-    """Raise `UserError` if there is no source."""
     if not config.sources:
         raise UserError(
             "data.sources: empty; give at least one, for example "
             "sources: {books: {type: text, files: ['books/*.txt']}}. "
             f"The types are: {', '.join(SourceConfig.get_known_choices())}."
         )
+    tokenizer = make_tokenizer(config, token_cache(config).root, ends, report)
+    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
 
 
 def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
@@ -192,13 +176,6 @@ def validation_windows(name: str, stream: DocumentStream, sequence_length: int, 
     """Return the windows of one validation source; there must be one."""
     with naming(f"data.{VALIDATION}.{name}"):
         return validation_examples(stream, sequence_length, config.cross_documents)
-
-
-def mixed_examples(windows: dict[str, Windows], config: DataConfig, seed: int | None) -> Examples | ReplicaExamples:
-    """Return the windows of all sources mixed, for all replicas or each replica; without a seed in order."""
-    if config.replica_mixtures:
-        return replica_examples(windows, config.replica_mixtures, seed)
-    return training_examples(windows, {name: source.weight for name, source in config.sources.items()}, seed)
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:

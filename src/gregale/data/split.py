@@ -46,12 +46,7 @@ def end_cut(store: TokenStore, fraction: float, sequence_length: int) -> int | N
     Whole documents are held out if they fill a window of L + 1 tokens and leave one to train on. Otherwise, with N
     tokens, the last k L + 1 are held out, for k = max(2, round(fraction N / L)), or fewer so that a training window
     remains: k windows at a stride of L, none of whose tokens is ever trained on. A source too short for k = 1 has no
-    end.
-
-    Args:
-        store: the source's tokens.
-        fraction: the proportion to hold out; 0 holds out nothing.
-        sequence_length: L.
+    end. L is `sequence_length`; a fraction of 0 holds out nothing.
     """
     documents = split_at(store, fraction, None)
     if fraction == 0 or all(window_count(stream, sequence_length) for stream in documents):

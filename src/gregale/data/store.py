@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gregale.atomic_files import flush
 from gregale.data import parts
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import (
@@ -52,58 +51,20 @@ MAPS_AT_HAND = 64  # of parts on a disk; each takes a file descriptor
 MENDING = "Delete the folder and it will be built again."
 
 
-class PartReader:
-    """Reads the parts of a store by chunks and checks each chunk on the first read of this process.
+class PartTokens:
+    """All tokens of a store, read by chunks on access; each chunk is checked on the first read of this process.
 
     Args:
         folder: the folder of the store.
         disk: a local cache of data from an object store. Parts on a disk are mapped into memory.
-    """
-
-    def __init__(self, folder: StoragePath, disk: ChunkCache):
-        self.folder, self._disk = folder, disk
-        self._parts: dict[int, tuple[PartManifest, bytearray]] = {}  # manifest, and a flag for each checked chunk
-        self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
-
-    def chunk(self, number: int, chunk: int) -> bytes | memoryview:
-        """Return a chunk of a part; raise `CorruptPart` if it does not match the manifest."""
-        manifest, checked = self._part(number)
-        sha256 = manifest.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
-        if isinstance(self.folder, ObjectPath):
-            return self._disk.get(sha256, lambda: read_chunks(self.folder, number, manifest, chunk, 1))
-        try:
-            data = self._map(number)[chunk * parts.CHUNK_BYTES : (chunk + 1) * parts.CHUNK_BYTES]
-        except FileNotFoundError:
-            raise CorruptPart(number) from None
-        if not checked[chunk]:
-            if hashlib.sha256(data).hexdigest() != sha256:
-                raise CorruptPart(number)
-            checked[chunk] = True
-        return data
-
-    def _part(self, number: int) -> tuple[PartManifest, bytearray]:
-        if number not in self._parts:
-            manifest = require_manifest(self.folder, number)
-            self._parts[number] = manifest, bytearray(len(manifest.chunks) // DIGEST)
-        return self._parts[number]
-
-
-def mapped(path: Path) -> memoryview:
-    """Map a file into memory."""
-    return np.memmap(path, np.uint8, mode="r").data
-
-
-class PartTokens:
-    """All tokens of a store, read on access.
-
-    Args:
-        reader: reads the parts.
         bounds: the index of each part's first token, and the end of the last, int64 [part + 1].
         dtype: type of a token.
     """
 
-    def __init__(self, reader: PartReader, bounds: np.ndarray, dtype: np.dtype):
-        self._reader, self._bounds, self.dtype = reader, bounds, dtype
+    def __init__(self, folder: StoragePath, disk: ChunkCache, bounds: np.ndarray, dtype: np.dtype):
+        self._folder, self._disk, self._bounds, self.dtype = folder, disk, bounds, dtype
+        self._parts: dict[int, tuple[PartManifest, bytearray]] = {}  # manifest, and a flag for each checked chunk
+        self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -120,9 +81,9 @@ class PartTokens:
         if part[0] != part[1] or chunk[0] != chunk[1]:
             part, chunk = self._chunks(indices, size)
             runs[1:1] = (np.flatnonzero((np.diff(part) != 0) | (np.diff(chunk) != 0)) + 1).tolist()
-        with mendable(self._reader.folder):
+        with mendable(self._folder):
             for start, stop in pairwise(runs):
-                data = self._reader.chunk(int(part[start]), int(chunk[start]))
+                data = self._chunk(int(part[start]), int(chunk[start]))
                 tokens = np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize)
                 found[start:stop] = tokens[indices[start:stop] - self._bounds[part[start]] - chunk[start] * size]
         return found
@@ -131,6 +92,30 @@ class PartTokens:
         """Return the part of each index, and the chunk in that part, int64 [index]."""
         part = np.searchsorted(self._bounds, indices, side="right") - 1
         return part, (indices - self._bounds[part]) // size
+
+    def _chunk(self, number: int, chunk: int) -> bytes | memoryview:
+        """Return a chunk of a part; raise `CorruptPart` if it does not match the manifest."""
+        if number not in self._parts:
+            manifest = require_manifest(self._folder, number)
+            self._parts[number] = manifest, bytearray(len(manifest.chunks) // DIGEST)
+        manifest, checked = self._parts[number]
+        sha256 = manifest.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
+        if isinstance(self._folder, ObjectPath):
+            return self._disk.get(sha256, lambda: read_chunks(self._folder, number, manifest, chunk, 1))
+        try:
+            data = self._map(number)[chunk * parts.CHUNK_BYTES : (chunk + 1) * parts.CHUNK_BYTES]
+        except FileNotFoundError:
+            raise CorruptPart(number) from None
+        if not checked[chunk]:
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise CorruptPart(number)
+            checked[chunk] = True
+        return data
+
+
+def mapped(path: Path) -> memoryview:
+    """Map a file into memory; an empty file cannot be mapped."""
+    return np.memmap(path, np.uint8, mode="r").data if path.stat().st_size else memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -162,14 +147,9 @@ class TokenStore:
         return Skipped(**self.manifest.get("skipped", {}))
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
-        """Read every byte of every part and compare it with its checksum.
+        """Read every byte of every part and compare it with its checksum; raise `UserError` that names a damaged part.
 
-        Args:
-            label: label of the reports.
-            report: receives the number of bytes read.
-
-        Raises:
-            UserError: a part is damaged; names it.
+        - `report`: receives the number of bytes read, as `label`
         """
         with mendable(self.folder):
             manifests = [require_manifest(self.folder, number) for number in range(len(self.manifest["parts"]))]
@@ -227,10 +207,6 @@ def read_parts(
 def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     """Open a complete store; tokens are checked when they are read.
 
-    Args:
-        folder: the folder of the store.
-        disk: a local cache of data from an object store.
-
     Raises:
         UserError: the store is missing, damaged or of another version; names the file.
     """
@@ -257,7 +233,7 @@ def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     corrections = Corrections(*load(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
     bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-    return TokenStore(folder, PartTokens(PartReader(folder, disk), bounds, dtype), offsets, manifest, corrections)
+    return TokenStore(folder, PartTokens(folder, disk, bounds, dtype), offsets, manifest, corrections)
 
 
 def read_manifest(path: StoragePath) -> dict:
@@ -280,11 +256,8 @@ def complete_store(
 ) -> None:
     """Read and check all parts, and write the other files of the store; the manifest is written last.
 
-    Args:
-        folder: the folder of the parts.
-        manifests: the manifests of all parts.
-        description: the fields of the manifest that describe the store's source.
-        report: receives the number of bytes read, as `putting together`.
+    - `description`: the fields of the manifest that describe the store's source
+    - `report`: receives the number of bytes read, as `putting together`
 
     Raises:
         CorruptPart: a part does not match its manifest.
@@ -304,7 +277,8 @@ def complete_store(
         "parts": [each.documents for each in manifests],
         "files": {TOKENS: tokens} | {name: write_array(folder / name, array) for name, array in arrays.items()},
     }
-    write_flushed(folder / MANIFEST_NAME, json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1).encode())
+    content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1).encode()
+    write_bytes(folder / MANIFEST_NAME, content, durable=True)
 
 
 def write_array(path: StoragePath, array: np.ndarray) -> dict:
@@ -312,16 +286,8 @@ def write_array(path: StoragePath, array: np.ndarray) -> dict:
     file = io.BytesIO()
     np.save(file, array)
     content = file.getvalue()
-    write_flushed(path, content)
+    write_bytes(path, content, durable=True)
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def write_flushed(path: StoragePath, content: bytes) -> None:
-    """Write a file or an object atomically and wait until it is on the disk."""
-    write_bytes(path, content)
-    if not isinstance(path, ObjectPath):
-        flush(path)
-        flush(path.parent)
 
 
 def format_skipped(skipped: Skipped) -> list[str]:

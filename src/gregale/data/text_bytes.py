@@ -103,9 +103,7 @@ def bytes_before(text: str) -> np.ndarray:
 def is_exact(tokenizer_json: dict, alphabet: Iterable[str]) -> bool:
     """Return whether every text has as many bytes as the pieces of its tokens, according to a `tokenizer.json`.
 
-    Args:
-        tokenizer_json: its content.
-        alphabet: the characters by which byte-level tokenizers write the 256 bytes.
+    - `alphabet`: the characters by which byte-level tokenizers write the 256 bytes
     """
     model = tokenizer_json.get("model") or {}
     vocabulary = model.get("vocab") or {}

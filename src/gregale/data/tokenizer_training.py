@@ -42,11 +42,9 @@ def training_texts(
 
     A document's number counts the documents that are not empty, as in the store, so that both use the same split.
 
-    Args:
-        sources: by name.
-        fraction: the proportion of documents that is held out.
-        ends: by name, the sources that have a held-out end instead.
-        report: receives the number of input bytes read.
+    - `fraction`: the proportion of documents that is held out
+    - `ends`: by name, the sources that have a held-out end instead
+    - `report`: receives the number of input bytes read
 
     Raises:
         UserError: a source cannot be read, or there is no text.
@@ -87,14 +85,7 @@ def before(text: str, number: int, end: End) -> str:
 
 
 def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
-    """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache.
-
-    Args:
-        config: the data.
-        cache: the folder of token stores and tokenizers.
-        ends: the held-out ends of sources, which train no tokenizer.
-        report: receives the number of input bytes read.
-    """
+    """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
     if isinstance(config.tokenizer, FileConfig):
         return tokenizer_from_file(config.tokenizer)
     if not isinstance(config.tokenizer, BpeConfig):

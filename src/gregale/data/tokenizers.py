@@ -1,9 +1,7 @@
 """Tokenizers: text to ids and back, and the number of bytes of text of each id."""
 
-import codecs
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +10,13 @@ from functools import cached_property
 import draccus
 import numpy as np
 
-from gregale.atomic_files import atomic_replace
 from gregale.data import vocabulary_bytes
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, whole
-from gregale.storage import ObjectPath, StoragePath
+from gregale.storage import StoragePath, write_bytes
 
 SAVED_NAME = "tokenizer.json"
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
@@ -128,26 +125,6 @@ class Tokenizer(ABC):
         """Return a hash of the tokenizer's complete behaviour."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    def stream(self) -> "StreamDecoder":
-        """Return a decoder for ids that come one at a time."""
-        return StreamDecoder(self.vocabulary_bytes)
-
-
-class StreamDecoder:
-    """Decodes ids one at a time; bytes of an incomplete character wait until it is complete."""
-
-    def __init__(self, token_pieces: list[bytes]):
-        self._pieces = token_pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """Return the characters that one more id completes: often one, sometimes none."""
-        return self._decoder.decode(self._pieces[token])
-
-    def finish(self) -> str:
-        """Return the replacement for bytes that no id completed."""
-        return self._decoder.decode(b"", final=True)
-
 
 class BytesTokenizer(Tokenizer):
     """One id for each byte of UTF-8, and 256 for the end of a document."""
@@ -171,12 +148,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
-
-    Args:
-        text: the content of a `tokenizer.json`.
-        end_of_document: name of the token that ends a document.
-        origin: the origin of the content, for messages.
+    """A tokenizer of the `tokenizers` library, from the content of a `tokenizer.json`; messages name its `origin`.
 
     Raises:
         UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
@@ -264,24 +236,14 @@ def from_json(saved: dict, origin: str) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
     """Write the tokenizer atomically into a folder; return the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAVED_NAME
-    if isinstance(path, ObjectPath):
-        path.write_bytes(json.dumps(tokenizer.to_json()).encode())
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_replace(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(tokenizer.to_json(), file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(path, json.dumps(tokenizer.to_json()).encode(), durable=True)
     return path
 
 
 def load_tokenizer(folder: StoragePath) -> Tokenizer:
-    """Return the tokenizer that `save_tokenizer` wrote; needs no corpus.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Return the tokenizer that `save_tokenizer` wrote; raise `UserError` if the file is missing or damaged."""
     path = folder / SAVED_NAME
     try:
         saved = json.loads(read_bytes(str(path)))
@@ -318,11 +280,7 @@ def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
 
 
 def fewest_tokens(config: TokenizerConfig) -> int:
-    """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE.
-
-    Raises:
-        UserError: the tokenizer's file is missing or invalid.
-    """
+    """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE."""
     return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
 
 

@@ -10,15 +10,10 @@ SPACE_MARK = "▁"  # SentencePiece's character for a space
 
 
 def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], origin: str) -> list[bytes]:
-    """Return the UTF-8 bytes of each id [vocabulary].
+    """Return the UTF-8 bytes of each id [vocabulary]: none for special tokens and for unused ids.
 
-    Args:
-        tokenizer_json: the content of the `tokenizer.json`.
-        vocabulary: id of each token, added ones included.
-        origin: the origin of the content, for messages.
-
-    Returns:
-        A list indexed by id; empty for special tokens and for unused ids.
+    - `vocabulary`: id of each token, added ones included
+    - `origin`: the origin of the content, for messages
 
     Raises:
         UserError: the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.

@@ -4,8 +4,6 @@ The libraries find endpoints and credentials themselves: `AWS_ENDPOINT_URL`, `ST
 chain of each. Their own retries are off: `gregale.storage.retry` retries in one way for both.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -7,8 +7,6 @@
 All readers of `metrics.jsonl`, `rounds.jsonl`, `starts.jsonl` and `changes.jsonl` validate lines with `entry_of`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

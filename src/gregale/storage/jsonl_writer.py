@@ -60,12 +60,7 @@ class FileJsonlWriter:
     """
 
     def __init__(self, path: Path, resume_point: ResumePoint, report: Callable[[str], None]):
-        """
-        Args:
-            path: the file, created if absent.
-            resume_point: selects the lines that stay.
-            report: called with one line about damaged lines, the first failed write, and the next successful one.
-        """
+        """Open the file, or create it; `report` receives a line about damage, a failed write, and its end."""
         if path.exists():
             before = path.read_bytes()
             if (kept := b"".join(resume_point.of(before, path, report))) != before:
@@ -89,11 +84,7 @@ class FileJsonlWriter:
         """Do nothing: `add` writes each line at once."""
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            UserError: some lines could not be written.
-        """
+        """Close the file; raise `UserError` if some lines could not be written."""
         failed = self._write()
         self._file.close()
         if failed:
@@ -154,11 +145,7 @@ class ObjectJsonlWriter:
                 self._written = count
 
     def close(self) -> None:
-        """Write the remaining lines.
-
-        Raises:
-            UserError: the store cannot be written.
-        """
+        """Write the remaining lines; raise `UserError` if the store cannot be written."""
         self._ended.set()
         self._thread.join()
         try:

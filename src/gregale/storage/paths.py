@@ -1,7 +1,6 @@
 """Functions that work on files of a disk and on objects of a store alike; see the package."""
 
-from __future__ import annotations
-
+import errno
 import os
 import re
 import shutil
@@ -17,6 +16,8 @@ from gregale.storage.retry import RetryPolicy
 
 StoragePath = Path | ObjectPath
 
+# Errors of file systems without hard links, such as a mounted bucket.
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK}
 _ALMOST_URL = re.compile(r"(s3|gs|gcs):(?!//)/?")
 
 
@@ -45,12 +46,15 @@ def storage_path(text: str, retry_policy: RetryPolicy | None = None) -> StorageP
     return ObjectPath(f"{scheme}://{path}", retry_policy or RetryPolicy())
 
 
-def write_bytes(path: StoragePath, content: bytes) -> None:
-    """Write a file or an object atomically; the folder of a file has to exist."""
+def write_bytes(path: StoragePath, content: bytes, durable: bool = False) -> None:
+    """Write a file or an object atomically; the folder of a file has to exist.
+
+    - `durable`: the file also survives a power failure
+    """
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
     else:
-        write_file(path, content)
+        write_file(path, content, durable)
 
 
 def create(path: StoragePath, content: bytes) -> bool:
@@ -63,8 +67,22 @@ def create(path: StoragePath, content: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_without_link(path, content)
     finally:
         temporary.unlink(missing_ok=True)
+    return True
+
+
+def _create_without_link(path: Path, content: bytes) -> bool:
+    """Write a file unless it exists. Other processes may see it before it is complete."""
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
     return True
 
 
@@ -81,7 +99,9 @@ def status(path: StoragePath) -> Status | None:
     """Return size and identity; None if there is no such file or object."""
     if isinstance(path, ObjectPath):
         return path.status()
-    return _file_status(path) if path.is_file() else None
+    with suppress(FileNotFoundError):  # another process deletes it between the two calls
+        return _file_status(path) if path.is_file() else None
+    return None
 
 
 def files_below(folder: StoragePath) -> dict[str, Status]:
@@ -112,20 +132,14 @@ def upload(file: Path, to: StoragePath) -> None:
         shutil.copyfile(file, temporary)
 
 
-def download(path: StoragePath, file: Path) -> None:
-    """Copy a file or an object to a file of this host, atomically."""
-    if isinstance(path, ObjectPath):
-        path.download(file)
-    else:
-        upload(path, file)
-
-
 def remove_tree(folder: StoragePath) -> None:
-    """Delete a folder with its content; do nothing if there is none."""
+    """Delete a folder with its content, or a file of a disk; do nothing if there is none."""
     if isinstance(folder, ObjectPath):
         folder.remove_tree()
-    elif folder.exists():
+    elif folder.is_dir():
         shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
 
 
 def _file_status(path: Path) -> Status:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.atomic_files import atomic_replace
 from gregale.storage.filesystems import filesystem
 from gregale.storage.retry import RangeBeyondEnd, RetryPolicy, StoreError, call_with_retries
 
@@ -76,18 +75,12 @@ class ObjectPath:
 
     def status(self) -> Status | None:
         """Return size and identity; None if there is no such object."""
-        try:
-            found = self._request(lambda system, path: system._info(path))
-        except FileNotFoundError:
-            return None
-        return _status(found) if found["type"] == "file" else None
+        found = self._info()
+        return _status(found) if found and found["type"] == "file" else None
 
     def modified(self) -> float | None:
         """Return the time of the last write, in seconds since 1970 by the store's clock; None if there is no object."""
-        try:
-            found = self._request(lambda system, path: system._info(path))
-        except FileNotFoundError:
-            return None
+        found = self._info() or {}
         when = found.get("LastModified") or found.get("updated")
         return None if when is None else (datetime.fromisoformat(when) if isinstance(when, str) else when).timestamp()
 
@@ -141,11 +134,6 @@ class ObjectPath:
         """Write the object from a file."""
         self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
 
-    def download(self, file: Path) -> None:
-        """Write a file from the object, atomically."""
-        with atomic_replace(file) as temporary:
-            self._request(lambda system, path: system._get_file(path, str(temporary)))
-
     def copy_to(self, other: ObjectPath) -> None:
         """Copy the object inside the store."""
         self._request(lambda system, path: system._cp_file(path, other._path))
@@ -168,6 +156,12 @@ class ObjectPath:
     @property
     def _path(self) -> str:
         return self.url.partition("://")[2]
+
+    def _info(self) -> dict | None:
+        try:
+            return self._request(lambda system, path: system._info(path))
+        except FileNotFoundError:
+            return None
 
     def _request(self, request: Request, seconds: float | None = None) -> Any:
         """Return the response to `request(file system, path)`, with retries; `seconds` limits one attempt."""

@@ -4,8 +4,6 @@ Retry k waits min(first delay * 2^k, 10) seconds, less a random part of up to on
 the same moment.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +74,13 @@ class FailureKind(Enum):
     TRANSIENT = "a retry may succeed"
 
 
+_RAISED: dict[FailureKind, type[Exception]] = {
+    FailureKind.MISSING: FileNotFoundError,
+    FailureKind.EXISTS: FileExistsError,
+    FailureKind.BEYOND: RangeBeyondEnd,
+}
+
+
 def failure_kind(error: BaseException) -> FailureKind:
     """Classify a failure of s3fs, gcsfs or their libraries; unknown failures are transient."""
     code, number = _code_and_status(error)
@@ -117,12 +122,8 @@ def call_with_retries(url: str, policy: RetryPolicy, request: Callable[[], T]) -
             return request()
         except Exception as error:
             kind = failure_kind(error)
-            if kind is FailureKind.MISSING:
-                raise FileNotFoundError(url) from error
-            if kind is FailureKind.EXISTS:
-                raise FileExistsError(url) from error
-            if kind is FailureKind.BEYOND:
-                raise RangeBeyondEnd(url) from error
+            if kind in _RAISED:
+                raise _RAISED[kind](url) from error
             if kind is not FailureKind.TRANSIENT:
                 raise _permanent_error(url, kind, error) from error
             delay, now = next(delays), time.monotonic()

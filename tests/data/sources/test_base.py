@@ -17,11 +17,8 @@ def test_every_choice_parses_from_a_mapping():
     assert config.sources["x"] == TextSource(files=("a/*.txt",), exclude=("*/b/*",), weight=2.0)
     assert config.sources["y"] == JsonLinesSource(field="body")
     assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "parquet", "tokens", "huggingface"}
-
-
-@pytest.mark.parametrize("choice", SourceConfig.get_known_choices().values())
-def test_every_field_has_a_help_text(choice):
-    assert all(field.metadata["help"] for field in dataclasses.fields(choice))
+    for choice in SourceConfig.get_known_choices().values():
+        assert all(field.metadata["help"] for field in dataclasses.fields(choice))
 
 
 def test_patterns_expand(monkeypatch):
@@ -49,17 +46,14 @@ def test_identity_follows_the_files_but_not_the_weight(tmp_path):
     assert source.identity() != before
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_a_source_without_files_is_refused():
+    for source, message in (
         (TextSource(), "files: empty"),
         (TextSource(files=("/nowhere/*.txt",)), r"files: no file matches /nowhere/\*\.txt"),
         (TextSource(files=(__file__,), exclude=("*.py",)), r"exclude: \*\.py leaves none of the 1 matching"),
-    ],
-)
-def test_a_source_without_files_is_refused(source, message):
-    with pytest.raises(UserError, match=message):
-        source.parts()
+    ):
+        with pytest.raises(UserError, match=message):
+            source.parts()
 
 
 def test_what_is_no_pattern_of_files_is_told_with_what_would_be(tmp_path, monkeypatch):
@@ -78,24 +72,19 @@ def test_what_is_no_pattern_of_files_is_told_with_what_would_be(tmp_path, monkey
     assert [*TextSource(files=(f"{tmp_path}/a[[]1].txt",)).found()] == [f"{tmp_path}/a[1].txt"]
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_is_above_zero(weight):
-    with pytest.raises(UserError, match=r"weight is .*; it has to be above 0"):
-        TextSource(weight=weight)
+def test_fields_out_of_range_are_refused():
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=r"weight is .*; it has to be above 0"):
+            TextSource(weight=weight)
+    with pytest.raises(UserError, match=r"on_bad_document is 'ignore'\. Valid choices: stop, skip"):
+        TextSource(on_bad_document="ignore")
 
 
 def test_ranges_cover_the_whole():
-    assert ranges(7, 3) == [(0, 3), (3, 6), (6, 7)]
-    assert ranges(6, 3) == [(0, 3), (3, 6)]
-    assert ranges(0, 3) == []
+    assert [ranges(total, 3) for total in (7, 6, 0)] == [[(0, 3), (3, 6), (6, 7)], [(0, 3), (3, 6)], []]
 
 
 def test_half_a_surrogate_pair_is_refused():
     assert encodable("fine \U0001f600", "here") == "fine \U0001f600"
     with pytest.raises(UserError, match=r"here: character 2 of the text is U\+D83D"):
         encodable("ab\ud83d", "here")
-
-
-def test_an_unknown_way_with_bad_documents_is_refused():
-    with pytest.raises(UserError, match=r"on_bad_document is 'ignore'\. Valid choices: stop, skip"):
-        TextSource(on_bad_document="ignore")

@@ -14,33 +14,29 @@ def write(path, columns, **options):
     return ParquetSource(files=(str(path),))
 
 
-def test_rows_in_order_over_row_groups(tmp_path, contents):
+def test_rows_in_order_over_row_groups_with_the_extra_installed(tmp_path, contents, monkeypatch):
     texts = [f"text {number}" for number in range(10)]
     source = write(tmp_path / "a.parquet", {"text": texts, "other": list(range(10))}, row_group_size=4)
     assert len(source.parts()) == 3
     assert contents(source) == texts
     assert [document.start for document in source.documents()] == list(range(10))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`\. Run `"):
+        source.parts()
 
 
-def test_a_missing_column_is_named(tmp_path):
-    source = write(tmp_path / "a.parquet", {"body": ["a"], "url": ["b"]})
-    with pytest.raises(UserError, match=r"a\.parquet: no column `text`; the columns are: body, url"):
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"], "url": ["b"]}, ": no column `text`; the columns are: body, url"),
+        ({"text": ["a", "b", "c", None]}, r", row 3: column `text` is empty \(null\), expected text"),
+        ({"text": [3] * 4}, ", row 0: column `text` is int, expected text"),
+    ],
+)
+def test_a_value_that_is_no_text_is_named_with_its_place(tmp_path, columns, message):
+    source = write(tmp_path / "a.parquet", columns, row_group_size=3)
+    with pytest.raises(UserError, match=rf"a\.parquet{message}"):
         list(source.documents())
-
-
-@pytest.mark.parametrize(("value", "found"), [(None, r"empty \(null\)"), (3, "int")])
-def test_a_value_that_is_no_text_is_named_with_its_row(tmp_path, value, found):
-    values = ["a", "b", "c", None] if value is None else [value] * 4
-    source = write(tmp_path / "a.parquet", {"text": values}, row_group_size=3)
-    row = 3 if value is None else 0
-    with pytest.raises(UserError, match=rf"a\.parquet, row {row}: column `text` is {found}, expected text"):
-        list(source.documents())
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(UserError, match=r"a\.parquet: not a Parquet file, or a damaged one"):
-        ParquetSource(files=(str(tmp_path / "a.parquet"),)).parts()
 
 
 def test_damage_inside_is_refused_with_its_row_group(tmp_path):
@@ -50,13 +46,6 @@ def test_damage_inside_is_refused_with_its_row_group(tmp_path):
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(UserError, match=r"a\.parquet, row group 0, near row 0: damaged"):
         list(source.documents())
-
-
-def test_parquet_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.parquet", {"text": ["a"]})
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`\. Run `"):
-        source.parts()
 
 
 def skipping(source):
@@ -75,10 +64,13 @@ def test_a_bad_row_is_skipped_by_itself(tmp_path):
     assert [place.partition(": ")[0][-5:] for place in skipped.first] == ["row 1", "row 3"]
 
 
-def test_a_file_that_is_no_parquet_is_skipped_whole(tmp_path):
+def test_a_file_that_is_no_parquet_is_refused_or_skipped_whole(tmp_path):
     write(tmp_path / "a.parquet", {"text": ["a"]})
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
-    texts, skipped = skipping(ParquetSource(files=(f"{tmp_path}/*.parquet",)))
+    source = ParquetSource(files=(f"{tmp_path}/*.parquet",))
+    with pytest.raises(UserError, match=r"b\.parquet: not a Parquet file, or a damaged one"):
+        source.parts()
+    texts, skipped = skipping(source)
     assert (texts, skipped.count) == (["a"], 1)
 
 

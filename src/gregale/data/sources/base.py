@@ -54,12 +54,7 @@ class BadDocument(UserError):
 
 @dataclass
 class Skipped:
-    """The documents that were left out because they could not be read.
-
-    Attributes:
-        count: number of documents.
-        first: the first few, each with its error and location.
-    """
+    """The number of documents that could not be read, and of the first few the error and the location."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -179,10 +174,6 @@ class FileSource(SourceConfig):
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         """Return the ranges of one file; a single one unless the format can be read from the middle.
-
-        Args:
-            path: the file, or the URL of an object.
-            size: in bytes.
 
         Raises:
             BadDocument: the file is damaged.

@@ -102,14 +102,7 @@ def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
 
 
 class RemoteArray:
-    """An array in an object, read in slices; each read also fetches the data after the slice.
-
-    Args:
-        path: URL of the object.
-        offset: bytes before the array.
-        dtype: type of the elements.
-        shape: shape of the array.
-    """
+    """An array that begins after `offset` bytes of an object; each read of a slice also fetches the data after it."""
 
     def __init__(self, path: str, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
         self._path, self._offset, self.dtype, self.shape = path, offset, dtype, shape

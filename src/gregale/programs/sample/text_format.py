@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ class Continuation:
         self.text, self.tokens, self.count = "", 0, count
         self.ended: str | None = None
         self._ends, self._stops = form.ends, StopStrings(stops)
-        self._decoder = form.tokenizer.stream()
+        self._pieces = form.tokenizer.vocabulary_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Iterable[int]) -> str:
         """Add tokens; return the text that they certainly add, in complete characters."""
@@ -108,7 +110,7 @@ class Continuation:
                 self.finish(END)
                 break
             self.tokens += 1
-            self.text += self._stops.push(self._decoder.push(token))
+            self.text += self._stops.push(self._decoder.decode(self._pieces[token]))
             if self._stops.found is not None:
                 self.ended = STOP
             elif self.tokens == self.count:
@@ -119,7 +121,7 @@ class Continuation:
         """End the text; return the text that was held back."""
         if self.ended is not None:
             return ""
-        rest = self._stops.push(self._decoder.finish())
+        rest = self._stops.push(self._decoder.decode(b"", final=True))
         self.ended = ended if self._stops.found is None else STOP
         rest += self._stops.finish()
         self.text += rest
