@@ -122,10 +122,6 @@ class Schedule:
         n, repeat = self.item_numbers(iteration), iteration // self.microbatches
         return (n // self.microbatches == repeat) & (repeat < self.repeats) | (n < 0)
 
-    def layer(self, repeat: int, stage: int, sublayer: int, layers_per_stage: int) -> int:
-        """Return the layer's index in the model: (r S + s) l + j."""
-        return (repeat * self.stages + stage) * layers_per_stage + sublayer
-
     def layers_per_stage(self, layers: int) -> int:
         """Return l = layers / (S R); raise `UserError` if that is not a whole number."""
         groups = self.stages * self.repeats
