@@ -1,7 +1,5 @@
 """Gather weights for use: cast them to the compute dtype, then all-gather them over `data`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The choice of the codecs for the slow link."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

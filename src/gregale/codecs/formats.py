@@ -1,7 +1,5 @@
 """Wire formats: the bytes of a message in closed form. Plain arithmetic, so that planning needs no array library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 DEFAULT_BLOCK = 64

@@ -1,7 +1,5 @@
 """Encode many arrays into one message."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

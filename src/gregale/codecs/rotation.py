@@ -1,7 +1,5 @@
 """A random rotation of blocks in front of a block quantiser, for values with heavy tails."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -1,7 +1,5 @@
 """Accumulate microbatches in one buffer per replica: the only module that computes training gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple

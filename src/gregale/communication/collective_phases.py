@@ -1,7 +1,5 @@
 """The work of one device in each phase of a quantised average; call it inside `jax.shard_map` over the whole mesh."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The transfers of quantised averages in closed form, from the codecs' own bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gregale.audit.traffic import FLOAT32, Transfer

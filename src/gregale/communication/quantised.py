@@ -7,8 +7,6 @@ arrays of a tree as one message, for one latency instead of one per array. A mes
 4 bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple

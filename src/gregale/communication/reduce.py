@@ -3,8 +3,6 @@
 `quantised` has the same methods for values of few bits. No other module reduces over `replica`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice of the replicas' average: exact, or by codecs."""
 
-from __future__ import annotations
-
 from gregale.axes.layout import REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer

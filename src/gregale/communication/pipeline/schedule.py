@@ -1,7 +1,5 @@
 """The schedule of the circular pipeline: the work of each stage as arithmetic on iteration numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

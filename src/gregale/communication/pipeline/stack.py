@@ -1,7 +1,5 @@
 """The pipelined layer stack: a scan over layers, computed by stages that all work at the same time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The pipeline's window of two slots for gathered weights, and the reduction of their gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
