@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gregale.codecs.formats import BLOCK_BITS, CODECS
-from gregale.codecs.message import decode_all, encode_all
-from tests.codecs import wire_format
 from tests.codecs.test_wire_format import codec_of, encode
 
 SMALLEST = np.float32(2.0**-126)
@@ -87,13 +85,3 @@ def test_rotated_blocks_come_back(values):
     difference = np.pad(decoded - values, (0, -len(values) % 64)).reshape(-1, 64)
     bound = np.linalg.norm(padded, axis=1) * np.sqrt(64) / 128 + 1e-30
     assert (np.linalg.norm(difference, axis=1) <= bound).all()
-
-
-def test_one_message_of_many_arrays():
-    codec, sizes = codec_of("int4"), [1, 61, 131]
-    many = [normal(2, size, seed=size) for size in sizes]
-    message = jax.jit(lambda arrays: encode_all(arrays, codec))(many)
-    assert message.shape == (2, sum(map(codec.message_bytes, sizes)))
-    decoded = jax.jit(lambda message: decode_all(message, sizes, codec))(message)
-    for array, got in zip(many, decoded, strict=True):
-        np.testing.assert_array_equal(got, wire_format.round_trip("int4", array))

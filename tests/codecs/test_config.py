@@ -5,7 +5,7 @@ import pytest
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import FloatCodec
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
-from gregale.codecs.formats import CODECS, bytes_per_parameter, wire_format
+from gregale.codecs.formats import CODECS, wire_format
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 
@@ -46,7 +46,7 @@ def test_refused(make, message):
 
 def test_bytes_per_parameter():
     expected = {"none": 4, "bfloat16": 2, "int8": 1.03125, "int4": 0.53125, "int2": 0.28125, "e3m0": 0.53125}
-    assert {codec: bytes_per_parameter(codec) for codec in CODECS} == expected
+    assert {codec: wire_format(codec).bytes_per_parameter for codec in CODECS} == expected
     for codec in CODECS:
         assert ReduceConfig(codec=codec, block=32).first_codec().format == wire_format(codec, 32)
 

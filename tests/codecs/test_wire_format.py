@@ -146,7 +146,7 @@ def test_rotated_integers_are_equal_byte_for_byte(name, block):
 
 def test_the_rotation_is_that_of_the_words():
     turned = wire_format.rotated(np.eye(BLOCK).ravel().tolist(), BLOCK, wire_format.signs_of_64())
-    np.testing.assert_array_equal(np.reshape(turned, (BLOCK, BLOCK)), random_rotation(BLOCK, 0))
+    np.testing.assert_array_equal(np.reshape(turned, (BLOCK, BLOCK)), random_rotation(BLOCK))
 
 
 def blocks_between_scales() -> np.ndarray:

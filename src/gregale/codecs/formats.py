@@ -43,8 +43,3 @@ def wire_format(codec: str, block: int = DEFAULT_BLOCK) -> WireFormat:
     if codec in FLOAT_BITS:
         return WireFormat(FLOAT_BITS[codec])
     return WireFormat(BLOCK_BITS[codec], block, SCALE_BITS)
-
-
-def bytes_per_parameter(codec: str, block: int = DEFAULT_BLOCK) -> float:
-    """Return the bytes of one parameter in one phase, for a codec of `CODECS` and full blocks."""
-    return wire_format(codec, block).bytes_per_parameter

@@ -28,6 +28,7 @@ from gregale.communication.collective_phases import (
     totals,
 )
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
+from gregale.communication.reduce import ExactReducer
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 Tree = Any
@@ -42,12 +43,6 @@ class WireBytes(NamedTuple):
     given_back: int  # all-gather: the second phase of the others, in `all_gather_params`
     finite: int  # all-gathers: with feedback, a byte from each replica for each phase in `reduce` that quantises
     finite_given_back: int  # the same, in `all_gather_params`
-
-    def of_reduce(self) -> int:
-        return self.scalars + self.first + self.second + self.finite
-
-    def of_give_back(self) -> int:
-        return self.given_back + self.finite_given_back
 
 
 class QuantisationLoss(NamedTuple):
@@ -85,8 +80,7 @@ class QuantisedReducer:
             return totals([shard[0] for shard in scalars], self.axis)
 
         lanes, everywhere = [PartitionSpec(self.axis)] * len(scalars), [PartitionSpec()] * len(scalars)
-        mesh = self.layout.mesh
-        run = jax.shard_map(on_device, mesh=mesh, in_specs=(lanes,), out_specs=everywhere, check_vma=False)
+        run = self.layout.shard_map(on_device, (lanes,), everywhere)
         return run([scalar.array for scalar in scalars])
 
     def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
@@ -119,13 +113,8 @@ class QuantisedReducer:
 
         buffers = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
         errors = ({path: buffers[path] for path in first}, {path: buffers[path] for path in second})
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(list(buffers.values()), PartitionSpec(), *errors),
-            out_specs=([leaf.opt_state for leaf in leaves], *errors),
-            check_vma=False,
-        )
+        out_specs = [leaf.opt_state for leaf in leaves], *errors
+        run = self.layout.shard_map(on_device, (list(buffers.values()), PartitionSpec(), *errors), out_specs)
         arrays = [self._array(x) for x in _leaves(sums)]
         averages, first, second = run(arrays, weight, first, second)
         error = error._replace(first=updated(error.first, first), second=updated(error.second, second))
@@ -156,13 +145,7 @@ class QuantisedReducer:
 
         sharded = {leaf.path: leaf.opt_state for leaf in split}
         specs = {path: sharded[path] for path in second}
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(sharded, specs),
-            out_specs=({leaf.path: leaf.params for leaf in split}, specs),
-            check_vma=False,
-        )
+        run = self.layout.shard_map(on_device, (sharded, specs), ({leaf.path: leaf.params for leaf in split}, specs))
         given, second = run({leaf.path: arrays[leaf.path] for leaf in split}, second)
         arrays |= given
         error = error._replace(second=updated(error.second, second))
@@ -170,12 +153,13 @@ class QuantisedReducer:
 
     def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> QuantisationLoss:
         """Return the loss of `reduce` for these sums, in a separate program: metrics cross all axes as float32."""
-        leaves = [leaf for leaf in leaves_of(sums, self.layout, self.axis, replicated=True) if not leaf.exact]
+        leaves = leaves_of(sums, self.layout, self.axis, replicated=True)
+        arrays = {leaf.path: self._array(x) for leaf, x in zip(leaves, _leaves(sums), strict=True) if not leaf.exact}
+        leaves = [leaf for leaf in leaves if not leaf.exact]
         kept = arrays_of(error.first, leaves)
         codec, mesh = self.config.first_codec(), self.layout.mesh
-        shards = {
-            leaf.path: prod(mesh.shape[name] for name in (*_split_over(leaf.params), self.axis)) for leaf in leaves
-        }
+        splits = {leaf.path: (*self.layout.mesh_axes(leaf.axes, self.layout.params), self.axis) for leaf in leaves}
+        shards = {path: prod(mesh.shape[name] for name in split) for path, split in splits.items()}
 
         def on_device(values, weight, kept):
             figures = jnp.zeros(3)
@@ -188,14 +172,8 @@ class QuantisedReducer:
             return jax.lax.psum(figures, tuple(mesh.axis_names))
 
         specs = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
-        run = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(specs, PartitionSpec(), {path: specs[path] for path in kept}),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        arrays = {leaf.path: x for leaf, x in zip(leaves, self._arrays(sums), strict=True)}
+        in_specs = specs, PartitionSpec(), {path: specs[path] for path in kept}
+        run = self.layout.shard_map(on_device, in_specs, PartitionSpec())
         lost, whole, waiting = run(arrays, weight, kept)
         return QuantisationLoss(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
 
@@ -203,7 +181,7 @@ class QuantisedReducer:
         """Return the L2 norm of a tree under `opt_state`; the bytes of one float32 cross `axis`."""
         layout = self.layout
         leaves = leaves_of(reduced, layout, self.axis, replicated=False)
-        splits = [_split_over(leaf.opt_state) for leaf in leaves]
+        splits = [layout.mesh_axes(leaf.axes, layout.opt_state) for leaf in leaves]
         copies = [layout.mesh.size // prod(layout.mesh.shape[name] for name in split) for split in splits]
 
         def on_device(shards):
@@ -212,7 +190,7 @@ class QuantisedReducer:
             return totals([inside], self.axis)[0]
 
         specs = [leaf.opt_state for leaf in leaves]
-        run = jax.shard_map(on_device, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+        run = layout.shard_map(on_device, (specs,), PartitionSpec())
         return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
 
     def wire_bytes(self, tree: Tree) -> WireBytes:
@@ -269,11 +247,6 @@ class QuantisedReducer:
             averages |= joined
         return averages, first, second
 
-    def _arrays(self, tree: Tree) -> list[jax.Array]:
-        """Return the arrays of a tree except its scalars, with the axis first."""
-        arrays = [self._array(leaf) for leaf in _leaves(tree)]
-        return [array for array in arrays if array.ndim > 1]
-
     def _array(self, leaf) -> jax.Array:
         """Return a leaf's array, with the axis first if it has it."""
         if not isinstance(leaf, NamedArray):
@@ -281,10 +254,7 @@ class QuantisedReducer:
         return leaf.rearrange((self.axis, ...)).array if self.axis in leaf.axis_names else leaf.array
 
 
-def _split_over(spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the mesh axes of a partition."""
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return tuple(name for entry in entries for name in entry)
+Reducer = ExactReducer | QuantisedReducer
 
 
 def _leaves(tree: Tree) -> list:

@@ -23,8 +23,7 @@ from gregale.audit.traffic import (
 )
 from gregale.axes.layout import Layout, is_named, is_parameter
 from gregale.communication.messages import give_back_messages, measure_messages, send_messages, step_messages
-from gregale.communication.quantised import QuantisedReducer
-from gregale.communication.reducer import Reducer
+from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.method import StepKind
 from gregale.methods.schedule import Schedule, StepFragments
