@@ -15,12 +15,12 @@ from gregale.audit import Audit, audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.messages import step_messages
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline
 from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
+from gregale.methods.traffic import PsdpTraffic
 from gregale.optim import Optimizer
 from gregale.training.state import Method, initial_state
 from gregale.training.stepper import Stepper
@@ -99,7 +99,7 @@ def test_quantised_averages():
     over_replica = found.audit.over(REPLICA)
     assert {(each.dtype, each.axes, each.loop) for each in over_replica} == {("u8", (REPLICA,), ())}
     sent = sum(each.bytes * (each.times or 0) for each in over_replica)
-    assert sent == bytes_by_axes(step_messages(methods[0].reducer, methods[0].model))[REPLICA,]
+    assert sent == bytes_by_axes(PsdpTraffic(methods[0].reducer, MODEL, None).averages)[REPLICA,]
 
 
 def test_streaming_diloco():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
+from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import REPLICA, Layout, is_named
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
@@ -32,17 +33,6 @@ from gregale.communication.reduce import ExactReducer
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 Tree = Any
-
-
-class WireBytes(NamedTuple):
-    """Payload of one device in a step over `replica`: an all-to-all's operand, an all-gather's result."""
-
-    scalars: int  # all-gather: the scalars of the tree, as float32
-    first: int  # all-to-all: the first phase
-    second: int  # all-gather: the second phase of arrays that `opt_state` does not split, in `reduce`
-    given_back: int  # all-gather: the second phase of the others, in `all_gather_params`
-    finite: int  # all-gathers: with feedback, a byte from each replica for each phase in `reduce` that quantises
-    finite_given_back: int  # the same, in `all_gather_params`
 
 
 class QuantisationLoss(NamedTuple):
@@ -193,27 +183,55 @@ class QuantisedReducer:
         run = layout.shard_map(on_device, (specs,), PartitionSpec())
         return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
 
-    def wire_bytes(self, tree: Tree) -> WireBytes:
-        """Return the bytes of `reduce` and `all_gather_params`, from the shapes of arrays without the axis."""
+    # The traffic in closed form, from the codecs' own bytes: an all-to-all's operand, an all-gather's result.
+
+    def reduce_transfers(self, tree: Tree) -> list[Transfer]:
+        """Return the transfers of `reduce` for a tree of arrays without the axis."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
+        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
+        first = self._message_bytes(config.first_codec(), arrays)
+        second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
+        return [
+            Transfer("first leg", "all-to-all", (self.axis,), first),
+            Transfer("second leg", "all-gather", (self.axis,), second),
+            Transfer("scalars", "all-gather", (self.axis,), scalars),
+            *self._finite_transfers((config.codec, first), (config.gather_codec, second)),
+        ]
 
-        def payload(codec: Codec, some: list[ShardedLeaf]) -> int:
-            return lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
+    def gather_transfers(self, tree: Tree) -> list[Transfer]:
+        """Return the transfers of `all_gather_params` for a tree of arrays without the axis."""
+        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
+        second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
+        finite = self._finite_transfers((self.config.gather_codec, second))
+        return [Transfer("second leg", "all-gather", (self.axis,), second), *finite]
 
-        first = payload(config.first_codec(), arrays)
-        second = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
-        given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
-        exact = lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        keeps_first, keeps_second = (
-            config.feedback is not None and leg != "none" for leg in (config.codec, config.gather_codec)
-        )
-        flags = (keeps_first and first > 0) + (keeps_second and second > 0)
-        return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))
+    def measure_transfers(self, totals: int) -> list[Transfer]:
+        """Return the transfers for the total of some scalars, and for a norm."""
+        return [
+            Transfer("totals", "all-gather", (self.axis,), totals * FLOAT32 * self.lanes),
+            Transfer("norm", "all-gather", (self.axis,), FLOAT32 * self.lanes),
+            Transfer("norm", "all-reduce", self.fast_axes, FLOAT32),
+        ]
 
     def bytes_sent(self, tree: Tree) -> int:
         """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
-        return (self.lanes - 1) * sum(self.wire_bytes(tree)) // self.lanes
+        transfers = [*self.reduce_transfers(tree), *self.gather_transfers(tree)]
+        return (self.lanes - 1) * sum(each.bytes for each in transfers if each.axes == (self.axis,)) // self.lanes
+
+    def _message_bytes(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
+        return self.lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
+
+    def _finite_transfers(self, *phases: tuple[str, int]) -> list[Transfer]:
+        """Return the transfers of finiteness flags of phases (name of the codec, bytes) with feedback.
+
+        A flag is a number inside a replica, and a byte from each replica over the axis.
+        """
+        flags = sum(self.config.feedback is not None and codec != "none" and sent > 0 for codec, sent in phases)
+        return [
+            Transfer("finite", "all-gather", (self.axis,), self.lanes * flags),
+            Transfer("finite", "all-reduce", self.fast_axes, FLOAT32 * flags),
+        ]
 
     @property
     def lanes(self) -> int:
