@@ -38,9 +38,14 @@ class LossBlocks(NamedTuple):
     block: int
 
     @property
+    def group(self) -> int:
+        """Return the tokens of a group."""
+        return self.blocks * self.block
+
+    @property
     def tokens(self) -> int:
         """Return the number of tokens, padding included."""
-        return self.groups * self.blocks * self.block
+        return self.groups * self.group
 
 
 def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
