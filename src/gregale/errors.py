@@ -20,6 +20,12 @@ class UserError(ValueError):
     exit_code = 2
 
 
+def multiples_near(size: int, divisor: int) -> str:
+    """Return the positive multiples next to a size, for a message: `8 or 16`."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
+
+
 class Busy(UserError):
     """Another process holds a resource that the command needs. The same command may work later."""
 

@@ -22,9 +22,11 @@ def test_values_gradients_and_shardings():
     x = hax.named(generator.standard_normal((12, 16), dtype=np.float32), (Rows, Embed))
 
     def loss(weights):
-        ready = gathered(weights, layout, jnp.dtype(jnp.bfloat16))
-        product = hax.dot(x.astype(jnp.bfloat16), ready, axis=Embed)
-        return hax.sum(product.astype(jnp.float32)).scalar(), ready
+        tree = {"weights": weights, "steps": jnp.arange(3), "scale": jnp.ones(3)}
+        ready = gathered(tree, layout, jnp.dtype(jnp.bfloat16))
+        assert (ready["steps"].dtype, ready["scale"].dtype) == (jnp.int32, jnp.bfloat16)
+        product = hax.dot(x.astype(jnp.bfloat16), ready["weights"], axis=Embed)
+        return hax.sum(product.astype(jnp.float32)).scalar(), ready["weights"]
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, ready), gradient = step(placed(weights, layout, layout.params))
@@ -43,13 +45,6 @@ def test_one_gather_over_data_and_nothing_over_other_axes():
     compiled = jax.jit(lambda w: gathered(w, layout, jnp.dtype(jnp.float32))).lower(weights).compile()
     found = audit(compiled, layout.mesh).collectives
     assert [(c.kind, c.axes, c.bytes) for c in found] == [("all-gather", ("data",), 4 * 16 * 8 // 2)]
-
-
-def test_integers_and_plain_arrays_are_left_where_they_are():
-    layout = layout_of(1, 2, 1)
-    tree = {"steps": jnp.arange(3), "scale": jnp.ones(3)}
-    ready = gathered(tree, layout, jnp.dtype(jnp.bfloat16))
-    assert (ready["steps"].dtype, ready["scale"].dtype) == (jnp.int32, jnp.bfloat16)
 
 
 def test_scattered_sums_over_all_axes_and_keeps_the_own_shard():

@@ -23,62 +23,38 @@ class FakeDevice:
     platform: str = "gpu"
 
 
-def hosts(count: int, each: int) -> list[FakeDevice]:
-    return [FakeDevice(host * each + i, process_index=host) for host in range(count) for i in range(each)]
-
-
 def slices(count: int, hosts_each: int, each: int) -> list[FakeDevice]:
-    found = [
-        FakeDevice(id=0, process_index=s * hosts_each + host, slice_index=s)
-        for s in range(count)
-        for host in range(hosts_each)
-        for _ in range(each)
-    ]
-    return [FakeDevice(i, d.process_index, d.slice_index) for i, d in enumerate(found)]
+    """Devices in a random order, numbered by slice, then host."""
+    places = list(np.ndindex(count, hosts_each, each))
+    found = [FakeDevice(i, s * hosts_each + host, s) for i, (s, host, _) in enumerate(places)]
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
 
 
-def shuffled(devices: list[FakeDevice]) -> list[FakeDevice]:
-    return [devices[i] for i in np.random.default_rng(0).permutation(len(devices))]
-
-
-def values_along(array: np.ndarray, axis: int, key) -> set[int]:
-    """How many different values of `key` the lines along an axis have."""
+def values_along(array: np.ndarray, axis: int, key: str) -> set[int]:
+    """How many different values of the attribute `key` the lines along an axis have."""
     lines = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
-    return {len({key(device) for device in line}) for line in lines}
-
-
-def slice_index(device: FakeDevice) -> int | None:
-    return device.slice_index
-
-
-def process_index(device: FakeDevice) -> int:
-    return device.process_index
+    return {len({getattr(device, key) for device in line}) for line in lines}
 
 
 @pytest.mark.parametrize(("shape", "slices_a_line"), [((2, 1, 4, 2), 2), ((4, 1, 4, 1), 2), ((8, 2, 1, 1), 2)])
 def test_only_replica_crosses_slices(shape, slices_a_line):
-    array = arrange(shuffled(slices(2, 2, 4)), shape)
+    array = arrange(slices(2, 2, 4), shape)
     assert array.shape == shape
-    assert values_along(array, 0, slice_index) == {slices_a_line}
-    for axis in (1, 2, 3):
-        assert values_along(array, axis, slice_index) == {1}
-    halves = np.split(array, 2)
-    for number, half in enumerate(halves):
+    assert [values_along(array, axis, "slice_index") for axis in range(4)] == [{slices_a_line}, {1}, {1}, {1}]
+    for number, half in enumerate(np.split(array, 2)):
         assert {device.slice_index for device in half.flat} == {number}
 
 
-def test_replica_crosses_hosts_before_any_other_axis():
-    array = arrange(shuffled(hosts(4, 4)), (4, 1, 2, 2))
-    assert values_along(array, 0, process_index) == {4}
-    for axis in (1, 2, 3):
-        assert values_along(array, axis, process_index) == {1}
-
-
-def test_the_fast_axes_stay_inside_a_host_as_far_as_they_fit():
-    array = arrange(shuffled(hosts(4, 4)), (2, 1, 4, 2))
-    assert values_along(array, 0, process_index) == {2}
-    assert values_along(array, 2, process_index) == {2}, "data is 4 x 2 devices: two hosts"
-    assert values_along(array, 3, process_index) == {1}
+@pytest.mark.parametrize(
+    ("shape", "hosts_a_line"),
+    [
+        ((4, 1, 2, 2), [{4}, {1}, {1}, {1}]),
+        ((2, 1, 4, 2), [{2}, {1}, {2}, {1}]),  # data is 4 x 2 devices: two hosts
+    ],
+)
+def test_replica_crosses_hosts_first_and_the_fast_axes_stay_inside_one_as_far_as_they_fit(shape, hosts_a_line):
+    array = arrange(slices(1, 4, 4), shape)
+    assert [values_along(array, axis, "process_index") for axis in range(4)] == hosts_a_line
     assert [device.id for device in array.flat] == list(range(16))
 
 
@@ -87,14 +63,17 @@ def test_two_replicas_a_slice_lie_next_to_each_other():
     assert [device.slice_index for device in array[:, 0, 0, 0]] == [0, 0, 1, 1]
 
 
-def test_replicas_that_cannot_hold_whole_slices_are_refused():
-    with pytest.raises(UserError, match=r"replica is 2, but the devices are 4 slices: .* multiple of 4"):
-        arrange(slices(4, 1, 4), (2, 1, 8, 1))
-
-
-def test_slices_of_different_sizes_are_refused():
-    with pytest.raises(UserError, match=r"slice 0: 4, slice 1: 3"):
-        arrange(slices(2, 1, 4)[:-1], (1, 1, 7, 1))
+@pytest.mark.parametrize(
+    ("devices", "shape", "message"),
+    [
+        (slices(4, 1, 4), (2, 1, 8, 1), "replica is 2, but the devices are 4 slices: .* multiple of 4"),
+        ([each for each in slices(2, 1, 4) if each.id < 7], (1, 1, 7, 1), "slice 0: 4, slice 1: 3"),
+    ],
+    ids=["replicas that cannot hold whole slices", "slices of different sizes"],
+)
+def test_refused(devices, shape, message):
+    with pytest.raises(UserError, match=message):
+        arrange(devices, shape)
 
 
 def test_the_real_mesh_has_the_axes_of_the_design():

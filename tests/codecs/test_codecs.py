@@ -1,4 +1,4 @@
-"""Every codec, over a round trip: error bounds, sizes, and values at the ends of float32."""
+"""Every codec, over a round trip: error bounds, signs, rows and bfloat16 values."""
 
 from functools import partial
 
@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gregale.codecs.formats import BLOCK_BITS, CODECS
-from gregale.codecs.message import decode_all, encode_all
-from tests.codecs.oracle import quantised, rows_quantised
 from tests.codecs.test_wire_format import codec_of, encode
 
 SMALLEST = np.float32(2.0**-126)
-SIZES = st.sampled_from([1, 61, 131])  # few, as each is compiled once
+SIZES = st.sampled_from([1, 131])  # few, as each is compiled once
 NUMBERS = st.floats(-(2.0**127), 2.0**127, width=32)
 MODERATE = st.floats(-1e6, 1e6, width=32)
 
@@ -35,28 +33,15 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", BLOCK_BITS)
-@pytest.mark.parametrize("block", [4, 20, 128])
-def test_blocks_of_any_size(name, block):
-    values = normal(203, seed=1)
-    np.testing.assert_array_equal(round_trip(values, codec_of(name, block)), quantised(name, values, block))
-
-
 @pytest.mark.parametrize("name", CODECS)
-def test_leading_dimensions_are_a_batch(name):
-    values, codec = normal(3, 2, 61), codec_of(name)
+def test_leading_dimensions_are_a_batch_and_bfloat16_values_are_floats(name):
+    values, codec = normal(3, 2, 61).astype(ml_dtypes.bfloat16), codec_of(name)
     message = encode(values, codec)
     assert message.dtype == jnp.uint8
     assert message.shape == (3, 2, codec.message_bytes(61))
-    np.testing.assert_array_equal(round_trip(values, codec)[1, 1], round_trip(values[1, 1], codec))
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_bfloat16_values(name):
-    values = normal(61).astype(ml_dtypes.bfloat16)
-    decoded = round_trip(values, codec_of(name))
+    decoded = round_trip(values, codec)
     assert decoded.dtype == jnp.float32
-    np.testing.assert_array_equal(decoded, round_trip(values.astype(np.float32), codec_of(name)))
+    np.testing.assert_array_equal(decoded[1, 1], round_trip(values[1, 1].astype(np.float32), codec))
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,25 +62,8 @@ def test_no_value_changes_its_sign_and_none_grows_much(name, values):
     decoded = np.asarray(round_trip(values, codec_of(name)))
     assert (decoded * values >= 0).all()
     assert np.abs(decoded).max() <= np.abs(values).max() * (1 + 2**-8)
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(name, bad):
-    values = normal(192)
-    values[70] = bad
-    decoded = np.asarray(round_trip(values, codec_of(name)))
-    assert not np.isfinite(decoded[70])
-    assert np.isfinite(decoded[:64]).all()
-    assert np.isfinite(decoded[128:]).all()
-
-
-@pytest.mark.parametrize("name", ["int4", "e3m0"])
-@settings(max_examples=30, deadline=None)
-@given(values=vectors(MODERATE))
-def test_encoding_what_was_decoded_changes_nothing(name, values):
-    once = round_trip(values, codec_of(name))
-    np.testing.assert_array_equal(round_trip(once, codec_of(name)), once)
+    if name in ("int4", "e3m0"):
+        np.testing.assert_array_equal(round_trip(decoded, codec_of(name)), decoded)
 
 
 def test_rotation_keeps_the_error_of_normal_values_and_shrinks_it_for_heavy_tails():
@@ -117,13 +85,3 @@ def test_rotated_blocks_come_back(values):
     difference = np.pad(decoded - values, (0, -len(values) % 64)).reshape(-1, 64)
     bound = np.linalg.norm(padded, axis=1) * np.sqrt(64) / 128 + 1e-30
     assert (np.linalg.norm(difference, axis=1) <= bound).all()
-
-
-def test_one_message_of_many_arrays():
-    codec = codec_of("int4")
-    many = [normal(2, size, seed=size) for size in (1, 61, 131)]
-    message = jax.jit(lambda arrays: encode_all(arrays, codec))(many)
-    assert message.shape == (2, codec.message_bytes(1) + codec.message_bytes(61) + codec.message_bytes(131))
-    decoded = jax.jit(lambda message: decode_all(message, [1, 61, 131], codec))(message)
-    for array, got in zip(many, decoded, strict=True):
-        np.testing.assert_array_equal(got, rows_quantised("int4", array))

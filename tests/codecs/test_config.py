@@ -1,10 +1,11 @@
-"""What a user can ask of the reduction, and what is refused."""
+"""What a user can ask of the reduction, what is refused, and the sizes of messages in closed form."""
 
 import pytest
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import FloatCodec
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.formats import CODECS, wire_format
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 
@@ -14,18 +15,15 @@ def test_codecs_of_the_legs():
     assert config.first_codec() == PowersCodec(block=32)
     assert config.second_codec() == UniformCodec(8, 32)
     assert ReduceConfig().first_codec() == FloatCodec("none")
+    assert not ReduceConfig().quantised
+    assert ReduceConfig(codec="bfloat16").quantised
+    assert ReduceConfig(gather_codec="int8").quantised
 
 
 def test_only_codecs_with_blocks_are_rotated():
     config = ReduceConfig(codec="int4", gather_codec="bfloat16", hadamard=True)
     assert config.first_codec() == RotatedCodec(UniformCodec(4))
     assert config.second_codec() == FloatCodec("bfloat16")
-
-
-def test_quantised():
-    assert not ReduceConfig().quantised
-    assert ReduceConfig(codec="bfloat16").quantised
-    assert ReduceConfig(gather_codec="int8").quantised
 
 
 @pytest.mark.parametrize(
@@ -44,3 +42,17 @@ def test_quantised():
 def test_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_bytes_per_parameter():
+    expected = {"none": 4, "bfloat16": 2, "int8": 1.03125, "int4": 0.53125, "int2": 0.28125, "e3m0": 0.53125}
+    assert {codec: wire_format(codec).bytes_per_parameter for codec in CODECS} == expected
+    for codec in CODECS:
+        assert ReduceConfig(codec=codec, block=32).first_codec().format == wire_format(codec, 32)
+
+
+def test_a_message_is_counted_block_by_block():
+    assert wire_format("int4").message_bytes(64) == 34
+    assert wire_format("int4").message_bytes(65) == 68
+    assert wire_format("int2", block=12).message_bytes(25) == 3 * (3 + 2)
+    assert wire_format("bfloat16").message_bytes(25) == 50

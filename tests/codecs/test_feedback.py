@@ -6,7 +6,7 @@ import pytest
 
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import load, next_error, store, stored_block
-from tests.codecs.oracle import quantised
+from tests.codecs.wire_format import round_trip
 
 
 @pytest.mark.parametrize(("size", "block"), [(1, 1), (64, 64), (96, 96), (128, 64), (13, 13), (509, 509), (1536, 64)])
@@ -21,18 +21,17 @@ def test_stored_as_eight_bits():
     assert stored.codes.shape == (3, 128)
     assert stored.scales.dtype == "bfloat16"
     assert stored.scales.shape == (3, 2)
-    np.testing.assert_array_equal(load(stored), quantised("int8", values.ravel()).reshape(3, 128))
+    np.testing.assert_array_equal(load(stored), round_trip("int8", values))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-@pytest.mark.parametrize("codec", ["int8", "int4", "e3m0"])
+@pytest.mark.parametrize(("codec", "beta"), [("int4", 0.0), ("e3m0", 0.8)])
 def test_what_was_sent_is_what_went_in_less_the_error_kept(codec, beta):
     """sum of sent = sum of gone in - (e_K - e_0) / (1 - beta), with the error kept in float32."""
     random, codec = np.random.default_rng(1), ReduceConfig(codec=codec).first_codec()
     step = jax.jit(lambda h: codec.decode(codec.encode(h), 100))
     start = error = random.normal(size=100).astype(np.float32) * 0.1
     gone_in, sent = np.zeros(100), np.zeros(100)
-    for _ in range(50):
+    for _ in range(30):
         gradient = random.normal(size=100).astype(np.float32) + 0.5
         compensated = gradient + error
         message = np.asarray(step(compensated))

@@ -3,6 +3,8 @@
 import struct
 from math import copysign, isfinite, nan, sqrt
 
+import numpy as np
+
 BITS = {"int8": 8, "int4": 4, "int2": 2, "e3m0": 4}
 LEVELS = {"int8": 128, "int4": 8, "int2": 2, "e3m0": 8}
 LARGEST_BFLOAT16 = (2 - 2**-7) * 2.0**127
@@ -98,6 +100,14 @@ def value_of(codec: str, code: int) -> float:
     if codec != "e3m0":
         return float(code - LEVELS[codec])
     return 0.0 if code & 7 == 0 else copysign(2.0 ** ((code & 7) - 4), -1 if code & 8 else 1)
+
+
+def round_trip(codec: str, values, block: int = 64) -> np.ndarray:
+    """What values [..., n] are after a round trip; each row is a message."""
+    rows = np.asarray(values, np.float32).reshape(-1, np.shape(values)[-1])
+    messages = [encode(codec, row.tolist(), block) for row in rows]
+    found = [decode(codec, message, rows.shape[1], block) for message in messages]
+    return np.float32(found).reshape(np.shape(values))
 
 
 def rotated(values: list[float], block: int, signs: list[int]) -> list[float]:

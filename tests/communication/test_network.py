@@ -1,5 +1,6 @@
 """The reducer over a network: averages, bytes, order, feedback, and what all members agree on."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -15,7 +16,7 @@ from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
-SIZES = {"wide|0,0": 1000, "wide|0,1": 1000, "norm|0": 13, "gain|": 1, "deep|0": 320}
+SIZES = {"wide|0,0": 1000, "wide|0,1": 1000, "norm|0": 13, "gain|": 1, "deep|0": 512}
 MOST, BUCKET = 256, 700  # bytes: wide is four rows, and there are more buckets than members
 
 
@@ -49,19 +50,24 @@ def reduced(config: ReduceConfig, weights, errors=None, round_number=0, kind=Thr
     return all_together(len(weights), member, kind)
 
 
-def by_hand(weights, config: ReduceConfig) -> dict[str, np.ndarray]:
+def by_hand(weights, config: ReduceConfig, round_number=0) -> dict[str, np.ndarray]:
     """The first leg's average in float64, in one piece."""
     total = {key: np.zeros(size) for key, size in SIZES.items()}
     for rank, weight in enumerate(weights):
         for key, rows in cut(config).items():
             codec = rows.first_codec(config)
-            sent = codec.decode(codec.encode(rows.to_rows(values_of(rank)[key])), rows.row)
+            sent = codec.decode(codec.encode(rows.to_rows(values_of(rank, round_number)[key])), rows.row)
             total[key] += weight / sum(weights) * np.asarray(rows.from_rows(sent), np.float64)
     return total
 
 
-@pytest.mark.parametrize("weights", [(3,), (1, 1), (2, 5, 1), (1, 2, 3, 4), (4, 0, 1, 2), (0, 0, 7)])
-@pytest.mark.parametrize("config", [EXACTLY, FOUR_BITS], ids=["float32", "four bits"])
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        *((EXACTLY, weights) for weights in ((1, 1), (2, 5, 1), (4, 0, 1, 2))),
+        *((FOUR_BITS, weights) for weights in ((3,), (2, 5, 1), (0, 0, 7))),
+    ],
+)
 def test_all_members_get_the_same_bits_and_send_what_the_closed_form_says(config, weights):
     everyone = reduced(config, weights)
     first, _ = everyone[0]
@@ -114,10 +120,9 @@ def test_what_is_under_way_is_bounded():
         assert 4 <= most <= 6 * (3 - 1) * 2
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_what_was_sent_adds_up_to_what_went_in(beta):
+def test_what_was_sent_adds_up_to_what_went_in():
     """Of the second leg: sum of what was sent = sum of what went in - (e_K - e_0) / (1 - beta)."""
-    config = ReduceConfig(gather_codec="int4", feedback=FeedbackConfig(beta=beta))
+    config, beta = FOUR_BITS, FOUR_BITS.feedback.beta
     rounds, weights = 6, (1, 3)
     sent, went_in, errors = {}, {}, None
     for number in range(rounds):
@@ -125,8 +130,7 @@ def test_what_was_sent_adds_up_to_what_went_in(beta):
         errors = [result.error for result, _ in everyone]
         for key, value in everyone[0][0].gradient.items():
             sent[key] = sent.get(key, 0) + value.astype(np.float64)
-            mean = sum(w * values_of(k, number)[key].astype(np.float64) for k, w in enumerate(weights)) / sum(weights)
-            went_in[key] = went_in.get(key, 0) + mean
+            went_in[key] = went_in.get(key, 0) + by_hand(weights, config, number)[key]
     assert all(error.steps == rounds for error in errors)
     kept = {}
     for error in errors:
@@ -144,7 +148,7 @@ def test_what_was_sent_adds_up_to_what_went_in(beta):
 
 
 def test_errors_are_forgotten_after_so_many_reduces():
-    config = ReduceConfig(gather_codec="int4", feedback=FeedbackConfig(reset_every=2))
+    config = replace(FOUR_BITS, feedback=FeedbackConfig(reset_every=2))
     errors = fresh = None
     for _ in range(3):  # the third begins anew, with the same values
         everyone = reduced(config, (1, 1), errors)

@@ -1,6 +1,6 @@
 """Quantised averages over replicas against a slow NumPy rewrite, and their bytes in the compiled program."""
 
-from dataclasses import dataclass
+from collections import Counter
 from functools import cache
 
 import haliax as hax
@@ -14,9 +14,8 @@ from gregale.audit import audit
 from gregale.axes.layout import REPLICA, is_named
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
-from gregale.communication.feedback import ErrorState
 from gregale.communication.quantised import QuantisedReducer
-from tests.codecs.oracle import BITS, quantised, rows_quantised
+from tests.codecs.wire_format import round_trip as quantised
 from tests.mesh.support import layout_of
 
 EMBED = Axis("embed", 64)
@@ -26,33 +25,41 @@ SHAPES = {
     "norm": (Axis("head", 13),),  # not split by `opt_state`
 }
 PLAIN = (7, 3)
-MESHES = [(8, 1), (4, 2), (2, 4)]
+MESHES = [(8, 1), (4, 2)]
 LEVELS = {"none": 2**20, "bfloat16": 256, "int8": 128, "int4": 8, "int2": 2, "e3m0": 2}
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
-@dataclass(frozen=True)
 class Program:
-    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error)."""
+    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
 
-    layout: object
-    config: ReduceConfig
-    compiled: object
-    start: ErrorState
+    def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32):
+        self.layout, self.config = layout_of(replica=replica, data=data), config
+        tree, reducer = gradients(replica, dtype=dtype), QuantisedReducer(self.layout, config)
+        start = reducer.init(averaged(tree))
+        self.start = jax.device_put(start, reducer.shardings(start))
+
+        def step(sums, weights, error):
+            averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
+            given, error = reducer.all_gather_params(averages, error)
+            return averages, given, error
+
+        self.compiled = jax.jit(step).lower(*self.placed(tree)).compile()
 
     def __call__(self, sums, weights=None, error=None):
-        placed, weights, error = self._place(sums, weights, error)
-        averages, given, error = self.compiled(placed, weights, error)
+        averages, given, error = self.compiled(*self.placed(sums, weights, error))
         return arrays(averages), arrays(given), error, given
 
-    def _place(self, sums, weights, error):
+    def placed(self, sums, weights=None, error=None):
         layout = self.layout
-        if weights is None:
-            weights = np.ones(layout.replicas, np.float32)
-        weights = hax.named(np.asarray(weights, np.float32), (layout.Replica,))
+        weights = np.ones(layout.replicas, np.float32) if weights is None else weights
+        weights = hax.named(weights, (layout.Replica,))
         sums, weights = (jax.device_put(tree, input_shardings(tree, layout)) for tree in (sums, weights))
         return sums, weights, self.start if error is None else error
+
+
+program = cache(Program)
 
 
 def input_shardings(tree, layout):
@@ -60,23 +67,6 @@ def input_shardings(tree, layout):
         return sharding if is_named(leaf) else layout.sharding((REPLICA,), layout.params)
 
     return jax.tree.map(one, tree, layout.shardings(tree, layout.params), is_leaf=is_named)
-
-
-@cache
-def program(replica: int, data: int, config: ReduceConfig, dtype=np.float32) -> Program:
-    layout = layout_of(replica=replica, data=data)
-    tree = gradients(replica, dtype=dtype)
-    reducer = QuantisedReducer(layout, config)
-    start = reducer.init(averaged(tree))
-    start = jax.device_put(start, reducer.shardings(start))
-
-    def step(sums, weights, error):
-        averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
-        given, error = reducer.all_gather_params(averages, error)
-        return averages, given, error
-
-    inputs = Program(layout, config, None, start)._place(tree, None, start)
-    return Program(layout, config, jax.jit(step).lower(*inputs).compile(), start)
 
 
 def gradients(replicas: int, seed: int = 0, dtype=np.float32):
@@ -128,9 +118,8 @@ def whole(name: str, parts: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def round_trip(name: str, array: np.ndarray, codec: str, replicas: int, data: int) -> np.ndarray:
-    parts = pieces(name, array, replicas, data)
-    decoded = np.stack([rows_quantised(codec, rows) for rows in parts])
-    return whole(name, decoded, array.shape)
+    """What an array is after its pieces went through a codec."""
+    return whole(name, quantised(codec, pieces(name, array, replicas, data)), array.shape)
 
 
 def slow_average(name, sums, weights, config: ReduceConfig, mesh) -> np.ndarray:
@@ -158,21 +147,19 @@ def test_averages_are_those_of_the_slow_rewrite(mesh):
     check_against_the_slow_rewrite(program(*mesh, FOUR_BITS), mesh)
 
 
-@pytest.mark.parametrize(("first", "second"), [("none", "none"), ("int2", "bfloat16"), ("e3m0", "int8")])
-def test_every_codec(first, second):
-    check_against_the_slow_rewrite(program(2, 1, ReduceConfig(codec=first, gather_codec=second)), (2, 1))
-
-
-def test_bfloat16_buffers():
-    mesh = (2, 1)
-    tree = gradients(2, dtype=ml_dtypes.bfloat16)
-    check_against_the_slow_rewrite(program(*mesh, FOUR_BITS, ml_dtypes.bfloat16), mesh, tree)
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [("none", "none", {}), ("int2", "bfloat16", {"dtype": ml_dtypes.bfloat16}), ("e3m0", "int8", {})],
+)
+def test_every_codec_and_bfloat16_buffers(first, second, options):
+    run = program(2, 1, ReduceConfig(codec=first, gather_codec=second), **options)
+    check_against_the_slow_rewrite(run, (2, 1), gradients(2, **options))
 
 
 def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
     replicas = mesh[0]
     tree = gradients(replicas) if tree is None else tree
-    weights = np.linspace(1, 3, replicas, dtype=np.float32)
+    weights = np.linspace(0, 3, replicas, dtype=np.float32)
     averages, given, _, _ = run(tree, weights)
     for name, sums in arrays(tree).items():
         if name == "loss":
@@ -185,23 +172,12 @@ def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
         assert_same_but_for_ties(given[name], back, LEVELS[run.config.gather_codec])
 
 
-def test_uneven_weights_give_the_weighted_average_up_to_quantisation():
-    weights = np.float32([1, 100, 3, 7, 0, 20, 5, 9])
-    tree = gradients(8)
-    averages, given, _, _ = program(8, 1, FOUR_BITS)(tree, weights)
-    for name, sums in arrays(tree).items():
-        exact = sums.sum(0) / weights.sum()
-        largest = np.abs(sums).max() * 8 / weights.sum()
-        assert np.abs(averages[name] - exact).max() <= 2 * largest / 8
-        assert np.abs(given[name] - exact).max() <= 3 * largest / 8
-
-
 def test_what_is_sent_plus_what_is_kept_is_what_went_in():
     """sum of sent = sum of gone in - (e_K - e_0 - sum of storing errors) / (1 - beta), in the mean over replicas.
 
     Storing error: the 8-bit error less the float32 one that it was made of; at most half a step of 8 bits.
     """
-    steps, beta, run, mesh = 20, 0.8, program(8, 1, FOUR_BITS), (8, 1)
+    steps, beta, run, mesh = 10, 0.8, program(8, 1, FOUR_BITS), (8, 1)
     error, sent, gone_in, storing = None, 0.0, 0.0, 0.0
     kept = np.zeros(arrays(gradients(8))["kernel"].shape, np.float32)
     for step in range(steps):
@@ -237,26 +213,13 @@ def test_the_second_legs_error_is_kept_too():
     assert norm.any()
 
 
-def test_feedback_takes_the_bias_away():
-    """Of equal steps, each alone errs as the first does; with feedback their mean errs far less."""
-    run, error, steps, total = program(8, 1, FOUR_BITS), None, 40, 0.0
-    tree = gradients(8)
-    exact = arrays(tree)["kernel"].mean(0)
-    without, _, _, _ = run(tree)
-    for _ in range(steps):
-        averages, _, error, _ = run(tree, error=error)
-        total = total + averages["kernel"] / steps
-    assert np.linalg.norm(total - exact) < 0.35 * np.linalg.norm(without["kernel"] - exact)
-
-
 def test_replicas_stay_equal_to_the_last_bit():
     run, error = program(4, 2, FOUR_BITS), None
     for step in range(5):
         _, _, error, given = run(gradients(4, seed=step), error=error)
         for name, leaf in given.items():
-            array = leaf.array if is_named(leaf) else leaf
             copies = {}
-            for shard in array.addressable_shards:
+            for shard in (leaf.array if is_named(leaf) else leaf).addressable_shards:
                 copies.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
             assert all(len(same) >= 4 and len(set(same)) == 1 for same in copies.values()), name
 
@@ -278,12 +241,11 @@ def test_a_step_that_is_not_finite_shows_and_keeps_the_error(bad):
 
 
 def test_the_reset_counts_steps():
-    every = ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(reset_every=3))
-    run, fresh = program(2, 1, every), program(2, 1, every)
-    error = None
+    config = ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(reset_every=3))
+    run, error = program(2, 1, config), None
     for step in range(7):
         averages, given, error, _ = run(gradients(2, seed=step), error=error)
-        first, first_given, _, _ = fresh(gradients(2, seed=step))
+        first, first_given, _, _ = run(gradients(2, seed=step))
         same = all((averages[name] == first[name]).all() for name in averages)
         same_given = all((given[name] == first_given[name]).all() for name in given)
         assert same == same_given == (step % 3 == 0), f"only at steps 0, 3 and 6 is there no error, not at {step}"
@@ -293,10 +255,9 @@ def test_the_reset_counts_steps():
 def test_the_error_lies_as_the_buffers_do_in_about_a_byte_a_value():
     run = program(4, 2, FOUR_BITS)
     _, _, error, _ = run(gradients(4))
-    for stored, axes in ((error.first["kernel"], (REPLICA, "layers", "embed", "hidden")),):
-        assert tuple(axis.name for axis in stored.codes.axes) == axes
-        assert tuple(axis.name for axis in stored.scales.axes) == axes
-        assert stored.codes.array.sharding.spec[2] == "data"
+    stored = error.first["kernel"]
+    assert stored.codes.axis_names == stored.scales.axis_names == (REPLICA, "layers", "embed", "hidden")
+    assert stored.codes.array.sharding.spec[2] == "data"
     places = QuantisedReducer(run.layout, FOUR_BITS).shardings(error)
     for given, stored in zip(jax.tree.leaves(error), jax.tree.leaves(places), strict=True):
         assert given.sharding.is_equivalent_to(stored, given.ndim)
@@ -310,9 +271,13 @@ def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, con
     run = program(*mesh, config)
     over = audit(run.compiled, run.layout.mesh).over(REPLICA)
     assert {collective.dtype for collective in over} == {"u8"}
-    expected = QuantisedReducer(run.layout, config).wire_bytes(averaged(gradients(mesh[0])))
-    assert sum(c.bytes for c in over if c.kind == "all-to-all") == expected.first
-    assert sum(c.bytes for c in over) == sum(expected) + 4 * mesh[0], "and the weights"
+    reducer, tree = QuantisedReducer(run.layout, config), averaged(gradients(mesh[0]))
+    sent = [*reducer.reduce_transfers(tree), *reducer.gather_transfers(tree)]
+    expected = Counter()
+    for each in sent:
+        expected[each.kind] += each.bytes * (each.axes == (REPLICA,))
+    assert sum(c.bytes for c in over if c.kind == "all-to-all") == expected["all-to-all"]
+    assert sum(c.bytes for c in over) == expected.total() + 4 * mesh[0], "and the weights"
 
 
 def test_what_is_lost_is_measured():
@@ -326,7 +291,7 @@ def test_what_is_lost_is_measured():
     lost = jax.jit(reducer.measure)(jax.device_put(tree, input_shardings(tree, layout)), np.float32(4), start)
     whole = values / 2  # the mean weight
     shards = whole.reshape(2, 2, -1)
-    sent = np.stack([[quantised("int4", shard) for shard in replica] for replica in shards])
+    sent = quantised("int4", shards)
     expected = np.sqrt(np.sum(np.square(shards - sent)) / np.sum(np.square(whole)))
     np.testing.assert_allclose(lost.relative_error, expected, rtol=1e-5)
     assert lost.error_norm == 0
@@ -337,9 +302,3 @@ def test_a_float_over_replicas_would_be_seen():
     sharding = layout.sharding((REPLICA,), layout.params)
     summed = jax.jit(lambda x: x.sum(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)).compile()
     assert {collective.dtype for collective in audit(summed, layout.mesh).over(REPLICA)} == {"f32"}
-
-
-def test_the_slow_rewrite_quantises():
-    values = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    for codec in BITS:
-        assert 0 < np.abs(quantised(codec, values) - values).max() < 2

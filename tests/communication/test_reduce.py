@@ -1,6 +1,6 @@
 """The reduction over `replica`: values, shardings, and exactly one collective an array each way."""
 
-from functools import partial
+from functools import cache, partial
 
 import haliax as hax
 import jax
@@ -35,16 +35,17 @@ def average(layout, sums, weights):
     return reducer.reduce(sums, *reducer.totals(weights), None)[0]
 
 
-def reduced(layout):
+@cache
+def reduced(layout_sizes):
+    layout = layout_of(*layout_sizes)
     sums, weights = sums_of(layout)
     compiled = jax.jit(partial(average, layout)).lower(sums, weights).compile()
-    return sums, weights, compiled(sums, weights), audit(compiled, layout.mesh)
+    return layout, sums, weights, compiled(sums, weights), audit(compiled, layout.mesh)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2)])
 def test_it_is_the_weighted_mean_under_the_optimizer_state_mapping(sizes):
-    layout = layout_of(*sizes)
-    sums, weights, result, _ = reduced(layout)
+    layout, sums, weights, result, _ = reduced(sizes)
     for name, mean in result.items():
         assert mean.axes == sums[name].axes[1:]
         expected = np.asarray(sums[name].array, np.float64).sum(0) / np.asarray(weights.array).sum()
@@ -54,8 +55,7 @@ def test_it_is_the_weighted_mean_under_the_optimizer_state_mapping(sizes):
 
 
 def test_one_reduce_scatter_an_array_that_is_split_and_one_all_reduce_for_the_others():
-    layout = layout_of(2, 2, 2)
-    *_, found = reduced(layout)
+    *_, found = reduced((2, 2, 2))
     scattered = sorted(c.bytes for c in found.over(REPLICA) if c.kind == "reduce-scatter")
     assert scattered == [4 * 16 * 8 // 4, 4 * 32 * 16 // 4], "float32, split over data and model"
     rest = [c for c in found.over(REPLICA) if c.kind != "reduce-scatter"]
@@ -75,17 +75,10 @@ def test_giving_back_is_one_all_gather_an_array():
     assert compiled(tree)["table"].array.sharding.spec == PartitionSpec("model", "data")
 
 
-def test_plain_arrays_are_reduced_too():
+def test_plain_arrays_are_reduced_too_as_sums_over_sums():
+    """Replicas with few tokens do not count as much as those with many."""
     layout = layout_of(4, 1, 1)
-    weights = hax.named(jnp.array([1.0, 1.0, 2.0, 4.0]), layout.Replica)
-    result = jax.jit(lambda x: average(layout, {"slope": x}, weights))(jnp.arange(4.0))
-    assert result["slope"] == pytest.approx(6 / 8)
-
-
-def test_weights_that_differ_make_a_mean_of_means_another_number():
-    """Sums over sums: replicas with few tokens do not count as much as those with many."""
-    layout = layout_of(2, 1, 1)
-    sums = hax.named(jnp.array([1.0, 9.0]), layout.Replica)
-    weights = hax.named(jnp.array([1.0, 3.0]), layout.Replica)
-    assert average(layout, sums, weights).array == pytest.approx(10 / 4)
-    assert np.mean(sums.array / weights.array) == pytest.approx(2.0)
+    slopes, weights = jnp.array([1.0, 9.0, 2.0, 3.0]), hax.named(jnp.array([1.0, 3.0, 2.0, 4.0]), layout.Replica)
+    result = jax.jit(lambda x: average(layout, {"slope": x}, weights))(slopes)
+    assert result["slope"] == pytest.approx(15 / 10)
+    assert np.mean(slopes / weights.array) != pytest.approx(1.5)

@@ -1,8 +1,7 @@
 """Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
 
-from __future__ import annotations
-
 from functools import cache
+from types import SimpleNamespace
 
 import haliax as hax
 import jax
@@ -24,6 +23,12 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1) -
     """The standard mappings on the first replica * stage * data * model simulated devices."""
     devices = jax.devices()[: replica * stage * data * model]
     return standard_layout(make_mesh(MeshConfig(replica=replica, stage=stage, data=data, model=model), devices))
+
+
+def bare_layout(replica: int = 1, data: int = 1, model: int = 1) -> Layout:
+    """A layout of a mesh of any size, without devices: only the sizes are read."""
+    shape = {"island": 1, "replica": replica, "stage": 1, "data": data, "model": model}
+    return standard_layout(SimpleNamespace(shape=shape))
 
 
 def executed(layout: Layout, **options) -> Execution:

@@ -1,7 +1,5 @@
 """What the compiled pipeline sends: weights over `data` once a repeat, activations over `stage`, else nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 
@@ -24,6 +22,7 @@ from tests.communication.pipeline.test_stack import (
     Out,
     Position,
     arguments_of,
+    assert_equals_plain,
     loss_of,
     pipeline_of,
     plain,
@@ -43,12 +42,15 @@ MATRIX, BIAS = 4 * PER_STAGE * Embed.size * Out.size, 4 * PER_STAGE * Embed.size
 
 @cache
 def audited(gather: str, gradients: bool) -> Audit:
+    """The audit of a program; the numbers of one with gradients are those of the plain loop."""
     pipeline = pipeline_of(S, M, R, F, gather=gather)
-    loss = loss_of(stack_of(pipeline))
+    loss, arguments = loss_of(stack_of(pipeline)), arguments_of(pipeline, PER_STAGE)
     step = loss if gradients else lambda *arguments: stack_of(pipeline)(*arguments[:3])
     with captured_compiler_warnings() as warnings:
-        program = jax.jit(step).lower(*arguments_of(pipeline, PER_STAGE)).compile()
+        program = jax.jit(step).lower(*arguments).compile()
     assert warnings.rematerializations == []
+    if gradients:
+        assert_equals_plain(program(*arguments), S * R * PER_STAGE, 4 * M)
     return audit(program, pipeline.layout.mesh)
 
 

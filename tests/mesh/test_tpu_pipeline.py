@@ -1,6 +1,6 @@
 """Transfers between stages in the TPU compiler's schedule, on a machine without a TPU."""
 
-from __future__ import annotations
+from functools import cache
 
 import haliax as hax
 import jax
@@ -35,12 +35,10 @@ def layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
 
 @pytest.fixture(scope="module")
 def program(layout):
-    """The compiled gradients' text, by forwarding; compiled when first asked for."""
-    found = {}
+    """A function from forwarding to the text of the compiled gradients."""
 
+    @cache
     def compiled(forwarding: int) -> str:
-        if forwarding in found:
-            return found[forwarding]
         pipeline = Pipeline(Schedule(STAGES, MICROBATCHES, REPEATS, forwarding), layout)
         Layers, Rows = Axis(LAYERS, STAGES * REPEATS * PER_STAGE), Axis(BATCH, 2 * MICROBATCHES * ROWS)
 
@@ -51,21 +49,20 @@ def program(layout):
         weights = jax.eval_shape(lambda: {name: hax.zeros(each) for name, each in axes.items()})
         inputs = jax.eval_shape(lambda: hax.zeros((Rows, Embed)))
         abstract = layout.abstract(weights, layout.params), layout.abstract(inputs, layout.compute)
-        found[forwarding] = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*abstract).compile().as_text() or ""
-        return found[forwarding]
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*abstract).compile().as_text() or ""
 
     return compiled
 
 
-def behind_layers(text: str, what: str, backward: bool) -> list[bool]:
-    """For each transfer of `what` in the loops over microbatches: whether the loop over layers runs meanwhile."""
-    found = []
+def behind_layers(text: str, what: str, backward: bool) -> set[bool]:
+    """For the transfers of `what` in the loops over microbatches: whether the loop over layers runs meanwhile."""
+    found = set()
     for computation in parse(text).computations.values():
         for instruction in computation.instructions.values():
             name = instruction.op_name
             is_inside = name.count("/while/body") == 2 and ("transpose(" in name) == backward
             if instruction.opcode == "collective-permute-start" and f"/{what}/" in name and is_inside:
-                found.append("while" in meanwhile(computation, instruction))
+                found.add("while" in meanwhile(computation, instruction))
     return found
 
 
@@ -78,24 +75,17 @@ def meanwhile(computation: Computation, start: Instruction) -> list[str]:
 
 
 @pytest.mark.parametrize("forwarding", [1, 2])
-def test_stages_hand_on_by_asynchronous_permutes(program, layout, forwarding):
+def test_stages_hand_on_by_asynchronous_permutes_and_inputs_move_up_behind_the_layers(program, layout, forwarding):
     between_stages = [each for each in audit(program(forwarding), layout.mesh).over("stage") if each.loop]
     assert len(between_stages) >= 4
     assert {(each.kind, each.is_async) for each in between_stages} == {("collective-permute", True)}
-
-
-def test_delayed_outputs_are_sent_behind_the_layers(program):
-    assert set(behind_layers(program(2), OUTPUTS, backward=False)) == {True}
-    assert set(behind_layers(program(2), OUTPUTS, backward=True)) == {True}
-
-
-def test_outputs_that_the_next_iteration_needs_are_waited_for(program):
-    """In the backward pass the layers are recomputed meanwhile."""
-    assert set(behind_layers(program(1), OUTPUTS, backward=False)) == {False}
-    assert set(behind_layers(program(1), OUTPUTS, backward=True)) == {True}
-
-
-@pytest.mark.parametrize("forwarding", [1, 2])
-def test_inputs_move_up_behind_the_layers(program, forwarding):
     for backward in (False, True):
-        assert set(behind_layers(program(forwarding), IO, backward)) == {True}
+        assert behind_layers(program(forwarding), IO, backward) == {True}
+
+
+def test_only_delayed_outputs_are_sent_behind_the_layers(program):
+    """Others are waited for in the forward pass; in the backward pass the layers are recomputed meanwhile."""
+    assert behind_layers(program(2), OUTPUTS, backward=False) == {True}
+    assert behind_layers(program(2), OUTPUTS, backward=True) == {True}
+    assert behind_layers(program(1), OUTPUTS, backward=False) == {False}
+    assert behind_layers(program(1), OUTPUTS, backward=True) == {True}

@@ -1,7 +1,6 @@
 """The PSDP step as the real TPU compiler makes it for two slices, on a machine without a TPU."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import replace
 from math import prod
 
@@ -16,7 +15,7 @@ from gregale.audit.hlo import parse
 from gregale.audit.memory import compiler_memory
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
 from gregale.model.execution import Execution
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
@@ -30,7 +29,7 @@ from tests.conventional import conventional_step
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
 MICROBATCHES = 4
-MODEL = LlamaConfig(layers=4, hidden=1024, heads=4, kv_heads=2, mlp=1024, vocabulary=8192)
+MODEL = LlamaConfig(layers=4, hidden=256, heads=2, kv_heads=2, mlp=256, vocabulary=1024)
 CONFIG = TrainConfig(
     name="scaled-quickstart",
     steps=300,
@@ -39,7 +38,7 @@ CONFIG = TrainConfig(
     compute=ComputeConfig(dtype="bfloat16", remat="none"),
     batch=BatchConfig(size=32, sequence_length=128, microbatches=MICROBATCHES),
 )
-TOKENS = 8192
+TOKENS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +103,11 @@ def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventi
 def test_each_update_crosses_once(plan):
     far = [each for each in plan.step.audit.collectives if each.link == BETWEEN]
     assert {each.times for each in far} == {1}
-    parameters = tree_bytes(plan.setup).parameters
+    parameters, padding = tree_bytes(plan.setup).parameters, 8192  # of scalars and small arrays
     for kind in ("reduce-scatter", "all-gather"):
-        assert sum(each.bytes for each in far if each.kind == kind) == pytest.approx(parameters, rel=0.001)
+        assert sum(each.bytes for each in far if each.kind == kind) == pytest.approx(parameters, abs=padding)
     closed_form = sum(each.bytes * each.times for each in plan.step.expected if "replica" in each.axes)
-    assert sum(each.bytes for each in far) == pytest.approx(closed_form, rel=0.001), "scalars are padded"
+    assert sum(each.bytes for each in far) == pytest.approx(closed_form, abs=2 * padding)
     assert all(each.is_async for each in far)
 
 
@@ -157,18 +156,39 @@ def test_what_the_compiler_cannot_unroll_is_refused(target, remat):
         plan_step(replace(CONFIG, compute=compute), TOKENS, target)
 
 
-def test_what_a_user_sees_for_a_wrong_topology():
-    for name, slices, message in [
-        ("v5x:2x2", 1, "'v5x:2x2' is not FAMILY:SHAPE"),
-        ("v5e", 1, "'v5e' is not FAMILY:SHAPE"),
-        ("v5e:3x7", 1, "does not take 'v5e:3x7'"),
-    ]:
-        with pytest.raises(UserError, match=message) as error:
-            topology_target(name, slices, None)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [
+        ("v5x:2x2", 1, ".*'v5x:2x2' is not FAMILY:SHAPE.*"),
+        ("v5e", 1, ".*'v5e' is not FAMILY:SHAPE.*"),
+        ("v5e:3x7", 1, ".*does not take 'v5e:3x7'.*"),
+    ],
+)
+def test_a_wrong_topology_is_refused_in_one_line(name, slices, message):
+    with pytest.raises(UserError) as error:
+        topology_target(name, slices, None)
+    assert re.fullmatch(message, str(error.value))
 
 
 def test_slices_that_do_not_fit(target):
     config = replace(CONFIG, mesh=MeshConfig(replica=1, data=4, model=2))
     with pytest.raises(UserError, match="the devices are 2 slices"):
         plan_step(config, TOKENS, target)
+
+
+def test_layers_of_which_some_have_a_window_compile_with_the_fast_options(target):
+    """The compiler ends itself over a branch in a loop of which it pipelines the sums; so there is none."""
+    windows = {"sliding_window": 64, "full_layers": (1, 3)}
+    model = GemmaConfig(layers=4, hidden=256, heads=2, kv_heads=1, mlp=256, vocabulary=512, **windows)
+    config = replace(
+        CONFIG,
+        mesh=MeshConfig(replica=2),
+        model=model,
+        compute=replace(CONFIG.compute, remat="full"),
+        batch=BatchConfig(size=16, sequence_length=256, microbatches=1),
+    )
+    plan = plan_step(config, 512, target, MEMORY)
+    assert plan.setup.compiler_options["xla_tpu_enable_ici_ar_pipelining"]
+    assert "splash_mha_fwd" in plan.step.text
+    assert " conditional(" not in plan.step.text
+    assert {each.times for each in plan.step.audit.inside_loops()} <= {1, 2}, "two patterns of two layers"

@@ -1,7 +1,5 @@
 """Gather weights for use: cast them to the compute dtype, then all-gather them over `data`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding
 
-from gregale.axes.layout import Layout, is_named
+from gregale.axes.layout import Layout, is_named, is_parameter
 
 Tree = TypeVar("Tree")
 
@@ -24,7 +22,7 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
     """
 
     def one(leaf):
-        if not _is_float(leaf.array if is_named(leaf) else leaf):
+        if not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
         if not is_named(leaf):
             return leaf.astype(dtype)
@@ -56,10 +54,6 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
     # Without the barrier XLA:TPU moves the sum out of the microbatch loop, where it needs a buffer for the gradient of
     # the whole weight; in bfloat16 this fails with an internal error.
     return jax.lax.optimization_barrier(gradient)
-
-
-def _is_float(leaf) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import haliax as hax
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.errors import UserError
+from gregale.errors import UserError, multiples_near
 
 Tree = TypeVar("Tree")
 AxisMapping = Mapping[str, str | tuple[str, ...]]
@@ -109,6 +109,10 @@ class Layout:
 
         return jax.tree.map(one, tree, is_leaf=is_named)
 
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return `jax.shard_map` of a function over the whole mesh; what is equal on which devices is not checked."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
 
 def with_shardings(tree: Tree, shardings: Tree) -> Tree:
     """Return `jax.ShapeDtypeStruct`s of a tree's arrays, with the shardings of a second tree."""
@@ -124,13 +128,13 @@ def is_parameter(leaf) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:
-    """Return the three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`.
+def standard_layout(mesh: Mesh) -> Layout:
+    """Return the three mappings of DESIGN section 2 for a model whose `TENSOR_PARALLEL` axes are split over `model`.
 
     Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
     embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline.
     """
-    model = dict.fromkeys(tensor_parallel, "model")
+    model = dict.fromkeys(TENSOR_PARALLEL, "model")
     data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
     return Layout(
         mesh=mesh,
@@ -168,12 +172,11 @@ def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
 
 def _does_not_divide(key: str, meaning: str, size: int, mesh_axes: tuple[str, ...], sizes: list[int]) -> str:
     divisor = prod(sizes)
-    below, above = size // divisor * divisor, (size // divisor + 1) * divisor
-    nearest = f"{below} or {above}" if below else f"{above}"
     product = " x ".join(f"{name} {n}" for name, n in zip(mesh_axes, sizes, strict=True))
     return (
         f"{key} is {size}: {meaning} would be split over {product} = {divisor} devices, and {size} / {divisor} = "
-        f"{size / divisor:.4g} is not a whole number. {key} {nearest} would work, or a smaller mesh."
+        f"{size / divisor:.4g} is not a whole number. {key} {multiples_near(size, divisor)} would work, or a "
+        "smaller mesh."
     )
 
 

@@ -1,7 +1,5 @@
 """The device mesh: named axes, slowest link first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod

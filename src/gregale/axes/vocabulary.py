@@ -3,8 +3,6 @@
 The model uses these decisions, and so do the closed forms of traffic and memory.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 INTEGER, FLOAT32 = 4, 4  # bytes

@@ -1,7 +1,5 @@
 """Block quantisers: small codes and one bfloat16 scale per block, packed into bytes."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The interface of every codec: float values to one uint8 message and back."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -1,13 +1,11 @@
 """The choice of the codecs for the slow link."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
-from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, bytes_per_parameter
+from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, wire_format
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 from gregale.settings import DECAY, Settings, whole
@@ -82,7 +80,7 @@ class ReduceConfig(Settings):
     @property
     def bytes_per_parameter(self) -> float:
         """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
-        return sum(bytes_per_parameter(name, self.block) for name in (self.codec, self.gather_codec)) / 2
+        return sum(wire_format(name, self.block).bytes_per_parameter for name in (self.codec, self.gather_codec)) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)

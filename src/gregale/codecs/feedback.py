@@ -1,7 +1,5 @@
 """The storage of error feedback between steps, in 8 bits (LoCo, 2407.04480)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """Wire formats: the bytes of a message in closed form. Plain arithmetic, so that planning needs no array library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 DEFAULT_BLOCK = 64
@@ -45,8 +43,3 @@ def wire_format(codec: str, block: int = DEFAULT_BLOCK) -> WireFormat:
     if codec in FLOAT_BITS:
         return WireFormat(FLOAT_BITS[codec])
     return WireFormat(BLOCK_BITS[codec], block, SCALE_BITS)
-
-
-def bytes_per_parameter(codec: str, block: int = DEFAULT_BLOCK) -> float:
-    """Return the bytes of one parameter in one phase, for a codec of `CODECS` and full blocks."""
-    return wire_format(codec, block).bytes_per_parameter

@@ -1,7 +1,5 @@
 """Accumulate microbatches in one buffer per replica: the only module that computes training gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_over
-from gregale.errors import UserError
+from gregale.errors import UserError, multiples_near
 
 Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
@@ -51,7 +49,7 @@ def accumulate(
 
         def add(sums: Accumulated, microbatch: Tree) -> Accumulated:
             (value, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ready, microbatch)
-            gradients = inner.constrain(_float32(gradients), inner.params)
+            gradients = inner.constrain(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), inner.params)
             sums = jax.tree.map(jnp.add, sums, Accumulated(gradients, hax.named(value, ()), hax.named(weight, ())))
             return sums._replace(gradients=inner.constrain(sums.gradients, inner.params))
 
@@ -61,10 +59,6 @@ def accumulate(
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
-
-
-def _float32(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
@@ -97,12 +91,10 @@ def rows_per_part(rows: int, layout: Layout, microbatches: int) -> int:
     sizes = {axis: layout.mesh.shape[axis] for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
     parts = prod(sizes.values()) * microbatches
     if rows % parts:
-        below, above = rows // parts * parts, (rows // parts + 1) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise UserError(
             f"batch.size is {rows}: a batch is shared by {product} x microbatches {microbatches} = {parts} parts, and "
-            f"{rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. batch.size {nearest} would work, or "
-            "another number of microbatches."
+            f"{rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. batch.size "
+            f"{multiples_near(rows, parts)} would work, or another number of microbatches."
         )
     return rows // parts

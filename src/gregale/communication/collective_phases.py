@@ -1,7 +1,7 @@
 """The work of one device in each phase of a quantised average; call it inside `jax.shard_map` over the whole mesh."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.feedback import Stored, load, next_error, store
-from gregale.codecs.message import decode_all, encode_all
 from gregale.communication.replica_shards import ShardedLeaf
 
 Arrays = dict[str, jax.Array]  # by the path of the leaf
@@ -72,6 +71,22 @@ def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
     message = EXACT.encode(jnp.stack(scalars).astype(jnp.float32))
     rows = EXACT.decode(jax.lax.all_gather(message, axis), len(scalars))  # [replica, scalar]
     return list(jnp.sum(rows, axis=0))
+
+
+def encode_all(arrays: Sequence[jax.Array], codec: Codec) -> jax.Array:
+    """Encode arrays [..., n_i] to uint8 [..., sum of message_bytes(n_i)], their messages one after the other.
+
+    Every array has its own blocks. The barrier prevents the compiler from sending the arrays instead of the message.
+    """
+    message = jnp.concatenate([codec.encode(array) for array in arrays], axis=-1)
+    return jax.lax.optimization_barrier(message)
+
+
+def decode_all(message: jax.Array, sizes: Sequence[int], codec: Codec) -> list[jax.Array]:
+    """Return the arrays [..., n_i] of a message, float32; `sizes` are the n_i."""
+    ends = list(accumulate(codec.message_bytes(size) for size in sizes))
+    parts = jnp.split(message, ends[:-1], axis=-1)
+    return [codec.decode(part, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:

@@ -1,7 +1,5 @@
 """The errors of error feedback: the arrays that have one, and their shardings."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import haliax as hax

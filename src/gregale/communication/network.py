@@ -9,8 +9,6 @@ as uint8 rows (`communication.row_layout`). Codecs, feedback and the two phases 
     reduced.error                                   # to be kept once the round is committed, and given to the next
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 

@@ -7,8 +7,6 @@ arrays of a tree as one message, for one latency instead of one per array. A mes
 4 bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
+from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import REPLICA, Layout, is_named
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
@@ -30,26 +29,10 @@ from gregale.communication.collective_phases import (
     totals,
 )
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
+from gregale.communication.reduce import ExactReducer
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 Tree = Any
-
-
-class WireBytes(NamedTuple):
-    """Payload of one device in a step over `replica`: an all-to-all's operand, an all-gather's result."""
-
-    scalars: int  # all-gather: the scalars of the tree, as float32
-    first: int  # all-to-all: the first phase
-    second: int  # all-gather: the second phase of arrays that `opt_state` does not split, in `reduce`
-    given_back: int  # all-gather: the second phase of the others, in `all_gather_params`
-    finite: int  # all-gathers: with feedback, a byte from each replica for each phase in `reduce` that quantises
-    finite_given_back: int  # the same, in `all_gather_params`
-
-    def of_reduce(self) -> int:
-        return self.scalars + self.first + self.second + self.finite
-
-    def of_give_back(self) -> int:
-        return self.given_back + self.finite_given_back
 
 
 class QuantisationLoss(NamedTuple):
@@ -87,8 +70,7 @@ class QuantisedReducer:
             return totals([shard[0] for shard in scalars], self.axis)
 
         lanes, everywhere = [PartitionSpec(self.axis)] * len(scalars), [PartitionSpec()] * len(scalars)
-        mesh = self.layout.mesh
-        run = jax.shard_map(on_device, mesh=mesh, in_specs=(lanes,), out_specs=everywhere, check_vma=False)
+        run = self.layout.shard_map(on_device, (lanes,), everywhere)
         return run([scalar.array for scalar in scalars])
 
     def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
@@ -121,13 +103,8 @@ class QuantisedReducer:
 
         buffers = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
         errors = ({path: buffers[path] for path in first}, {path: buffers[path] for path in second})
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(list(buffers.values()), PartitionSpec(), *errors),
-            out_specs=([leaf.opt_state for leaf in leaves], *errors),
-            check_vma=False,
-        )
+        out_specs = [leaf.opt_state for leaf in leaves], *errors
+        run = self.layout.shard_map(on_device, (list(buffers.values()), PartitionSpec(), *errors), out_specs)
         arrays = [self._array(x) for x in _leaves(sums)]
         averages, first, second = run(arrays, weight, first, second)
         error = error._replace(first=updated(error.first, first), second=updated(error.second, second))
@@ -158,13 +135,7 @@ class QuantisedReducer:
 
         sharded = {leaf.path: leaf.opt_state for leaf in split}
         specs = {path: sharded[path] for path in second}
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(sharded, specs),
-            out_specs=({leaf.path: leaf.params for leaf in split}, specs),
-            check_vma=False,
-        )
+        run = self.layout.shard_map(on_device, (sharded, specs), ({leaf.path: leaf.params for leaf in split}, specs))
         given, second = run({leaf.path: arrays[leaf.path] for leaf in split}, second)
         arrays |= given
         error = error._replace(second=updated(error.second, second))
@@ -172,12 +143,13 @@ class QuantisedReducer:
 
     def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> QuantisationLoss:
         """Return the loss of `reduce` for these sums, in a separate program: metrics cross all axes as float32."""
-        leaves = [leaf for leaf in leaves_of(sums, self.layout, self.axis, replicated=True) if not leaf.exact]
+        leaves = leaves_of(sums, self.layout, self.axis, replicated=True)
+        arrays = {leaf.path: self._array(x) for leaf, x in zip(leaves, _leaves(sums), strict=True) if not leaf.exact}
+        leaves = [leaf for leaf in leaves if not leaf.exact]
         kept = arrays_of(error.first, leaves)
         codec, mesh = self.config.first_codec(), self.layout.mesh
-        shards = {
-            leaf.path: prod(mesh.shape[name] for name in (*_split_over(leaf.params), self.axis)) for leaf in leaves
-        }
+        splits = {leaf.path: (*self.layout.mesh_axes(leaf.axes, self.layout.params), self.axis) for leaf in leaves}
+        shards = {path: prod(mesh.shape[name] for name in split) for path, split in splits.items()}
 
         def on_device(values, weight, kept):
             figures = jnp.zeros(3)
@@ -190,14 +162,8 @@ class QuantisedReducer:
             return jax.lax.psum(figures, tuple(mesh.axis_names))
 
         specs = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
-        run = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(specs, PartitionSpec(), {path: specs[path] for path in kept}),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        arrays = {leaf.path: x for leaf, x in zip(leaves, self._arrays(sums), strict=True)}
+        in_specs = specs, PartitionSpec(), {path: specs[path] for path in kept}
+        run = self.layout.shard_map(on_device, in_specs, PartitionSpec())
         lost, whole, waiting = run(arrays, weight, kept)
         return QuantisationLoss(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
 
@@ -205,7 +171,7 @@ class QuantisedReducer:
         """Return the L2 norm of a tree under `opt_state`; the bytes of one float32 cross `axis`."""
         layout = self.layout
         leaves = leaves_of(reduced, layout, self.axis, replicated=False)
-        splits = [_split_over(leaf.opt_state) for leaf in leaves]
+        splits = [layout.mesh_axes(leaf.axes, layout.opt_state) for leaf in leaves]
         copies = [layout.mesh.size // prod(layout.mesh.shape[name] for name in split) for split in splits]
 
         def on_device(shards):
@@ -214,30 +180,58 @@ class QuantisedReducer:
             return totals([inside], self.axis)[0]
 
         specs = [leaf.opt_state for leaf in leaves]
-        run = jax.shard_map(on_device, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+        run = layout.shard_map(on_device, (specs,), PartitionSpec())
         return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
 
-    def wire_bytes(self, tree: Tree) -> WireBytes:
-        """Return the bytes of `reduce` and `all_gather_params`, from the shapes of arrays without the axis."""
+    # The traffic in closed form, from the codecs' own bytes: an all-to-all's operand, an all-gather's result.
+
+    def reduce_transfers(self, tree: Tree) -> list[Transfer]:
+        """Return the transfers of `reduce` for a tree of arrays without the axis."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
+        arrays, config = [leaf for leaf in leaves if not leaf.exact], self.config
+        first = self._message_bytes(config.first_codec(), arrays)
+        second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
+        return [
+            Transfer("first leg", "all-to-all", (self.axis,), first),
+            Transfer("second leg", "all-gather", (self.axis,), second),
+            Transfer("scalars", "all-gather", (self.axis,), scalars),
+            *self._finite_transfers((config.codec, first), (config.gather_codec, second)),
+        ]
 
-        def payload(codec: Codec, some: list[ShardedLeaf]) -> int:
-            return lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
+    def gather_transfers(self, tree: Tree) -> list[Transfer]:
+        """Return the transfers of `all_gather_params` for a tree of arrays without the axis."""
+        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
+        second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
+        finite = self._finite_transfers((self.config.gather_codec, second))
+        return [Transfer("second leg", "all-gather", (self.axis,), second), *finite]
 
-        first = payload(config.first_codec(), arrays)
-        second = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
-        given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
-        exact = lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        keeps_first, keeps_second = (
-            config.feedback is not None and leg != "none" for leg in (config.codec, config.gather_codec)
-        )
-        flags = (keeps_first and first > 0) + (keeps_second and second > 0)
-        return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))
+    def measure_transfers(self, totals: int) -> list[Transfer]:
+        """Return the transfers for the total of some scalars, and for a norm."""
+        return [
+            Transfer("totals", "all-gather", (self.axis,), totals * FLOAT32 * self.lanes),
+            Transfer("norm", "all-gather", (self.axis,), FLOAT32 * self.lanes),
+            Transfer("norm", "all-reduce", self.fast_axes, FLOAT32),
+        ]
 
     def bytes_sent(self, tree: Tree) -> int:
         """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
-        return (self.lanes - 1) * sum(self.wire_bytes(tree)) // self.lanes
+        transfers = [*self.reduce_transfers(tree), *self.gather_transfers(tree)]
+        return (self.lanes - 1) * sum(each.bytes for each in transfers if each.axes == (self.axis,)) // self.lanes
+
+    def _message_bytes(self, codec: Codec, leaves: list[ShardedLeaf]) -> int:
+        return self.lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in leaves)
+
+    def _finite_transfers(self, *phases: tuple[str, int]) -> list[Transfer]:
+        """Return the transfers of finiteness flags of phases (name of the codec, bytes) with feedback.
+
+        A flag is a number inside a replica, and a byte from each replica over the axis.
+        """
+        flags = sum(self.config.feedback is not None and codec != "none" and sent > 0 for codec, sent in phases)
+        return [
+            Transfer("finite", "all-gather", (self.axis,), self.lanes * flags),
+            Transfer("finite", "all-reduce", self.fast_axes, FLOAT32 * flags),
+        ]
 
     @property
     def lanes(self) -> int:
@@ -271,11 +265,6 @@ class QuantisedReducer:
             averages |= joined
         return averages, first, second
 
-    def _arrays(self, tree: Tree) -> list[jax.Array]:
-        """Return the arrays of a tree except its scalars, with the axis first."""
-        arrays = [self._array(leaf) for leaf in _leaves(tree)]
-        return [array for array in arrays if array.ndim > 1]
-
     def _array(self, leaf) -> jax.Array:
         """Return a leaf's array, with the axis first if it has it."""
         if not isinstance(leaf, NamedArray):
@@ -283,10 +272,7 @@ class QuantisedReducer:
         return leaf.rearrange((self.axis, ...)).array if self.axis in leaf.axis_names else leaf.array
 
 
-def _split_over(spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the mesh axes of a partition."""
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    return tuple(name for entry in entries for name in entry)
+Reducer = ExactReducer | QuantisedReducer
 
 
 def _leaves(tree: Tree) -> list:

@@ -3,8 +3,6 @@
 `quantised` has the same methods for values of few bits. No other module reduces over `replica`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -53,8 +51,18 @@ class ExactReducer:
         return global_norm(reduced)
 
     def bytes_sent(self, tree: Tree) -> int:
-        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
-        return bytes_sent(tree, self.layout, self.axis)
+        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm.
+
+        2 (n - 1) / n of its float32 shard, on n replicas.
+
+        - `tree`: named or plain arrays without the axis, or their abstract forms
+        """
+        layout, n, total = self.layout, self.layout.axis(self.axis).size, 0
+        for leaf in jax.tree.leaves(tree, is_leaf=is_named):
+            axes = leaf.axes if isinstance(leaf, NamedArray) else ()
+            finest = {*layout.mesh_axes(axes, layout.params), *layout.mesh_axes(axes, layout.opt_state)}
+            total += 4 * leaf.size // prod(layout.mesh.shape[name] for name in finest - {self.axis})
+        return 2 * (n - 1) * total // n
 
 
 def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: str = REPLICA) -> Tree:
@@ -98,7 +106,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
 
     before = PartitionSpec(axis, *layout.spec(names, layout.params))
     after = layout.spec(names, layout.opt_state)
-    return jax.shard_map(add, mesh=layout.mesh, in_specs=before, out_specs=after, check_vma=False)(array)
+    return layout.shard_map(add, before, after)(array)
 
 
 def further_split(name: str, layout: Layout) -> tuple[str, ...]:
@@ -111,21 +119,6 @@ def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
     """Inside `shard_map`: return a device's part of its shard when one more mesh axis splits a dimension."""
     size = shard.shape[dimension] // jax.lax.axis_size(mesh_axis)
     return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
-
-
-def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:
-    """Return the bytes that a device sends over `axis` to reduce and gather a tree: 2 (n - 1) / n of its shard.
-
-    Arguments:
-    - `tree`: named or plain arrays without the axis, or their abstract forms; float32 is sent
-    """
-    n = layout.axis(axis).size
-    total = 0
-    for leaf in jax.tree.leaves(tree, is_leaf=is_named):
-        axes = leaf.axes if isinstance(leaf, NamedArray) else ()
-        finest = set(layout.mesh_axes(axes, layout.params)) | set(layout.mesh_axes(axes, layout.opt_state))
-        total += 4 * leaf.size // prod(layout.mesh.shape[mesh_axis] for mesh_axis in finest - {axis})
-    return 2 * (n - 1) * total // n
 
 
 def all_gather_params(reduced: Tree, layout: Layout) -> Tree:

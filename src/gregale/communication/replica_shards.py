@@ -1,7 +1,5 @@
 """Cut the local shard of an array into one shard for each replica, and join them again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -3,8 +3,6 @@
 It also has the programs that a member of a group runs for a row, on its processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple

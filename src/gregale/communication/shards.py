@@ -4,8 +4,6 @@ A shard's key is `{path of its array}|{its index along each axis}`: the same on 
 hosts share a key only if both hold the shard.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

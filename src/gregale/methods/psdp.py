@@ -14,8 +14,8 @@ from gregale.audit.step import StepShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
-from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
-from gregale.communication.reducer import Reducer, reducer_of
+from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
+from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Actions, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
@@ -210,7 +210,7 @@ class Psdp:
     @property
     def reducer(self) -> Reducer:
         """Return the reducer of gradients and updates."""
-        return reducer_of(self.reduce, self.layout)
+        return QuantisedReducer(self.layout, self.reduce) if self.reduce.quantised else ExactReducer(self.layout)
 
     @property
     def _static(self) -> Tree:

@@ -22,9 +22,7 @@ from gregale.audit.traffic import (
     sent_bytes,
 )
 from gregale.axes.layout import Layout, is_named, is_parameter
-from gregale.communication.messages import give_back_messages, measure_messages, send_messages, step_messages
-from gregale.communication.quantised import QuantisedReducer
-from gregale.communication.reducer import Reducer
+from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.method import StepKind
 from gregale.methods.schedule import Schedule, StepFragments
@@ -54,7 +52,10 @@ class PsdpTraffic:
     def averages(self) -> list[Transfer] | None:
         """Return the transfers to average gradients and gather updates; None if they are float32."""
         reducer = self.reducer
-        return step_messages(reducer, self.model) if isinstance(reducer, QuantisedReducer) else None
+        if not isinstance(reducer, QuantisedReducer):
+            return None
+        sent, gathered = reducer.reduce_transfers(self.model), reducer.gather_transfers(self.model)
+        return [*sent, *reducer.measure_transfers(2), *gathered]
 
     def kinds(self) -> dict[str, StepKind]:
         return {}
@@ -133,8 +134,8 @@ class DilocoTraffic:
     def _over_axis(self, send: StepShape | None, apply: StepShape | None) -> float:
         reducer, axis = self.reducer, self.reducer.axis
         if isinstance(reducer, QuantisedReducer):
-            found = [] if send is None else send_messages(reducer, send.weights)
-            found += [] if apply is None else give_back_messages(reducer, apply.weights)
+            found = [] if send is None else reducer.reduce_transfers(send.weights)
+            found += [] if apply is None else reducer.gather_transfers(apply.weights)
         else:
             found = [] if send is None else reduced(send, axis)
             found += [] if apply is None else given_back(apply)
@@ -144,7 +145,7 @@ class DilocoTraffic:
         reducer, axis = self.reducer, self.reducer.axis
         if not isinstance(reducer, QuantisedReducer):
             return send_transfers(part, axis)
-        messages = [*send_messages(reducer, part.weights), *measure_messages(reducer, 1)]
+        messages = [*reducer.reduce_transfers(part.weights), *reducer.measure_transfers(1)]
         return kept(part, [*messages, *agreement(part, axis)])
 
     def _apply(self, part: StepShape) -> list[Transfer]:
@@ -153,7 +154,7 @@ class DilocoTraffic:
             return apply_transfers(part)
         # With islands, the replicas inside one gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
-        return kept(part, [*give_back_messages(reducer, part.weights), *given_back(inside)])
+        return kept(part, [*reducer.gather_transfers(part.weights), *given_back(inside)])
 
     def part(self, fragment: int) -> StepShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""

@@ -8,24 +8,7 @@ from gregale.communication.pipeline.schedule import Item, Schedule
 from gregale.errors import UserError
 
 # (S, M, R, F)
-TABLE = [
-    (2, 2, 1, 1),
-    (2, 4, 2, 1),
-    (2, 4, 2, 2),
-    (2, 6, 4, 2),
-    (3, 3, 2, 1),
-    (3, 6, 2, 2),
-    (3, 9, 3, 1),
-    (3, 9, 3, 2),
-    (4, 4, 2, 1),
-    (4, 8, 2, 1),
-    (4, 8, 2, 2),
-    (4, 8, 1, 2),
-    (4, 12, 3, 2),
-    (5, 5, 3, 1),
-    (8, 16, 2, 2),
-    (8, 8, 1, 1),
-]
+TABLE = [(2, 2, 1, 1), (2, 6, 4, 2), (3, 3, 2, 1), (3, 9, 3, 2), (4, 8, 2, 1), (4, 8, 1, 2), (5, 5, 3, 1)]
 EXPECTED_ITERATIONS = {(4, 4, 2, 1): 11, (4, 8, 2, 1): 19, (4, 8, 2, 2): 22, (3, 9, 3, 1): 29}
 
 
@@ -68,45 +51,25 @@ def test_the_schedule_is_what_a_simulation_of_queues_does(numbers):
 
 
 @pytest.mark.parametrize("numbers", TABLE)
-def test_every_item_passes_all_layers_in_order(numbers):
-    S, M, R, _ = numbers
-    schedule, layers_per_stage = Schedule(*numbers), 2
-    passed = {m: [] for m in range(M)}
-    for t in range(schedule.iterations):
-        for s in range(S):
-            if (item := schedule.item(s, t)) is not None:
-                layers = [schedule.layer(item.repeat, s, j, layers_per_stage) for j in range(layers_per_stage)]
-                passed[item.microbatch] += layers
-    assert all(layers == list(range(S * R * layers_per_stage)) for layers in passed.values())
-
-
-@pytest.mark.parametrize("numbers", TABLE)
-def test_the_window_holds_the_weights_of_every_item(numbers):
+def test_the_window_holds_the_weights_of_every_item_and_outputs_wait_for_their_turn(numbers):
     """Slots are filled once a repeat: at its start `w_now` takes what `w_next` was, and `w_next` the new repeat's."""
+    _, M, R, F = numbers
     schedule = Schedule(*numbers)
     w_now = w_next = None
     for t in range(schedule.iterations):
-        if t % schedule.microbatches == 0:
-            w_now, w_next = w_next, t // schedule.microbatches
+        if t % M == 0:
+            w_now, w_next = w_next, t // M
         for s, (n, takes_next) in enumerate(zip(schedule.item_numbers(t), schedule.uses_next(t), strict=True)):
             item = schedule.item(s, t)
-            assert 0 <= schedule.microbatch_numbers(t)[s] < schedule.microbatches
+            used = w_next if takes_next else w_now
+            assert 0 <= schedule.microbatch_numbers(t)[s] < M
             if item is not None:
-                assert (w_next if takes_next else w_now) == item.repeat
-                assert n == item.repeat * schedule.microbatches + schedule.microbatch_numbers(t)[s]
+                assert used == item.repeat
+                assert n == item.repeat * M + schedule.microbatch_numbers(t)[s]
             else:
-                assert (w_next if takes_next else w_now) is not None, "idle stages compute with real weights"
-
-
-@pytest.mark.parametrize("numbers", TABLE)
-def test_what_the_last_stage_hands_on_waits_for_its_turn(numbers):
-    S, _, R, F = numbers
-    schedule = Schedule(*numbers)
-    for t in range(schedule.iterations):
-        item = schedule.item(S - 1, t)
-        if item is not None and item.repeat < R - 1:
-            again = Item(item.microbatch, item.repeat + 1)
-            assert schedule.item(0, t + F + schedule.waiting) == again
+                assert used is not None, "idle stages compute with real weights"
+        if item is not None and item.repeat < R - 1:  # of the last stage
+            assert schedule.item(0, t + F + schedule.waiting) == Item(item.microbatch, item.repeat + 1)
 
 
 @pytest.mark.parametrize("numbers", EXPECTED_ITERATIONS)
@@ -117,13 +80,11 @@ def test_iterations_and_bubble(numbers):
     assert schedule.bubble == pytest.approx(idle / schedule.stages / schedule.iterations)
 
 
-@pytest.mark.parametrize("numbers", [(3, 3, 2, 1), (4, 4, 2, 1)])
-def test_one_slot_by_the_repeat_of_each_stage_now_would_need_two_repeats(numbers):
+def test_one_slot_by_the_repeat_of_each_stage_now_would_need_two_repeats():
     """In the middle of a repeat the stages are at two repeats at once: a window of one slot would be wrong."""
-    schedule = Schedule(*numbers)
-    at = [{item.repeat for s in range(schedule.stages) if (item := schedule.item(s, t))} for t in range(schedule.items)]
+    schedule = Schedule(4, 4, 2, 1)
+    at = [{item.repeat for s in range(4) if (item := schedule.item(s, t))} for t in range(schedule.items)]
     assert {0, 1} in at
-    assert all(len(repeats) <= 2 for repeats in at)
 
 
 PICTURE = """\
@@ -132,11 +93,8 @@ stage 0   0a 1a 0b 1b  .
 stage 1    . 0a 1a 0b 1b"""
 
 
-def test_picture():
+def test_picture_of_which_a_long_one_is_cut():
     assert Schedule(2, 2, 2).picture() == PICTURE
-
-
-def test_a_long_picture_is_cut():
     lines = Schedule(2, 64).picture(max_iterations=6).splitlines()
     assert lines[1].split() == ["stage", "0", "0a", "1a", "2a", "...", "62a", "63a", "."]
     assert all(len(line) <= len(lines[0]) for line in lines)

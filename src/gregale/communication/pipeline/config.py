@@ -1,7 +1,5 @@
 """The pipeline's configuration, and the execution that runs a model's stack of layers through it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 

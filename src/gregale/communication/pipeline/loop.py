@@ -4,8 +4,6 @@ The movement is linear in the activations and depends only on the iteration's nu
 values. Every array has the stage as its first dimension and lives on the mesh axis `stage`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

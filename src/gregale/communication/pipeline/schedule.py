@@ -1,13 +1,11 @@
 """The schedule of the circular pipeline: the work of each stage as arithmetic on iteration numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from gregale.errors import UserError
+from gregale.errors import UserError, multiples_near
 
 
 class Item(NamedTuple):
@@ -50,11 +48,9 @@ class Schedule:
         if F not in (1, 2):
             raise UserError(f"forwarding is {F}: a stage's output is used 1 iteration later, or 2 if it is delayed.")
         if M < 1 or M % S:
-            below = M // S * S
-            nearest = f"{below} or {below + S}" if below > 0 else f"{S}"
             raise UserError(
                 f"pipeline.microbatches is {M}, which is not a multiple of mesh.stage {S}: each stage keeps "
-                f"{M} / {S} = {M / S:.4g} microbatches. pipeline.microbatches {nearest} would work."
+                f"{M} / {S} = {M / S:.4g} microbatches. pipeline.microbatches {multiples_near(M, S)} would work."
             )
         if M < F * S:
             raise UserError(
@@ -122,22 +118,16 @@ class Schedule:
         n, repeat = self.item_numbers(iteration), iteration // self.microbatches
         return (n // self.microbatches == repeat) & (repeat < self.repeats) | (n < 0)
 
-    def layer(self, repeat: int, stage: int, sublayer: int, layers_per_stage: int) -> int:
-        """Return the layer's index in the model: (r S + s) l + j."""
-        return (repeat * self.stages + stage) * layers_per_stage + sublayer
-
     def layers_per_stage(self, layers: int) -> int:
         """Return l = layers / (S R); raise `UserError` if that is not a whole number."""
         groups = self.stages * self.repeats
         if layers % groups or not layers:
-            below, above = layers // groups * groups, (layers // groups + 1) * groups
-            nearest = f"{below} or {above}" if below else f"{above}"
             fitting = [str(r) for r in range(1, layers + 1) if layers % (self.stages * r) == 0]
             repeats = f", or pipeline.repeats {' or '.join(fitting)}" if fitting else ""
             raise UserError(
                 f"model.layers is {layers}: mesh.stage {self.stages} x pipeline.repeats {self.repeats} = {groups} "
                 f"groups of layers, and {layers} / {groups} = {layers / groups:.4g} is not a whole number of layers. "
-                f"model.layers {nearest} would work{repeats}."
+                f"model.layers {multiples_near(layers, groups)} would work{repeats}."
             )
         return layers // groups
 

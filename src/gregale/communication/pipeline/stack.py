@@ -1,7 +1,5 @@
 """The pipelined layer stack: a scan over layers, computed by stages that all work at the same time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +23,7 @@ from gregale.communication.pipeline.loop import (
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
 from gregale.communication.pipeline.window import GatherLevel, Slots, Window, with_repeats
-from gregale.errors import UserError
+from gregale.errors import UserError, multiples_near
 
 Tree = Any
 MICROBATCH = "microbatch"
@@ -185,12 +183,10 @@ def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArra
     count, *rest = rows.array.shape
     if count % (devices * M):
         step = devices * M
-        below, above = count // step * step, (count // step + 1) * step
-        nearest = f"{below} or {above}" if below else f"{above}"
         raise UserError(
             f"pipeline.microbatches is {M}: the {count} rows that go through the pipeline are shared by data {devices} "
             f"x pipeline.microbatches {M} = {step} parts, and {count} / {step} = {count / step:.4g} is not a whole "
-            f"number of rows. {nearest} rows would work, or another number of microbatches."
+            f"number of rows. {multiples_near(count, step)} rows would work, or another number of microbatches."
         )
     cut = rows.array.reshape(devices, M, count // (devices * M), *rest).swapaxes(0, 1)
     return NamedArray(cut, (MICROBATCH, DATA, *rows.axis_names))

@@ -1,7 +1,5 @@
 """The compute of one iteration: all stages at once, each on its own microbatch, and its transpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The pipeline's window of two slots for gathered weights, and the reduction of their gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -106,13 +104,8 @@ class Window:
         def add(addend: jax.Array) -> jax.Array:
             return scattered(jnp.squeeze(addend, place), axes, (DATA,), self.layout)
 
-        array: Any = jax.shard_map(
-            add,
-            mesh=self.layout.mesh,
-            in_specs=self.layout.spec(leaf.axes, self.layout.compute),
-            out_specs=self.layout.spec(axes, self.layout.params),
-            check_vma=False,
-        )(leaf.array.astype(self.dtype))
+        before, after = self.layout.spec(leaf.axes, self.layout.compute), self.layout.spec(axes, self.layout.params)
+        array = self.layout.shard_map(add, before, after)(leaf.array.astype(self.dtype))
         return NamedArray(array, tuple(axis.name for axis in axes))
 
 
