@@ -1,11 +1,9 @@
 """The end of a process that compiles for `plan`, as a user sees it."""
 
-from __future__ import annotations
-
 import pytest
+from gregale.programs.plan.crash import last_lines
 
 from gregale.errors import UserError
-from gregale.programs.plan.crash import last_lines
 from gregale.programs.plan.memory_only_compile import Request, reported
 from gregale.runs.config import TrainConfig
 

@@ -4,8 +4,6 @@ Those for TPUs are compiled as far as the memory report. Those for GPUs are plan
 devices; of their shapes the TPU compiler says whether it is to be believed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path

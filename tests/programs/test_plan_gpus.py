@@ -1,7 +1,5 @@
 """`plan` for NVIDIA GPUs that are not there; without their compiler, what is asked of it and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

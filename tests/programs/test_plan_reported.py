@@ -1,7 +1,5 @@
 """Compiling as far as the memory report: it is ended in time, and by whatever ends this process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`plan --search` on simulated devices: real compiles, of a small model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from io import StringIO

@@ -1,7 +1,5 @@
 """`plan` for TPU topologies, by the TPU compiler, on a machine without a TPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+from gregale.timeline.table import GRID_GBIT_PER_SECOND
 
 from gregale.errors import UserError
 from gregale.programs.simulate import SimulateConfig, main
 from gregale.timeline.methods import PAPER_METHODS
-from gregale.timeline.table import GRID_GBIT_PER_SECOND
 
 
 def printed(capsys, **fields):

@@ -1,7 +1,5 @@
 """What happens to a run when something goes wrong: nothing that was written is lost, and the user is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Validation sources, runs that hold out nothing, and `gregale eval` on both and on text that has changed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,13 +4,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from gregale.timeline.table import run_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, Transfer, data_parallel
 from gregale.timeline.model import PRESETS, Ring, Workload
 from gregale.timeline.simulate import simulate
-from gregale.timeline.table import run_method
 
 BANDWIDTHS = np.logspace(-1, 3, 9)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
 
 from gregale.timeline.methods import PAPER_METHODS, Cadence
 from gregale.timeline.model import PRESETS, Ring
-from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
 

@@ -48,11 +48,8 @@ class Collective:
         axes: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
             without communication between devices.
         touched: all mesh axes along which devices of a group differ, known also if `axes` is not.
-        partial: its groups cover only a part of some axis, as when an axis spans slices and the compiler
-            separates the part inside a slice from the part between slices.
         loops: the `while` loops around it, outermost first; `()` outside of loops.
         link: `inside slice` or `between slices`.
-        group_size: devices that take part together.
         conditional: it runs only if a branch is taken (`times` then is an upper bound).
         is_async: it is started and finished apart, so that other work may run meanwhile.
         name: of the instruction.
@@ -66,10 +63,8 @@ class Collective:
     bytes_sent: float
     axes: tuple[str, ...]
     touched: tuple[str, ...]
-    partial: bool
     loops: tuple[Loop, ...]
     link: str
-    group_size: int
     conditional: bool
     is_async: bool
     name: str
@@ -177,14 +172,13 @@ def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Cr
     text = instruction.attribute(_REPLICA_GROUPS)
     if text is None:
         return placement.crossing(None)
-    everyone = module.replicas * module.partitions
-    groups = parse_groups(text, everyone)
+    groups = parse_groups(text, module.devices)
     replica_numbers = (
         "channel_id=" in instruction.attributes and "use_global_device_ids=true" not in instruction.attributes
     )
     if kind in ("all-reduce", "all-gather", "reduce-scatter") and replica_numbers and groups == ((0,),):
         # Groups of replicas, over all partitions of each: a partitioned program has one replica.
-        groups = (tuple(range(everyone)),)
+        groups = (tuple(range(module.devices)),)
     return placement.crossing(placement.by_number(groups))
 
 
@@ -222,10 +216,8 @@ def _records(site: Site, kind: str, module: Module, placement: Placement) -> Ite
             bytes_sent=size * _sent_share(kind, crossing.group_size),
             axes=crossing.axes,
             touched=crossing.touched,
-            partial=crossing.partial,
             loops=site.context.loops,
             link=crossing.link,
-            group_size=crossing.group_size,
             conditional=site.context.conditional,
             is_async=_is_async(site),
             name=instruction.name,

@@ -74,14 +74,6 @@ class Schedule:
         return self.seconds - self.kernels - self.exposed
 
 
-def ends(text: str) -> dict[str, str | None]:
-    """Return for each asynchronous collective the instruction that waits for its result, both by name.
-
-    The names of collectives are those of `gregale.audit.Collective.name`. None: no instruction waits.
-    """
-    return _ends(parse(text))
-
-
 def schedule_of(
     text: str, collectives: Iterable[Collective], rates: Rates, given_times: Mapping[str, int]
 ) -> Schedule | None:
@@ -96,7 +88,7 @@ def schedule_of(
     if _CYCLES.search(text) is None:
         return None
     module = parse(text)
-    timed = _Timed(module, _ends(module), _needed(collectives, rates), rates, given_times)
+    timed = _Timed(module, ends(module), _needed(collectives, rates), rates, given_times)
     run = timed.run(Frame(module.computations[module.entry]))
     return Schedule(run.clock, run.kernels, run.links)
 
@@ -166,14 +158,11 @@ class _Timed:
         match instruction.opcode:
             case "while":
                 times = read_loop(self.module, instruction, frame, self.given_times).times
-                run.add(self._called(frame, instruction, "body"), 1 if times is None else times)
+                run.add(self._called(frame, instruction, instruction.called("body")), 1 if times is None else times)
             case "call":
-                run.add(self._called(frame, instruction, "to_apply"), 1)
+                run.add(self._called(frame, instruction, instruction.called("to_apply")), 1)
             case "conditional":
-                listed = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
-                names = re.findall(r"[\w.\-]+", listed)
-                names += [name for key in ("true", "false") if (name := instruction.called(f"{key}_computation"))]
-                branches = [self.run(Frame(self.module.computations[name], instruction, frame)) for name in names]
+                branches = [self._called(frame, instruction, name) for name in instruction.branches]
                 run.add(max(branches, key=lambda branch: branch.clock, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
@@ -183,8 +172,8 @@ class _Timed:
                 if cycles := _CYCLES.search(instruction.attributes):
                     run.clock += int(cycles[1]) / self.rates.cycles_per_second
 
-    def _called(self, frame: Frame, instruction: Instruction, key: str) -> _Run:
-        return self.run(Frame(self.module.computations[instruction.called(key) or ""], instruction, frame))
+    def _called(self, frame: Frame, instruction: Instruction, name: str | None) -> _Run:
+        return self.run(Frame(self.module.computations[name or ""], instruction, frame))
 
     def _communicate(self, run: _Run, instruction: Instruction) -> None:
         """Start the collectives of an instruction, and wait at once for the synchronous ones."""
@@ -199,7 +188,8 @@ class _Timed:
                 run.wait(link, until)
 
 
-def _ends(module: Module) -> dict[str, str | None]:
+def ends(module: Module) -> dict[str, str | None]:
+    """Return for each asynchronous collective the instruction that waits for its result, both by name; None: none."""
     found: dict[str, str | None] = {}
     computations = {site.frame.computation.name: site.frame.computation for site in walk(module, {})}
     for computation in computations.values():

@@ -8,7 +8,6 @@ import jax
 from gregale.audit.collectives import Collective, find_collectives
 from gregale.audit.device_axes import UNKNOWN, Placement
 from gregale.audit.hlo import parse
-from gregale.audit.loops import Loop
 from gregale.errors import UserError
 
 
@@ -25,26 +24,13 @@ class Audit:
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
-    def inside_loops(self, part: str = "") -> tuple[Collective, ...]:
-        """Return the collectives inside a `while` loop, or inside a loop whose scope has a part with this name.
-
-        `inside_loops("microbatches")` returns those in a scan under `jax.named_scope("microbatches")`, including inner
-        loops. XLA:TPU peels iterations off loops: the result includes a peeled iteration's inner loops, but not its
-        collectives outside of loops, which equal those of the loop.
-        """
-        return tuple(
-            collective
-            for collective in self.collectives
-            if any(not part or part in loop.scope.split("/") for loop in collective.loops)
-        )
+    def inside_loops(self) -> tuple[Collective, ...]:
+        """Return the collectives inside a `while` loop; XLA:TPU also peels iterations off loops."""
+        return tuple(collective for collective in self.collectives if collective.loops)
 
     def unknown(self) -> tuple[Collective, ...]:
         """Return the collectives whose groups are no grid in the mesh."""
         return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
-
-    def loops(self) -> tuple[Loop, ...]:
-        """Return the loops around the collectives, each once."""
-        return tuple(dict.fromkeys(loop for collective in self.collectives for loop in collective.loops))
 
     def bytes_per_step(self, axis: str | None = None) -> int:
         """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.
@@ -52,7 +38,16 @@ class Audit:
         Raises:
             UserError: a loop around one of the collectives has an unknown trip count.
         """
-        return total_bytes(self.collectives if axis is None else self.over(axis))
+        total = 0
+        for collective in self.collectives if axis is None else self.over(axis):
+            if collective.times is None:
+                unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
+                raise UserError(
+                    f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
+                    "give its count in loop_trips, by the loop's name or by a part of its scope"
+                )
+            total += collective.bytes * collective.times
+        return total
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], int | None]:
         """Return payload bytes per step for each set of axes that a collective crosses; None for unknown counts."""
@@ -76,42 +71,15 @@ class Audit:
         """Return the collectives as a text table."""
         header = ("kind", "dtype", "bytes", "axes", "loop", "times", "link", "name")
         rows: list[tuple[str, ...]] = [header]
-        for collective in self.collectives:
-            marks = ("async " if collective.is_async else "") + ("if " if collective.conditional else "")
-            rows.append(
-                (
-                    collective.kind,
-                    collective.dtype,
-                    f"{collective.bytes:,}",
-                    ",".join(collective.axes) or "-",
-                    "/".join(collective.loop) or "-",
-                    "?" if collective.times is None else str(collective.times),
-                    collective.link,
-                    marks + collective.name,
-                )
-            )
+        for each in self.collectives:
+            axes, loop = ",".join(each.axes) or "-", "/".join(each.loop) or "-"
+            times = "?" if each.times is None else str(each.times)
+            name = ("async " if each.is_async else "") + ("if " if each.conditional else "") + each.name
+            rows.append((each.kind, each.dtype, f"{each.bytes:,}", axes, loop, times, each.link, name))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
-
-
-def total_bytes(collectives: Iterable[Collective]) -> int:
-    """Return payload bytes on one device in one run of the program, including trip counts.
-
-    Raises:
-        UserError: a loop around one of them has an unknown trip count.
-    """
-    total = 0
-    for collective in collectives:
-        if collective.times is None:
-            unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
-            raise UserError(
-                f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
-                "give its count in loop_trips, by the loop's name or by a part of its scope"
-            )
-        total += collective.bytes * collective.times
-    return total
 
 
 def _sums(keyed: Iterable[tuple]) -> dict:
@@ -144,7 +112,7 @@ def audit(
             "the audit reads the text of a compiled program (compiled.as_text()); "
             f"found {(text or '')[:60]!r}, which has no ENTRY computation"
         )
-    placement = Placement(mesh, module.replicas * module.partitions)
+    placement = Placement(mesh, module.devices)
     found = find_collectives(module, placement, loop_trips or {})
     if found and not placement.fits:
         raise UserError(

@@ -1,15 +1,13 @@
 """Provides the roofline of a step: the minimum time of its work on a chip and its links."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gregale.audit.chips import Chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.pallas_cost import visible
-from gregale.audit.step import StepShape, values
+from gregale.audit.step import StepShape, has_vocabulary, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients
@@ -44,21 +42,25 @@ class Roofline:
         compute: at the chip's peak.
         memory: at its memory's bandwidth.
         links: over each link, at its bandwidth.
-        mfu_bound: model FLOPs at the chip's peak over `overlapped`: the maximum utilisation. It can exceed 1, because
-            model FLOPs include attention products that a kernel skips.
+        model: model FLOPs at the chip's peak.
         host: transfer to the host's memory and back.
     """
 
     compute: float
     memory: float
     links: Mapping[str, float]
-    mfu_bound: float
+    model: float
     host: float = 0.0
 
     @property
     def overlapped(self) -> float:
         """Return the time of a step with full overlap: that of the slowest resource."""
         return max(self.compute, self.memory, self.host, *self.links.values())
+
+    @property
+    def mfu_bound(self) -> float:
+        """Return the maximum utilisation; above 1 if a kernel skips attention products that model FLOPs include."""
+        return self.model / self.overlapped
 
     @property
     def one_after_another(self) -> float:
@@ -98,7 +100,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
 
 def _multiplied(step: StepShape) -> int:
     """Return the number of weights in products: without an embedding that is not the head."""
-    tables = [weight for weight in step.single() if any(axis.name == "vocab" for axis in weight.axes)]
+    tables = [weight for weight in step.single() if has_vocabulary(weight)]
     return step.parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
 
 
@@ -171,12 +173,10 @@ def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_seco
     """
     peak = chip.flops_per_second / devices_a_chip
     rates = link_rates(chip, devices_a_chip, between_bytes_per_second)
-    links = {link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()}
-    found = Roofline(
+    return Roofline(
         compute=work.flops / peak,
         memory=work.memory_bytes / (chip.memory_bytes_per_second / devices_a_chip),
-        links=links,
-        mfu_bound=0.0,
+        links={link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()},
+        model=work.model_flops / peak,
         host=work.host_bytes / (chip.host_bytes_per_second / devices_a_chip),
     )
-    return replace(found, mfu_bound=work.model_flops / peak / found.overlapped)

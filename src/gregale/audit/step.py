@@ -1,7 +1,5 @@
 """Provides the inputs of the closed forms of a PSDP step's traffic and memory: shapes, mappings and counts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod

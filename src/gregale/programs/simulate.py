@@ -1,7 +1,7 @@
 """Provides `gregale simulate`, which estimates the bandwidth that each method needs from a model of the timeline."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from gregale.tables import print_table
 from gregale.terminal import Console
 from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
 from gregale.timeline.model import PRESETS, Ring, Workload
-from gregale.timeline.simulate import Run
-from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_bandwidths, run_method
+from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, UTILISATIONS, Run, needed_bandwidths, run_method
 
 MAX_STEPS = 1_000_000
 MAX_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
@@ -106,13 +105,9 @@ class SimulateConfig(Settings):
 
 def workload_of(config: SimulateConfig) -> Workload:
     """Return the preset with the values that the configuration overrides."""
-    base = PRESETS[config.model]
-    return Workload(
-        parameters=base.parameters if config.parameters is None else config.parameters,
-        layers=base.layers if config.layers is None else config.layers,
-        step_seconds=base.step_seconds if config.step_seconds is None else config.step_seconds,
-        microbatches=config.microbatches,
-    )
+    names = [field.name for field in fields(Workload)]
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return replace(PRESETS[config.model], **given)
 
 
 def check_length(config: SimulateConfig, workload: Workload) -> None:
@@ -138,9 +133,8 @@ def main(config: SimulateConfig) -> int:
     ring = Ring(config.sites, config.latency_seconds)
 
     def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
-        return {
-            name: run_method(name, workload, ring, cadence, gbit_per_second, config.codec) for name in config.methods
-        }
+        wire = {name: METHODS[name].bytes_per_parameter(config.codec) for name in config.methods}
+        return {name: run_method(name, workload, ring, cadence, gbit_per_second, wire[name]) for name in wire}
 
     asked = runs_at(np.array(config.bandwidth)) if config.bandwidth else {}
     report = report_of(config, workload, runs_at(GRID_GBIT_PER_SECOND), asked)

@@ -1,10 +1,8 @@
-"""The compute of one site, a stack of equal layers with a step time; and the ring of links between equal sites."""
+"""Provides the compute of one site, a stack of equal layers, and the ring of links between equal sites."""
 
 from dataclasses import dataclass
 
 import numpy as np
-
-from gregale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,12 @@ class Workload:
         layers: number of layers.
         step_seconds: nominal compute time of one optimizer step.
         microbatches: forward and backward passes in one step.
-
-    Raises:
-        UserError: a number is not positive.
     """
 
     parameters: float
     layers: int
     step_seconds: float
     microbatches: int = 1
-
-    def __post_init__(self):
-        for name in ("parameters", "layers", "step_seconds", "microbatches"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be above 0.")
 
     @property
     def node_seconds(self) -> float:

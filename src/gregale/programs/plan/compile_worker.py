@@ -6,8 +6,6 @@ FOLDER has the configuration and the request. The process writes the compiler's 
 the program does not fit. PARENT is the waiting process; if it ends, this process ends.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

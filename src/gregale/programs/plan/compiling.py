@@ -5,8 +5,6 @@ that needs more memory than a device has after it has scheduled the program. `re
 from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at this stage for programs that fit, too.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,7 +61,7 @@ class Outcome:
     text: str
     memory: CompilerMemory
     flops: float | None
-    shortage: DoesNotFit | None = None
+    shortage: DoesNotFit | None
 
 
 def compiled_for(
@@ -83,7 +81,7 @@ def compiled_for(
         return _refused(lowered, arguments, str(error), name)
     costs = compiled.cost_analysis() or {}
     memory = compiler_memory(compiled, has_peak=not target.simulated)
-    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None)
+    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None, None)
 
 
 def refused_sizes(message: str) -> tuple[int, int] | None:

@@ -1,7 +1,5 @@
 """Provides the devices to plan for: simulated ones, or those of a TPU or GPU topology, without hardware."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `described("h100", boxes=2, each=8)` returns devices to compile for. A box is one JAX process.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Provides the programs of a run, compiled from shapes alone, with their audits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,10 +9,9 @@ import jax
 
 from gregale.audit import Audit, Collective, audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
-from gregale.audit.memory import CompilerMemory
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
-from gregale.programs.plan.compiling import DoesNotFit, Outcome
+from gregale.programs.plan.compiling import Outcome
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
 from gregale.programs.runtime.setup import Setup
@@ -24,21 +21,14 @@ STEP, WARM_UP = "step", "warm_up"
 
 
 @dataclass(frozen=True)
-class Program:
-    """A compiled program and its audit.
+class Program(Outcome):
+    """A compiled program with its audit.
 
-    - `text`: the program as the compiler prints it
-    - `flops`: see `Outcome`
-    - `shortage`: why the compiler rejects it; None: it fits
     - `expected`: its transfers in closed form
     """
 
-    text: str
     audit: Audit
     expected: list[Transfer]
-    memory: CompilerMemory
-    flops: float | None
-    shortage: DoesNotFit | None = None
 
 
 @dataclass(frozen=True)
@@ -91,14 +81,7 @@ def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfe
     found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         found = Audit(tuple(_with_link(collective) for collective in found.collectives))
-    return Program(
-        text=outcome.text,
-        audit=found,
-        expected=expected,
-        memory=outcome.memory,
-        flops=outcome.flops,
-        shortage=outcome.shortage,
-    )
+    return Program(**vars(outcome), audit=found, expected=expected)
 
 
 def known_trips(setup: Setup) -> dict[str, int]:

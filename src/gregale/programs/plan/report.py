@@ -1,10 +1,9 @@
 """Provides the report of `gregale plan` as data for JSON."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
+from gregale.audit.chips import GBIT
 from gregale.audit.overlap import Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
@@ -13,7 +12,7 @@ from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
-from gregale.programs.plan.methods import GBIT, methods_of
+from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
@@ -96,6 +95,7 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
     in_flight = 0 if island is None else island.traffic.device_bytes_in_flight()
+    shortage = plan.programs[plan.largest].shortage
     return {
         **trees,
         "activations": max(0, temporaries - trees["gradients"]),
@@ -106,14 +106,8 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
         "chip": plan.memory_bytes,
-        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in largest_of(plan)],
+        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in shortage.largest] if shortage else [],
     }
-
-
-def largest_of(plan: Plan) -> list[tuple[int, str]]:
-    """Return the largest buffers of the largest program, if it does not fit."""
-    shortage = plan.programs[plan.largest].shortage
-    return [] if shortage is None else shortage.largest
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
@@ -150,10 +144,9 @@ def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
 
 def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
     """Return a program's memory peak, and its traffic in one run; `bandwidth` as for `traffic_of`."""
-    refused = program.shortage is not None
     return {
         "peak": program.memory.peak,
-        "refused": refused,
+        "refused": program.shortage is not None,
         "compiler_flops_per_device": program.flops,
         **traffic_of(plan, program, bandwidth),
     }

@@ -1,7 +1,5 @@
 """Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gregale.audit.device_axes import BETWEEN, INSIDE
@@ -69,17 +67,13 @@ class Plan:
             sent[collective.link] += collective.bytes_sent * (collective.times or 1)
         return sent
 
-    def link_rates(self, between_bytes_per_second: float | None) -> dict[str, float]:
-        """Return a device's rate over each link in bytes per second; None: the chip's network share between slices."""
-        return link_rates(self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
-
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
         """Return the timed run of a program by the compiler's cycle estimates; None without estimates."""
-        cycles = self.target.chip.cycles_per_second
-        if self.target.simulated or cycles is None:
+        target, cycles = self.target, self.target.chip.cycles_per_second
+        if target.simulated or cycles is None:
             return None
-        kernels = Peak(self.target.flops_per_second, step_shape(self.setup).windows)
-        rates = Rates(cycles, self.link_rates(between_bytes_per_second), kernels)
+        kernels = Peak(target.flops_per_second, step_shape(self.setup).windows)
+        rates = Rates(cycles, link_rates(target.chip, target.devices_a_chip, between_bytes_per_second), kernels)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:
