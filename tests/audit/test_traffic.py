@@ -4,7 +4,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
@@ -79,6 +83,20 @@ def test_closed_form_is_what_the_compiled_step_sends(name):
     for each in expected:
         expected_kinds[each.kind, each.axes] += each.bytes * each.times
     assert kinds == expected_kinds
+
+
+def test_a_rematerialization_would_be_found(mesh):
+    """A tensor that goes from one sharding to another in a way that the partitioner knows only by gathering it all."""
+
+    def step(x):
+        y = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("data")))
+        return jax.lax.with_sharding_constraint(jnp.cos(y), NamedSharding(mesh, P(None, ("model", "replica"))))
+
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P("replica", "data")))
+    with captured_compiler_warnings() as caught:
+        jax.jit(step).lower(x).compile()
+    assert len(caught.rematerializations) == 1
+    assert "sharding_constraint" in caught.rematerializations[0]
 
 
 def test_replica_carries_every_gradient_once_whatever_the_microbatches():
