@@ -4,6 +4,7 @@ import pytest
 
 from gregale.audit import audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.hlo import parse
 from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Peak
 
@@ -94,7 +95,7 @@ def test_without_estimates_of_cycles_nothing_is_said(pod):
 def test_transfers_between_slices_end_where_they_are_received(stored, pod):
     text = stored("tpu_layers")
     found = audit(text, pod((2, 2, 2), slices=2))
-    waiting = ends(text)
+    waiting = ends(parse(text))
     for collective in found.collectives:
         assert (collective.name in waiting) == collective.is_async, collective
         if collective.link == BETWEEN:
