@@ -27,10 +27,7 @@ class Chip:
     """Properties of one chip.
 
     Attributes:
-        name: argument of `chip`.
-        memory_bytes: high-bandwidth memory.
         flops_per_second: peak of dense bfloat16 products; a multiply-add is two operations.
-        memory_bytes_per_second: bandwidth of that memory.
         link_bytes_per_second: send rate of a chip inside a slice (ICI) or a box (NVLink), all its links together.
         network_bytes_per_second: send rate of a chip over the data-centre network, its share of the host's; None if
             it is not published.
@@ -38,7 +35,6 @@ class Chip:
         devices: JAX devices of one chip, each with its share of memory and compute.
         cycles_per_second: the clock of the TPU compiler's estimates; the peak over two operations and the multipliers
             of all matrix units. None if the compiler has no such estimates.
-        source: the documents with the numbers.
     """
 
     name: str

@@ -48,11 +48,10 @@ class Collective:
         axes: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
             without communication between devices.
         touched: all mesh axes along which devices of a group differ, known also if `axes` is not.
-        loops: the `while` loops around it, outermost first; `()` outside of loops.
+        loops: the `while` loops around it, outermost first.
         link: `inside slice` or `between slices`.
         conditional: it runs only if a branch is taken (`times` then is an upper bound).
         is_async: it is started and finished apart, so that other work may run meanwhile.
-        name: of the instruction.
         op_name: where it was traced, such as `jit(step)/while/body/psum`.
     """
 

@@ -49,21 +49,16 @@ class Audit:
             total += collective.bytes * collective.times
         return total
 
-    def bytes_by_axes(self) -> dict[tuple[str, ...], int | None]:
-        """Return payload bytes per step for each set of axes that a collective crosses; None for unknown counts."""
-        return _sums((collective.axes, collective) for collective in self.collectives)
-
-    def bytes_by_link(self) -> dict[str, int | None]:
-        """Return payload bytes per step inside a slice and between slices; None for unknown counts."""
-        return _sums((collective.link, collective) for collective in self.collectives)
-
     def to_dict(self) -> dict:
-        """Return for JSON `collectives`, and `bytes_per_step` by `axes` (joined with commas) and by `link`."""
+        """Return for JSON `collectives`, and payload bytes in one run, `bytes_per_step`, by `axes` and by `link`.
+
+        Axes are joined with commas. Bytes are None if a loop has an unknown trip count.
+        """
         return {
-            "collectives": [collective.to_dict() for collective in self.collectives],
+            "collectives": [each.to_dict() for each in self.collectives],
             "bytes_per_step": {
-                "axes": {",".join(axes): size for axes, size in self.bytes_by_axes().items()},
-                "link": self.bytes_by_link(),
+                "axes": _sums((",".join(each.axes), each) for each in self.collectives),
+                "link": _sums((each.link, each) for each in self.collectives),
             },
         }
 
@@ -82,8 +77,8 @@ class Audit:
         )
 
 
-def _sums(keyed: Iterable[tuple]) -> dict:
-    sums: dict = {}
+def _sums(keyed: Iterable[tuple[str, Collective]]) -> dict[str, int | None]:
+    sums: dict[str, int | None] = {}
     for key, collective in keyed:
         before = sums.get(key, 0)
         unknown = before is None or collective.times is None

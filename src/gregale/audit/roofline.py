@@ -36,15 +36,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds that a step needs for each resource alone.
-
-    Attributes:
-        compute: at the chip's peak.
-        memory: at its memory's bandwidth.
-        links: over each link, at its bandwidth.
-        model: model FLOPs at the chip's peak.
-        host: transfer to the host's memory and back.
-    """
+    """Seconds that a step needs for each resource alone, at its peak; `model` are those of the model's FLOPs."""
 
     compute: float
     memory: float
@@ -84,7 +76,9 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     - `update_flops`: FLOPs of the optimizer's matrix products
     """
     tokens = step.rows * step.positions / step.layout.mesh.size
-    attention = FORWARD * _keys(step) * _for_a_key(step)
+    # A kernel skips masked keys.
+    keys = step.positions if step.scores else visible(step.positions, step.windows) / step.positions
+    attention = FORWARD * keys * _for_a_key(step)
     backward = BACKWARD / FORWARD if step.scores else KERNEL_BACKWARD
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
     single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step))
@@ -111,11 +105,6 @@ def _stacked(step: StepShape) -> int:
 def _for_a_key(step: StepShape) -> int:
     """Return multiply-adds of attention for a query and a key in all layers: the score, and probability times value."""
     return 2 * step.layers * step.heads * step.head_size
-
-
-def _keys(step: StepShape) -> float:
-    """Return the mean number of keys that a query is multiplied by: a kernel skips masked keys."""
-    return step.positions if step.scores else visible(step.positions, step.windows) / step.positions
 
 
 def _again(step: StepShape, attention: float) -> float:
@@ -162,14 +151,10 @@ def link_rates(chip: Chip, devices_a_chip: int, between_bytes_per_second: float 
 
 
 def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> Roofline:
-    """Return the seconds for each resource.
+    """Return the seconds for each resource of a chip's device.
 
-    Args:
-        work: work of one device.
-        chip: the chip, which has `devices_a_chip` equal devices.
-        devices_a_chip: JAX devices of a chip.
-        between_bytes_per_second: a device's send rate between slices; None: the chip's share of its network. A chip
-            without a published network has no such time.
+    - `between_bytes_per_second`: the device's send rate between slices; None: the chip's share of its network. A chip
+      without a published network has no such time
     """
     peak = chip.flops_per_second / devices_a_chip
     rates = link_rates(chip, devices_a_chip, between_bytes_per_second)

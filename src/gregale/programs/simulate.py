@@ -103,13 +103,6 @@ class SimulateConfig(Settings):
     json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
 
 
-def workload_of(config: SimulateConfig) -> Workload:
-    """Return the preset with the values that the configuration overrides."""
-    names = [field.name for field in fields(Workload)]
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return replace(PRESETS[config.model], **given)
-
-
 def check_length(config: SimulateConfig, workload: Workload) -> None:
     """Raise `UserError` for a simulation that would take too long."""
     events = config.steps * workload.microbatches * workload.layers * len(config.methods)
@@ -127,7 +120,8 @@ def main(config: SimulateConfig) -> int:
     Raises:
         UserError: the simulation has too many events.
     """
-    workload = workload_of(config)
+    given = {each.name: getattr(config, each.name) for each in fields(Workload)}
+    workload = replace(PRESETS[config.model], **{name: value for name, value in given.items() if value is not None})
     check_length(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
     ring = Ring(config.sites, config.latency_seconds)
@@ -147,6 +141,7 @@ def main(config: SimulateConfig) -> int:
 
 def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run], asked: dict[str, Run]) -> dict:
     """Return the output of `--json`, from the runs on the grid and the runs at the requested bandwidths, if any."""
+    tokens = None if config.tokens is None else config.tokens * config.sites * config.steps
     return {
         "model": asdict(workload),
         "sites": config.sites,
@@ -156,16 +151,11 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
         "sent_bytes_per_site": {name: run.sent_bytes for name, run in on_grid.items()},
         "asked_gbit_per_second": config.bandwidth,
         "asked_utilisation": {name: run.utilisation.tolist() for name, run in asked.items()},
-        "asked_tokens_per_second": {name: _tokens_per_second(config, run) for name, run in asked.items()},
+        "asked_tokens_per_second": {
+            name: None if tokens is None else (tokens / run.total_seconds).tolist() for name, run in asked.items()
+        },
         "asked_total_seconds": {name: run.total_seconds.tolist() for name, run in asked.items()},
     }
-
-
-def _tokens_per_second(config: SimulateConfig, run: Run) -> list[float] | None:
-    """Return tokens per second [bandwidth] of all sites together; None without `tokens`."""
-    if config.tokens is None:
-        return None
-    return (config.tokens * config.sites * config.steps / run.total_seconds).tolist()
 
 
 def _print_tables(report: dict) -> None:

@@ -45,7 +45,6 @@ class Cadence:
     """The communication steps of a method.
 
     Attributes:
-        steps: length of the simulated run.
         period_steps: H, steps between two reductions of one parameter (DiLoCo and streaming).
         fragment_layers: layers of one streaming fragment.
         overlap_steps: tau of the overlapped streaming methods.

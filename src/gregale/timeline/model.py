@@ -17,11 +17,8 @@ class Workload:
 
     Since layer 1 has one node fewer, a step computes for (1 - 1 / (3 * layers)) * step_seconds.
 
-    Attributes:
-        parameters: parameters of the whole model, spread evenly over the layers.
-        layers: number of layers.
-        step_seconds: nominal compute time of one optimizer step.
-        microbatches: forward and backward passes in one step.
+    - `parameters`: of the whole model, spread evenly over the layers
+    - `step_seconds`: nominal compute time of one optimizer step
     """
 
     parameters: float
@@ -38,11 +35,6 @@ class Workload:
     def nodes_per_pass(self) -> int:
         """Return the nodes of one forward and backward pass."""
         return 3 * self.layers - 1
-
-    @property
-    def parameters_per_layer(self) -> float:
-        """Return the parameters of one layer."""
-        return self.parameters / self.layers
 
 
 # Sizes and step times as in Streaming DiLoCo (arXiv 2501.18512), Table 4.
@@ -65,9 +57,7 @@ class Ring:
     The links are busy for link_seconds and the result arrives delay_seconds later. During the delay the links carry the
     next payload.
 
-    Attributes:
-        sites: n, the sites on the ring.
-        latency_seconds: delay of one message over one link.
+    - `latency_seconds`: delay of one message over one link
     """
 
     sites: int

@@ -22,12 +22,9 @@ UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Run:
-    """The result for every bandwidth.
+    """The result of one site for every bandwidth.
 
-    Attributes:
-        compute_seconds: time each site spent in compute.
-        total_seconds: [bandwidth] until the last compute ends and the last reduction arrives.
-        sent_bytes: bytes that each site sent.
+    - `total_seconds`: [bandwidth] until the last compute ends and the last reduction arrives
     """
 
     compute_seconds: float
@@ -66,7 +63,7 @@ class _Timeline:
         """Add the backward of all layers and the reductions that it releases."""
         for nodes, layer, transfer in self.releases(transfers):
             start = np.maximum(self.clock + nodes * self.workload.node_seconds, self.link_free)
-            payload_bytes = transfer.bytes_per_parameter * self.workload.parameters_per_layer
+            payload_bytes = transfer.bytes_per_parameter * (self.workload.parameters / self.workload.layers)
             self.link_free = start + self.ring.link_seconds(payload_bytes, self.bits_per_second)
             self.last_arrival = self.link_free + self.ring.delay_seconds
             self.sent_bytes += self.ring.sent_bytes(payload_bytes)

@@ -13,10 +13,9 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
-from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import SearchOptions, search
-from gregale.programs.plan.step import CODE, UNTIL, plan_step
+from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, whole

@@ -92,11 +92,6 @@ def refused_sizes(message: str) -> tuple[int, int] | None:
     return None
 
 
-def reason_of(message: str) -> str:
-    """Return the first paragraph of the compiler's message in one line."""
-    return " ".join(message.partition("\n\n")[0].split())
-
-
 def largest_buffers(report: str) -> list[tuple[int, str]]:
     """Return bytes and shapes of the largest buffers in the compiler's memory report."""
     found = []
@@ -122,7 +117,8 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
     if message is not None:
         sizes = refused_sizes(message)
         if sizes is None:
-            raise UserError(f"the compiler rejects the program {name!r}: {reason_of(message)}")
+            reason = " ".join(message.partition("\n\n")[0].split())  # the first paragraph
+            raise UserError(f"the compiler rejects the program {name!r}: {reason}")
         needed, offered = sizes
         shortage = DoesNotFit(offered, largest_buffers(report))
     if total := _TOTAL.search(report):

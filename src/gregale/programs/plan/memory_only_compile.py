@@ -97,9 +97,18 @@ def crashed(status: int, log: str, program: str) -> UserError:
     with open(number, "w", encoding="utf-8") as file:
         file.write(log)
     shown_lines = " / ".join(last_lines(log)).rstrip(".") or "none"
+    how = f"with exit status {status}" if status > 0 else f"by {_signal_name(-status)}"
+    advice = (
+        "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
+        "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
+    )
+    if -status == signal.SIGKILL:
+        advice = (
+            "A system that runs out of memory sends SIGKILL: more memory, or one compilation at a time, would work."
+        )
     return UserError(
-        f"the process that compiles the program {program!r} ended {_how(status)} before the compiler's memory report. "
-        f"Its last lines: {shown_lines}. The whole log is in {kept}. {_advice(status)}"
+        f"the process that compiles the program {program!r} ended {how} before the compiler's memory report. "
+        f"Its last lines: {shown_lines}. The whole log is in {kept}. {advice}"
     )
 
 
@@ -110,19 +119,6 @@ def last_lines(log: str) -> list[str]:
     return [*dict.fromkeys(_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
 
 
-def _how(status: int) -> str:
-    if status > 0:
-        return f"with exit status {status}"
-    try:
-        return f"by {signal.Signals(-status).name} (signal {-status})"
-    except ValueError:
-        return f"by signal {-status}"
-
-
-def _advice(status: int) -> str:
-    if -status == signal.SIGKILL:
-        return "A system that runs out of memory sends SIGKILL: more memory, or one compilation at a time, would work."
-    return (
-        "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
-        "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
-    )
+def _signal_name(number: int) -> str:
+    known = number in set(signal.Signals)
+    return f"{signal.Signals(number).name} (signal {number})" if known else f"signal {number}"

@@ -47,17 +47,13 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
         average, peak = each.bytes_a_step(setup.parts, step)
         schedule = each.schedule(step.layers)
         found[name] = {
-            **_settings(schedule),
+            **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},
             "configured": each.configured,
             "bytes_per_step": {"average": average, "peak": peak},
             "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
             **_on_the_timeline(run(name, schedule), bytes_per_second),
         }
     return found
-
-
-def _settings(schedule: Schedule) -> dict[str, int]:
-    return {"period": schedule.period, "fragments": schedule.fragments, "delay": schedule.delay}
 
 
 def _on_the_timeline(utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from gregale.audit.device_axes import BETWEEN
-from gregale.programs.plan.programs import STEP
+from gregale.programs.plan.step import STEP
 from gregale.tables import print_table
 from gregale.terminal import Console
 
