@@ -11,12 +11,6 @@ from gregale.audit.hlo import parse
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true"
 TEXT = f"""HloModule hand, num_partitions=8
 
-%sum (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}}
-
 %helper (h: f32[4]) -> f32[4] {{
   %h = f32[4] parameter(0)
   ROOT %in_call = f32[4] all-reduce(%h), channel_id=1, {ALL}, to_apply=%sum

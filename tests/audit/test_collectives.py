@@ -86,21 +86,6 @@ def test_a_mesh_with_other_names_gives_other_axes(compiled, mesh):
     assert found_rows(audit(compiled, renamed)) != sorted(expected_collectives())
 
 
-def test_sharding_annotations_on_many_shapes_of_mesh():
-    """What the partitioner makes of a matrix product: one all-reduce over the contracted axis."""
-    for sizes in [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 1, 8)]:
-        mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXES)
-        for axis, name in enumerate(AXES):
-            if sizes[axis] == 1:
-                continue
-            x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, name)))
-            w = jax.ShapeDtypeStruct((32, 24), jnp.float32, sharding=NamedSharding(mesh, P(name)))
-            compiled = jax.jit(jnp.dot, out_shardings=NamedSharding(mesh, P())).lower(x, w).compile()
-            assert [(c.kind, c.axes, c.bytes) for c in audit(compiled, mesh).collectives] == [
-                ("all-reduce", (name,), 16 * 24 * 4)
-            ]
-
-
 def compile_layers(mesh):
     """The gradient of a scan over six 32 x 32 layers, their weights cut over data and model."""
 

@@ -48,34 +48,24 @@ ENTRY main {
 
 
 PALLAS = """HloModule m
-%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %p = (s32[], f32[4]{0}) parameter(0)
-  %x = f32[4]{0} get-tuple-element(%p), index=1
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
   %kernel = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "note":"{ one brace in a string",
 "blocks":"{\\"block_q\\": 128}"
 },other="1"}, metadata={op_name="jit(f)/while/body/kernel"}
-  %sum = f32[4]{0} all-reduce(%kernel), channel_id=1, frontend_attributes={kernel_metadata={
+  ROOT %sum = f32[4]{0} all-reduce(%kernel), channel_id=1, frontend_attributes={kernel_metadata={
 "blocks":"{\\"block_q\\": 128}"
 }}, metadata={op_name="jit(f)/while/body/psum"}
-  %i = s32[] get-tuple-element(%p), index=0
-  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %sum)
-}
-
-ENTRY %main (q: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %q = (s32[], f32[4]{0}) parameter(0)
-  ROOT %w = (s32[], f32[4]{0}) while(%q), condition=%none, body=%body
 }
 """
 
 
 def test_metadata_of_a_kernel_over_several_lines_ends_no_computation():
-    module = parse(PALLAS)
-    body = module.computations["body"]
-    assert list(body.instructions) == ["p", "x", "kernel", "sum", "i", "t"]
-    assert body.root.name == "t"
-    assert [body.instructions[name].op_name.rpartition("/")[2] for name in ("kernel", "sum")] == ["kernel", "psum"]
-    assert list(module.computations["main"].instructions) == ["q", "w"]
+    main = parse(PALLAS).computations["main"]
+    assert list(main.instructions) == ["x", "kernel", "sum"]
+    assert main.root.name == "sum"
+    assert [main.instructions[name].op_name.rpartition("/")[2] for name in ("kernel", "sum")] == ["kernel", "psum"]
 
 
 def test_bytes_of_narrow_types_are_packed_and_rounded_up():

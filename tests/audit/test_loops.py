@@ -12,15 +12,6 @@ from jax.sharding import PartitionSpec as P
 from gregale.audit import audit
 from gregale.audit.loops import _iterations
 
-HEAD = """HloModule hand, num_partitions=8
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-"""
-
 
 @pytest.fixture(scope="module")
 def loops_text(mesh):
@@ -77,9 +68,8 @@ def test_nested_loops_are_listed_outermost_first(loops_text, mesh):
 
 def carried_bound(change):
     """A loop whose bound is an element of the tuple of the loop around it, which the outer body may change."""
-    return (
-        HEAD
-        + f"""
+    return f"""HloModule hand, num_partitions=8
+
 %inner_body (t: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
   %t = (s32[], f32[4], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
@@ -130,7 +120,6 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
   ROOT %y = f32[4] get-tuple-element(%outer), index=1
 }}
 """
-    )
 
 
 def test_a_bound_that_an_outer_loop_carries_is_known_if_it_is_unchanged(mesh):

@@ -14,12 +14,6 @@ PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, back
 GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
 PROGRAM = f"""HloModule jit_step, is_scheduled=true, num_partitions=4
 
-%sum (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}}
-
 %body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
   %p = (s32[], f32[8,8]) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0

@@ -156,16 +156,13 @@ def test_a_run_goes_on_though_no_checkpoint_can_be_saved_and_then_begins_anew(ag
     assert json.loads((again.run / "newest_checkpoint.json").read_text()) == {"step": 12}
 
 
-def test_a_file_in_the_way_is_one_paragraph(again, capsys):
+def test_a_file_in_the_way_is_one_paragraph(again, gregale, tmp_path, capsys):
     checkpoints = checkpoint_steps(again.run)
     (again.run / "metrics.jsonl").unlink()
     (again.run / "metrics.jsonl").mkdir()
     assert again() == 2
     assert "metrics.jsonl" in refusal(capsys)
     assert checkpoint_steps(again.run) == checkpoints
-
-
-def test_the_runs_folder_may_be_no_folder(gregale, tmp_path, capsys):
-    (tmp_path / "runs").write_text("a file")
-    assert gregale("train", "tiny.yaml", "--runs", tmp_path / "runs") == 2
-    assert str(tmp_path / "runs") in refusal(capsys)
+    (tmp_path / "file").write_text("a file in place of the folder of runs")
+    assert gregale("train", "tiny.yaml", "--runs", tmp_path / "file") == 2
+    assert str(tmp_path / "file") in refusal(capsys)

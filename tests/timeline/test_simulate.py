@@ -132,14 +132,6 @@ def test_two_layers_by_hand():
     np.testing.assert_allclose(run.utilisation, [10 / 24])
 
 
-def test_what_nothing_delays_never_waits():
-    for name in METHODS:
-        fast = run_method(name, PRESETS["1b"], Ring(2), Cadence(), np.array([np.inf]))
-        alone = run_method(name, Workload(1e9, 1, 0.1), Ring(1), Cadence(), BANDWIDTHS)
-        assert (fast.utilisation, alone.utilisation) == (pytest.approx(1.0, rel=1e-12), pytest.approx(1.0, rel=1e-12))
-        assert alone.sent_bytes == 0.0
-
-
 def test_bytes_are_conserved():
     for name in PAPER_METHODS:
         reductions = 100 if name == "data_parallel" else 1
