@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit import audit
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # JAX cannot read what it kept of a program for a topology
+
 AXES = ("replica", "data", "model")
 FLOATS = 64 * 128  # on each device, in the mapped programs
 INSIDE, BETWEEN = "inside slice", "between slices"

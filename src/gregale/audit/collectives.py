@@ -27,6 +27,7 @@ _SLICE_TARGET = r"_xla_megascale_target=(\"[^\"]*\"|\{\{.*?\}\})"
 _SLICE_KIND = r'_xla_megascale_transfer_type="(\w+)"'
 _OVERLAPPED = "async_collective_fusion_config"
 _WAITED_FOR = re.compile(r'"is_sync": ?true')  # XLA:GPU also splits synchronous collectives into start and done
+_RING_PASSES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 _SLICE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
@@ -181,16 +182,6 @@ def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Cr
     return placement.crossing(placement.by_number(groups))
 
 
-def _sent_share(kind: str, group_size: int) -> float:
-    """Return the share of the payload that one device of a ring sends."""
-    match kind:
-        case "all-reduce":
-            return 2 * (group_size - 1) / group_size
-        case "reduce-scatter" | "all-gather" | "all-to-all" | "ragged-all-to-all":
-            return (group_size - 1) / group_size
-    return 1.0 if group_size > 1 else 0.0
-
-
 def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
     """Return one device's input arrays by dtype."""
     shapes = site.frame.computation.operand_shapes(site.instruction)
@@ -205,14 +196,17 @@ def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
 def _records(site: Site, kind: str, module: Module, placement: Placement) -> Iterator[Collective]:
     instruction = site.instruction
     crossing = _crossing(site, kind, module, placement)
+    devices = crossing.group_size
+    # The share of the payload that one device of a ring sends.
+    share = _RING_PASSES[kind] * (devices - 1) / devices if kind in _RING_PASSES else float(devices > 1)
     for dtype, shapes in _payloads(site, kind).items():
-        size = sum(shape.bytes for shape in shapes) * (crossing.group_size if kind == "all-gather" else 1)
+        size = sum(shape.bytes for shape in shapes) * (devices if kind == "all-gather" else 1)
         yield Collective(
             kind=kind,
             dtype=dtype,
             shapes=tuple(shape.sizes for shape in shapes),
             bytes=size,
-            bytes_sent=size * _sent_share(kind, crossing.group_size),
+            bytes_sent=size * share,
             axes=crossing.axes,
             touched=crossing.touched,
             loops=site.context.loops,

@@ -50,7 +50,7 @@ class Overlap:
         return self.seconds - self.exposed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schedule:
     """A timed run of a program.
 
@@ -59,9 +59,9 @@ class Schedule:
     - `links`: seconds of collectives by link
     """
 
-    seconds: float
-    kernels: float
-    links: Mapping[str, Overlap]
+    seconds: float = 0.0
+    kernels: float = 0.0
+    links: dict[str, Overlap] = field(default_factory=dict)
 
     @property
     def exposed(self) -> float:
@@ -89,8 +89,7 @@ def schedule_of(
         return None
     module = parse(text)
     timed = _Timed(module, ends(module), _needed(collectives, rates), rates, given_times)
-    run = timed.run(Frame(module.computations[module.entry]))
-    return Schedule(run.clock, run.kernels, run.links)
+    return timed.run(Frame(module.computations[module.entry]))
 
 
 def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[str, float]]:
@@ -105,27 +104,24 @@ def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[
 
 
 @dataclass
-class _Run:
-    """One execution of a computation: its time, the time of its kernels, and seconds of collectives by link."""
+class _Run(Schedule):
+    """An execution of a computation so far: when each link is free, and transfers by the instruction that waits."""
 
-    clock: float = 0.0
-    kernels: float = 0.0
-    links: dict[str, Overlap] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
     waited_for: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     def send(self, link: str, seconds: float) -> float:
         """Queue a transfer on a link, and return its end time."""
         self.links.setdefault(link, Overlap()).seconds += seconds
-        self.free[link] = max(self.clock, self.free.get(link, 0.0)) + seconds
+        self.free[link] = max(self.seconds, self.free.get(link, 0.0)) + seconds
         return self.free[link]
 
     def wait(self, link: str, until: float) -> None:
-        self.links[link].exposed += max(0.0, until - self.clock)
-        self.clock = max(self.clock, until)
+        self.links[link].exposed += max(0.0, until - self.seconds)
+        self.seconds = max(self.seconds, until)
 
-    def add(self, inner: _Run, times: int) -> None:
-        self.clock += times * inner.clock
+    def add(self, inner: Schedule, times: int) -> None:
+        self.seconds += times * inner.seconds
         self.kernels += times * inner.kernels
         for link, found in inner.links.items():
             mine = self.links.setdefault(link, Overlap())
@@ -163,14 +159,14 @@ class _Timed:
                 run.add(self._called(frame, instruction, instruction.called("to_apply")), 1)
             case "conditional":
                 branches = [self._called(frame, instruction, name) for name in instruction.branches]
-                run.add(max(branches, key=lambda branch: branch.clock, default=_Run()), 1)
+                run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
                 kernel = self.rates.kernels.seconds(frame.computation, instruction)
                 run.kernels += kernel
-                run.clock += kernel
+                run.seconds += kernel
                 if cycles := _CYCLES.search(instruction.attributes):
-                    run.clock += int(cycles[1]) / self.rates.cycles_per_second
+                    run.seconds += int(cycles[1]) / self.rates.cycles_per_second
 
     def _called(self, frame: Frame, instruction: Instruction, name: str | None) -> _Run:
         return self.run(Frame(self.module.computations[name or ""], instruction, frame))

@@ -1,8 +1,8 @@
 """Provides compilation of a program for the planned devices, with memory sizes also for programs that do not fit.
 
-`compiled_for(target, name, lowered, arguments)` returns an `Outcome` in both cases. The TPU compiler rejects a program
-that needs more memory than a device has after it has scheduled the program. `read_dump` then reads schedule and sizes
-from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at this stage for programs that fit, too.
+The TPU compiler rejects a program that needs more memory than a device has after it has scheduled the program.
+`read_dump` then reads schedule and sizes from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at
+this stage for programs that fit, too.
 """
 
 import re

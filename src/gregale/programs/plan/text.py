@@ -78,15 +78,14 @@ def _head(report: dict[str, Any], console: Console) -> None:
         console.print(f"Compiler options: {options}")
 
 
-def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
+def _pipeline(p: dict[str, Any], console: Console) -> None:
     """Print the schedule without line wraps: a row is a stage, a column an iteration."""
-    p = pipeline
     console.print(
         f"\nPipeline: {p['stages']} stages x {p['repeats']} repeats, {p['microbatches']} microbatches, "
         f"{p['iterations']} iterations, {p['bubble']:.1%} of them idle at each stage\n"
         "(microbatch and, by letter, repeat; `.` is idle)"
     )
-    console.print(pipeline["picture"], soft_wrap=True)
+    console.print(p["picture"], soft_wrap=True)
 
 
 def _verdict(report: dict[str, Any], console: Console) -> None:
