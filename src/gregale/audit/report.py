@@ -79,10 +79,9 @@ class Audit:
 
 def _sums(keyed: Iterable[tuple[str, Collective]]) -> dict[str, int | None]:
     sums: dict[str, int | None] = {}
-    for key, collective in keyed:
+    for key, each in keyed:
         before = sums.get(key, 0)
-        unknown = before is None or collective.times is None
-        sums[key] = None if unknown else before + collective.bytes * collective.times
+        sums[key] = None if before is None or each.times is None else before + each.bytes * each.times
     return sums
 
 
