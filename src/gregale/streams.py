@@ -22,7 +22,7 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(each if each in keep or _is_shown(each) else _escape(each) for each in text)
 
 
-def say(line: str, file: TextIO | None = None, flush: bool = False) -> None:
+def say(line: str, file: "TextIO | ResilientStream | None" = None, flush: bool = False) -> None:
     """Print one line after `printable` has escaped it."""
     print(printable(line), file=file, flush=flush)
 

@@ -13,10 +13,12 @@ AXES = ("replica", "data", "model")
 
 @dataclass(frozen=True)
 class Device:
-    """As much of a device of a pod as the audit looks at, for meshes larger than what is simulated here."""
+    """As much of a described device as the audit looks at, for meshes larger than what is simulated here."""
 
     id: int
     slice_index: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
 
 
 @pytest.fixture(scope="session")
@@ -37,23 +39,13 @@ def pod():
     return make
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """As much of a GPU that a topology describes."""
-
-    id: int
-    process_index: int
-    slice_index: int = 0
-    platform: str = "gpu"
-
-
 @pytest.fixture(scope="session")
 def boxes():
     """A mesh of boxes of GPUs: `boxes(sizes, names)`, one along the first axis each."""
 
     def make(sizes, names):
         each = int(np.prod(sizes[1:]))
-        devices = [Gpu(place, place // each) for place in range(int(np.prod(sizes)))]
+        devices = [Device(place, 0, place // each, "gpu") for place in range(int(np.prod(sizes)))]
         return Mesh(np.array(devices, dtype=object).reshape(sizes), names)
 
     return make

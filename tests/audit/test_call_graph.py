@@ -11,12 +11,6 @@ from gregale.audit.hlo import parse
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true"
 TEXT = f"""HloModule hand, num_partitions=8
 
-%sum (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}}
-
 %helper (h: f32[4]) -> f32[4] {{
   %h = f32[4] parameter(0)
   ROOT %in_call = f32[4] all-reduce(%h), channel_id=1, {ALL}, to_apply=%sum
@@ -63,9 +57,6 @@ def test_calls_async_wrappers_and_branches_are_followed(mesh):
         ("in_branch", False, True),
         ("in_branch", False, True),
     ]
-
-
-def test_every_instruction_is_reached_in_the_order_of_the_schedule():
     names = [site.instruction.name for site in walk(parse(TEXT), {})]
     assert names[:5] == ["x", "p", "one", "h", "in_call"]
     assert "in_dead_code" not in names
@@ -82,16 +73,3 @@ def test_a_collective_in_the_condition_of_a_loop_runs_once_more_than_the_body(me
     compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
     found = audit(compiled, mesh, {"while": 5}).collectives
     assert {c.axes: c.times for c in found} == {("model",): 6, ("data",): 5}
-
-
-def test_a_branch_of_a_compiled_program(mesh):
-    def body(x):
-        flag = jax.lax.psum(x.sum(), ("replica", "data", "model")) > 0
-        return jax.lax.cond(flag, lambda y: jax.lax.psum(y, "data"), lambda y: y, x)
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
-    assert {c.axes: c.conditional for c in audit(compiled, mesh).collectives} == {
-        ("replica", "data", "model"): False,
-        ("data",): True,
-    }

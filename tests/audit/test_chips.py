@@ -1,41 +1,25 @@
 """The table of chips: complete, in the stated units, and of the right order."""
 
-import dataclasses
-
 import pytest
 
-from gregale.audit.chips import CHIPS, GBIT, GIB, Chip, chip
+from gregale.audit.chips import CHIPS, GBIT, GIB, chip
 from gregale.errors import UserError
 
-ASKED_FOR = ["v4", "v5e", "v5p", "v6e", "v7x", "A100", "A100-40GB", "H100", "H200", "B200"]
-every_chip = pytest.mark.parametrize("found", CHIPS.values(), ids=CHIPS)
 
-
-def test_every_chip_that_plan_names_is_there():
-    assert sorted(CHIPS) == sorted(ASKED_FOR)
-
-
-@every_chip
-def test_every_figure_has_a_value_and_a_source(found):
-    for field in dataclasses.fields(Chip):
-        if field.name not in ("network_bytes_per_second", "cycles_per_second"):
-            assert getattr(found, field.name), field.name
-    assert (found.cycles_per_second is not None) == (found.link == "ICI")
-    assert len(found.source) > 10
-    assert "://" not in found.source
-
-
-@every_chip
-def test_orders_of_magnitude(found):
-    assert 16 * GIB <= found.memory_bytes <= 192 * GIB
-    assert 1e14 < found.flops_per_second < 5e15
-    assert 0.5e12 < found.memory_bytes_per_second < 1e13
-    # Slow to fast: data-centre network, interconnect, memory.
-    assert found.link_bytes_per_second < found.memory_bytes_per_second
-    assert 1e10 < found.host_bytes_per_second < found.link_bytes_per_second
-    if found.network_bytes_per_second is not None:
-        assert 3e9 <= found.network_bytes_per_second < found.link_bytes_per_second / 5
-    assert 100 < found.flops_per_second / found.memory_bytes_per_second < 700, "the ridge of the roofline"
+def test_every_chip_has_figures_of_the_right_order_and_a_source():
+    assert sorted(CHIPS) == sorted(["v4", "v5e", "v5p", "v6e", "v7x", "A100", "A100-40GB", "H100", "H200", "B200"])
+    for name, found in CHIPS.items():
+        assert 16 * GIB <= found.memory_bytes <= 192 * GIB, name
+        assert 1e14 < found.flops_per_second < 5e15, name
+        assert 0.5e12 < found.memory_bytes_per_second < 1e13, name
+        # Slow to fast: data-centre network, interconnect, memory.
+        assert 1e10 < found.host_bytes_per_second < found.link_bytes_per_second < found.memory_bytes_per_second, name
+        if found.network_bytes_per_second is not None:
+            assert 3e9 <= found.network_bytes_per_second < found.link_bytes_per_second / 5, name
+        assert 100 < found.flops_per_second / found.memory_bytes_per_second < 700, "the ridge of the roofline"
+        assert (found.cycles_per_second is not None) == name.startswith("v")
+        assert len(found.source) > 10
+        assert "://" not in found.source
 
 
 def test_figures_that_are_quoted_elsewhere():
@@ -51,11 +35,7 @@ def test_figures_that_are_quoted_elsewhere():
     assert chip("H100").flops_per_second == pytest.approx(989.5e12)
 
 
-def test_case_does_not_matter():
+def test_chips_are_found_by_name():
     assert chip("h100") is chip("H100")
-    assert chip("V5E") is chip("v5e")
-
-
-def test_an_unknown_chip_lists_the_choices():
     with pytest.raises(UserError, match=r"'v3' is not in the table; choose one of v4, v5e, .*B200"):
         chip("v3")

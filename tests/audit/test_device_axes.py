@@ -24,7 +24,6 @@ def test_whole_axes_are_recognized_whatever_the_order_of_members(case, seed, pod
     placement = Placement(pod(sizes, names=names), int(np.prod(sizes)))
     crossing = placement.crossing(placement.by_number(tuple(groups)))
     assert crossing.axes == crossing.touched == tuple(names[axis] for axis in sorted(axes))
-    assert not crossing.partial
     assert crossing.group_size == np.prod([sizes[axis] for axis in axes])
 
 
@@ -44,21 +43,17 @@ def test_groups_that_are_no_grid_are_unknown_but_touch_what_they_touch(groups, t
     assert crossing.touched == touched
 
 
-def test_a_part_of_an_axis_crosses_that_axis():
-    mesh = Mesh(np.array([object() for _ in range(8)], dtype=object).reshape(2, 4), ("a", "b"))
-    crossing = Placement(mesh, 8).crossing(((0, 1), (2, 3), (4, 5), (6, 7)))
-    assert (crossing.axes, crossing.partial, crossing.group_size) == (("b",), True, 2)
-
-
 def test_a_slice_of_gpus_is_a_process(boxes):
     placement = Placement(boxes((2, 4), ("replica", "data")), 8)
     assert placement.crossing(((0, 4), (1, 5), (2, 6), (3, 7))).link == BETWEEN
     assert placement.crossing(((0, 1, 2, 3), (4, 5, 6, 7))).link == INSIDE
 
 
-def test_axes_of_size_one_are_never_crossed(pod):
+def test_axes_of_size_one_are_never_crossed_and_parts_of_an_axis_are(pod):
     assert Placement(pod((1, 4, 2)), 8).crossing(((0, 1, 2, 3, 4, 5, 6, 7),)).axes == ("data", "model")
     assert Placement(pod((1, 4, 2)), 8).crossing(tuple((place,) for place in range(8))).axes == ()
+    crossing = Placement(pod((2, 4), names=("a", "b")), 8).crossing(((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert (crossing.axes, crossing.group_size) == (("b",), 2)
 
 
 def test_groups_of_devices_outside_the_mesh_may_cross_anything(pod):

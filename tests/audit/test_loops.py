@@ -12,15 +12,6 @@ from jax.sharding import PartitionSpec as P
 from gregale.audit import audit
 from gregale.audit.loops import _iterations
 
-HEAD = """HloModule hand, num_partitions=8
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-"""
-
 
 @pytest.fixture(scope="module")
 def loops_text(mesh):
@@ -56,25 +47,15 @@ def times_by_size(found):
 EXPECTED = {1: 7, 2: 8, 3: 5, 4: 18, 5: 6, 6: 6, 7: None}
 
 
-def test_printed_counts(loops_text, mesh):
+def test_counts_are_printed_or_worked_out_or_given(loops_text, mesh):
+    """XLA:TPU prints none."""
     assert times_by_size(audit(loops_text, mesh)) == EXPECTED
-
-
-def test_counts_are_worked_out_where_none_is_printed(loops_text, mesh):
-    """As for XLA:TPU, which prints none."""
     bare, removed = re.subn(r',?"known_trip_count":\{"n":"\d+"\}', "", loops_text)
     assert removed >= 6
     assert times_by_size(audit(bare, mesh)) == EXPECTED
-
-
-def test_an_unknown_count_is_taken_from_the_caller(loops_text, mesh):
-    assert times_by_size(audit(loops_text, mesh, {"settle": 9})) == EXPECTED | {7: 9}
     name = next(c.loop[-1] for c in audit(loops_text, mesh).collectives if c.times is None)
-    assert times_by_size(audit(loops_text, mesh, {name: 4})) == EXPECTED | {7: 4}
-
-
-def test_a_given_count_does_not_replace_a_known_one(loops_text, mesh):
-    assert times_by_size(audit(loops_text, mesh, {"while": 99})) == EXPECTED | {7: 99}
+    for key in ("settle", name, "while"):
+        assert times_by_size(audit(loops_text, mesh, {key: 9})) == EXPECTED | {7: 9}, "known ones stay"
 
 
 def test_nested_loops_are_listed_outermost_first(loops_text, mesh):
@@ -87,9 +68,8 @@ def test_nested_loops_are_listed_outermost_first(loops_text, mesh):
 
 def carried_bound(change):
     """A loop whose bound is an element of the tuple of the loop around it, which the outer body may change."""
-    return (
-        HEAD
-        + f"""
+    return f"""HloModule hand, num_partitions=8
+
 %inner_body (t: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
   %t = (s32[], f32[4], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
@@ -140,15 +120,11 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
   ROOT %y = f32[4] get-tuple-element(%outer), index=1
 }}
 """
-    )
 
 
-def test_a_bound_that_an_outer_loop_carries_unchanged(mesh):
+def test_a_bound_that_an_outer_loop_carries_is_known_if_it_is_unchanged(mesh):
     """0, 2, ..., 10 in the inner loop, three times."""
     assert audit(carried_bound("%n"), mesh).collectives[0].times == 18
-
-
-def test_a_bound_that_an_outer_loop_changes_is_unknown(mesh):
     assert audit(carried_bound("%changed"), mesh).collectives[0].times is None
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from gregale.audit import audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.hlo import parse
 from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Peak
 
@@ -12,12 +13,6 @@ RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=P
 PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"100"}'
 GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
 PROGRAM = f"""HloModule jit_step, is_scheduled=true, num_partitions=4
-
-%sum (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}}
 
 %body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
   %p = (s32[], f32[8,8]) parameter(0)
@@ -94,7 +89,7 @@ def test_without_estimates_of_cycles_nothing_is_said(pod):
 def test_transfers_between_slices_end_where_they_are_received(stored, pod):
     text = stored("tpu_layers")
     found = audit(text, pod((2, 2, 2), slices=2))
-    waiting = ends(text)
+    waiting = ends(parse(text))
     for collective in found.collectives:
         assert (collective.name in waiting) == collective.is_async, collective
         if collective.link == BETWEEN:

@@ -24,35 +24,24 @@ def compiled(mesh):
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct((4, 8), jnp.float32)).compile()
 
 
-def test_sums_count_the_loops(compiled, mesh):
+def test_sums_and_selections_of_a_program_or_its_text(compiled, mesh):
     found = audit(compiled, mesh)
+    assert audit(compiled.as_text(), mesh) == found
     assert found.bytes_per_step("data") == 3 * 128
     assert found.bytes_per_step("replica") == found.bytes_per_step("model") == 32
     assert found.bytes_per_step() == 3 * 128 + 32
-    assert found.bytes_by_axes() == {("data",): 3 * 128, ("replica", "model"): 32}
-    assert found.bytes_by_link() == {"inside slice": 3 * 128 + 32}
-
-
-def test_selections(compiled, mesh):
-    found = audit(compiled, mesh)
     assert [c.axes for c in found.inside_loops()] == [("data",)]
-    assert [c.axes for c in found.inside_loops("turns")] == [("data",)]
-    assert found.inside_loops("elsewhere") == ()
+    assert [loop.times for loop in found.loops()] == [3]
     assert [c.axes for c in found.over("model")] == [("replica", "model")]
     assert found.over("nowhere") == found.unknown() == ()
-    assert [loop.times for loop in found.loops()] == [3]
 
 
-def test_the_text_gives_the_same_as_the_program(compiled, mesh):
-    assert audit(compiled.as_text(), mesh) == audit(compiled, mesh)
-
-
-def test_json_has_the_agreed_keys(compiled, mesh):
+def test_json_has_the_agreed_keys_and_the_table_a_line_for_each(compiled, mesh):
     report = json.loads(json.dumps(audit(compiled, mesh).to_dict()))
     assert report["bytes_per_step"] == {"axes": {"data": 384, "replica,model": 32}, "link": {"inside slice": 416}}
     first = report["collectives"][0]
     assert first.pop("loop")[0].startswith("while")
-    assert first == {
+    expected = {
         "kind": "all-reduce",
         "dtype": "f32",
         "bytes": 128,
@@ -60,9 +49,7 @@ def test_json_has_the_agreed_keys(compiled, mesh):
         "times": 3,
         "link": "inside slice",
     }
-
-
-def test_the_table_has_a_line_for_each(compiled, mesh):
+    assert first == expected
     lines = audit(compiled, mesh).table().splitlines()
     assert lines[0].split() == ["kind", "dtype", "bytes", "axes", "loop", "times", "link", "name"]
     assert len(lines) == 3
@@ -94,20 +81,13 @@ def test_an_unknown_number_of_turns_is_told_and_never_counted_as_one(mesh):
     with pytest.raises(UserError, match=r"'r': loop\.1 \(jit\(f\)/outer/while\); give its count in loop_trips"):
         found.bytes_per_step()
     assert audit(UNKNOWN_TIMES, mesh, {"outer": 5}).bytes_per_step("data") == 5 * 16
-
-
-def test_unknown_groups_are_listed_and_are_over_every_axis_that_they_touch(mesh):
-    found = audit(UNKNOWN_TIMES, mesh)
-    assert len(found.unknown()) == 1
+    assert len(found.unknown()) == 1, "its groups, which are over every axis that they touch"
     assert all(found.over(axis) == found.collectives for axis in ("replica", "data", "model"))
 
 
-def test_text_that_is_no_program_is_refused(mesh):
+def test_text_that_is_no_program_and_a_mesh_of_another_size_are_refused(compiled, mesh):
     with pytest.raises(UserError, match="found 'module @jit_f', which has no ENTRY"):
         audit("module @jit_f", mesh)
-
-
-def test_a_mesh_of_another_size_is_refused(compiled, mesh):
     half = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
     with pytest.raises(UserError, match=r"compiled for 8 devices .* has 4 in 1 slice\(s\)"):
         audit(compiled, half)

@@ -3,16 +3,11 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from io import StringIO
-from pathlib import Path
+from dataclasses import replace
 
 import jax
 import pytest
-from rich.console import Console
 
-from gregale.audit.chips import chip
-from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.data.config import DataConfig
@@ -21,39 +16,18 @@ from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.distributed.devices import with_flags
 from gregale.errors import UserError
-from gregale.programs.plan.devices import Target, device_count, for_accelerators, simulated_target, topology_target
+from gregale.programs.plan.devices import for_accelerators, simulated_target, topology_target
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import kernels_of, report_of
-from gregale.programs.plan.step import plan_step
-from gregale.programs.plan.text import print_report
-from gregale.programs.runtime.setup import set_up
-from gregale.runs.config import TrainConfig
-from gregale.runs.parsing import load
-from tests.programs.tiny import SMALL_QUICKSTART
+from tests.programs.plans import CONFIGS, QUICKSTART, SMALL, compiled_bytes, config_of, plan_of, tables, too_large
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
-
-CONFIGS = Path(__file__).parent.parent.parent / "config"
-QUICKSTART = str(CONFIGS / "quickstart.yaml")
-SMALL = [*SMALL_QUICKSTART, "--model.layers=2"]
 JSON_KEYS = {"collectives", "kernels", "bytes_per_step", "memory", "flops_per_step", "devices"}
 COLLECTIVE_KEYS = {"kind", "dtype", "bytes", "axes", "loop", "times", "link"}
 
 
 @pytest.fixture(scope="module")
 def planned():
-    config = load(TrainConfig, QUICKSTART, SMALL)
-    target = simulated_target(config, None, None)
-    return plan_step(config, 257, target)
-
-
-@pytest.mark.parametrize("cpu_devices", [8, None])
-def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, cpu_devices):
-    own = "--xla_cpu_enable_fast_math=false"
-    monkeypatch.setenv("XLA_FLAGS", own)
-    config = replace(load(TrainConfig, QUICKSTART, SMALL), cpu_devices=cpu_devices)
-    simulated_target(config, 8, None)
-    assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own, 8))
+    return plan_of(config_of())
 
 
 @pytest.fixture(scope="module")
@@ -61,32 +35,28 @@ def report(planned):
     return report_of(planned, 257, None)
 
 
-@pytest.fixture(scope="module")
-def pipelined():
+@pytest.mark.parametrize("cpu_devices", [8, None])
+def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, cpu_devices):
+    assert len(jax.devices()) == 8, "JAX is started with the flags of the tests, not with these"
+    own = "--xla_cpu_enable_fast_math=false"
+    monkeypatch.setenv("XLA_FLAGS", own)
+    simulated_target(replace(config_of(), cpu_devices=cpu_devices), 8, None)
+    assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own, 8))
+
+
+def test_a_pipeline_is_shown_with_its_bubble_and_has_no_remedies():
     stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
-    config = load(TrainConfig, QUICKSTART, [*SMALL, *stages])
-    return plan_step(config, 257, simulated_target(config, None, None))
-
-
-def test_a_pipeline_is_shown_with_its_bubble(pipelined):
-    report = report_of(pipelined, 257, None)
+    plan = plan_of(config_of(*stages))
+    report = report_of(too_large(plan), 257, None)
     schedule = Schedule(2, 2, 2)
     expected = {"stages": 2, "microbatches": 2, "repeats": 2, "forwarding": 1, "iterations": 5, "bubble": 1 / 5}
     assert report["pipeline"] == {**expected, "picture": schedule.picture()}
-    written = StringIO()
-    print_report(report, Console(file=written, width=110))
-    assert "20.0% of them idle" in written.getvalue()
-    assert schedule.picture() in written.getvalue()
-    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
-    assert compiled == report["closed_form_bytes_per_step"]
-    assert "closed form on an accelerator" not in written.getvalue(), "of memory there is none"
-
-
-def test_a_pipeline_that_does_not_fit_has_no_remedies(pipelined):
-    tight = replace(chip("H100"), memory_bytes=pipelined.memory.peak - 1)
-    report = report_of(replace(pipelined, target=replace(pipelined.target, chip=tight)), 257, None)
-    assert not report["fits"]
-    assert report["remedies"] == []
+    assert compiled_bytes(report) == report["closed_form_bytes_per_step"]
+    assert (report["fits"], report["remedies"]) == (False, [])
+    text = tables(report)
+    assert "20.0% of them idle" in text
+    assert schedule.picture() in text
+    assert "closed form on an accelerator" not in text, "of memory there is none"
 
 
 def test_json_has_what_other_tools_rely_on(report):
@@ -97,6 +67,10 @@ def test_json_has_what_other_tools_rely_on(report):
     assert report["bytes_per_step"].keys() == {"axes", "link"}
     assert {each["link"] for each in report["collectives"]} == {"inside slice", "between slices"}
     assert report["flops_per_step"] == report["flops_per_token"] * report["tokens_per_step"]
+    compiled = compiled_bytes(report)
+    assert compiled == report["closed_form_bytes_per_step"]
+    between = sum(size for axes, size in compiled.items() if "replica" in axes)
+    assert report["bytes_per_step"]["link"]["between slices"] == between
 
 
 def test_rules_and_attention_are_told(planned, report):
@@ -111,17 +85,12 @@ def test_rules_and_attention_are_told(planned, report):
     assert kernels(attention="xla") == {**kernels(), "attention": "xla"}
     plain = {**kernels(), "rules": "plain", "attention": "xla"}
     assert kernels(autodiff_rules="plain") == kernels(cpu_devices=None) == plain
-    written = StringIO()
-    print_report(report, Console(file=written, width=110))
-    assert "Rules of differentiation: cpu; attention: blocked; embedding: rows" in written.getvalue()
-
-
-def test_closed_form_stands_beside_what_was_compiled(report):
-    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
-    assert compiled == report["closed_form_bytes_per_step"]
-    assert report["bytes_per_step"]["link"]["between slices"] == sum(
-        size for axes, size in compiled.items() if "replica" in axes
-    )
+    text = tables(report)
+    for part in (
+        *("Rules of differentiation: cpu; attention: blocked; embedding: rows", "It fits:", "Collectives"),
+        *("reduce-scatter", "Roofline", "streaming_overlap", "closed form"),
+    ):
+        assert part in text
 
 
 def test_memory_by_tree(planned, report):
@@ -138,48 +107,24 @@ def test_memory_by_tree(planned, report):
 
 
 def test_it_is_the_step_that_train_compiles(planned):
-    setup = planned.setup
-    state = setup.initial_state()
+    state, abstract = planned.setup.initial_state(), planned.setup.abstract_state()
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), setup.abstract_state()
+        lambda x: (x.shape, x.dtype, x.sharding), abstract
     )
 
 
-@pytest.fixture(scope="module")
-def found(planned):
-    """The remedies of the same step on a chip with a byte too little."""
-    tight = replace(chip("H100"), memory_bytes=planned.memory.peak - 1)
-    return remedies(replace(planned, target=replace(planned.target, chip=tight)), 257)
-
-
-def test_every_remedy_takes_less(planned, found):
-    assert 1 <= len(found) <= 3
-    assert {each.change.split(":")[0] for each in found} <= {
-        "batch.microbatches",
-        "compute.remat",
-        "mesh.replica",
-        "mesh.data",
-    }
-    for each in found:
-        assert each.peak_bytes < planned.memory.peak
-        assert each.fits
-        assert each.step_time > 0
+def test_every_remedy_takes_less_and_does_what_it_says(planned):
+    found = remedies(too_large(planned), 257)
+    assert {each.change.split(":")[0] for each in found} == {"batch.microbatches", "mesh.replica"}
+    assert all(each.fits and each.peak_bytes < planned.memory.peak and each.step_time > 0 for each in found)
     assert [each.step_time for each in found] == sorted(each.step_time for each in found)
-
-
-def test_a_remedy_does_what_it_says(planned, found):
-    """More microbatches, compiled, take less memory."""
     change = next(each for each in found if each.change.startswith("batch.microbatches"))
-    config = load(TrainConfig, QUICKSTART, [*SMALL, f"--{change.change.replace(': ', '=')}"])
-    assert plan_step(config, 257, planned.target).memory.peak < planned.memory.peak
+    assert plan_of(config_of(f"--{change.change.replace(': ', '=')}")).memory.peak < planned.memory.peak
 
 
 def test_methods_need_less_of_the_link_the_less_they_send(report):
     needed = {name: each["needed_gbit_per_second"] or float("inf") for name, each in report["methods"].items()}
     assert needed["psdp"] > needed["diloco"] >= needed["streaming"] >= needed["streaming_overlap"]
-
-
-def test_the_curve_of_a_method_ends_at_what_it_needs(report):
     for each in report["methods"].values():
         curve = dict(zip(each["curve"]["gbit_per_second"], each["curve"]["utilisation"], strict=True))
         needed = each["needed_gbit_per_second"]
@@ -193,16 +138,6 @@ def test_the_link_can_be_given(planned):
         100 * fast["roofline"]["link_seconds"]["between slices"]
     )
     assert slow["methods"]["psdp"]["utilisation"] < fast["methods"]["psdp"]["utilisation"]
-
-
-def test_command_prints_tables_and_writes_the_program(tmp_path, capsys):
-    path = tmp_path / "step.hlo"
-    assert main(["plan", QUICKSTART, *SMALL, "--hlo", str(path)]) == 0
-    text = capsys.readouterr().out
-    for part in ("It fits:", "Collectives", "reduce-scatter", "Roofline", "streaming_overlap", "closed form"):
-        assert part in text
-    assert path.read_text().startswith("HloModule")
-    assert [each.name for each in tmp_path.iterdir()] == ["step.hlo"]
 
 
 def test_what_does_not_fit_is_told_with_remedies(capsys):
@@ -221,8 +156,9 @@ def test_what_does_not_fit_is_told_with_remedies(capsys):
         (["--slices", "2"], "slices is 2, but without a topology"),
         (["--topology", "v5e:2x2", "--devices", "8"], "topology and devices are both given"),
         (["--chip", "abacus"], "'abacus' is not in the table"),
-        (["--batch.size", "30"], "30 / 4 = 7.5 is not a whole number"),
         (["--mesh.data", "-1", "--cpu_devices", "null"], "mesh.data is -1, so the number of devices is open"),
+        (["--search", "--hlo", "step.txt"], "search and hlo are both given"),
+        (["--search", "--mesh.stage=2", "--mesh.model=1", "--pipeline.repeats=1"], "search: the configuration has a "),
     ],
 )
 def test_mistakes_are_one_clear_line(arguments, message, capsys):
@@ -241,70 +177,27 @@ def test_a_missing_compiler_is_told(monkeypatch):
 def test_vocabulary_is_that_of_the_prepared_corpus(tmp_path):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"the north-east wind of the Mediterranean, number {number}; " * 20)
-    sources = {"text": TextSource(files=[str(tmp_path / "*.txt")])}
-    cache = tmp_path / "cache"
-    bpe = BpeConfig(vocabulary=280)
-    for tokenizer in (BytesConfig(), bpe):
-        corpus = prepare(
-            DataConfig(sources=sources, tokenizer=tokenizer, held_out=0.2, cache=str(cache), workers=1), 8, 0
-        )
-        assert vocabulary_size(tokenizer) == corpus.tokenizer.vocabulary_size
+    sources, cache = {"text": TextSource(files=[str(tmp_path / "*.txt")])}, tmp_path / "cache"
+    for tokenizer in (BytesConfig(), BpeConfig(vocabulary=280)):
+        data = DataConfig(sources=sources, tokenizer=tokenizer, held_out=0.2, cache=str(cache), workers=1)
+        assert vocabulary_size(tokenizer) == prepare(data, 8, 0).tokenizer.vocabulary_size
     saved = json.loads(next(cache.glob(f"*/{SAVED_NAME}")).read_text())
     path = tmp_path / "library.json"
     path.write_text(json.dumps(saved["library"]))
     assert vocabulary_size(FileConfig(path=str(path), end_of_document=saved["end_of_document"])) == 280
 
 
-@dataclass(frozen=True)
-class Device:
-    """As much of a device as a mesh and a plan look at."""
-
-    id: int
-    platform: str = "gpu"
-    device_kind: str = "described"
-    process_index: int = 0
-    compute_capability: str = "9.0"
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_fits_its_mesh(path):
-    config = load(TrainConfig, str(path), [])
-    try:
-        count = device_count(config)
-    except UserError:
-        count = 8
-    tokenizer = config.data.tokenizer
-    tokens = 32000 if isinstance(tokenizer, FileConfig) else vocabulary_size(tokenizer)
-    devices = [Device(number) for number in range(count)]
-    setup = set_up(config, tokens, make_mesh(config.mesh, devices))
-    target = Target(devices, chip("H100"), 1, simulated=False)
-    assert setup.layout.mesh.size == len(target.devices)
-
-
+@pytest.mark.soak  # `test_plan_examples` plans it for 512 chips of a topology
 def test_512_devices_in_time_and_memory():
     """A 7B model: under 8 GiB and 3 minutes of two cores; the closed forms hold."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [
-        sys.executable,
-        "-m",
-        "gregale",
-        "plan",
-        str(CONFIGS / "llama_7b_512.yaml"),
-        "--devices",
-        "512",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=clean_environment())
+    command = [sys.executable, "-m", "gregale", "plan", str(CONFIGS / "llama_7b_512.yaml"), "--devices", "512"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # it asks for 8 devices
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_maxrss * 1024 < 8 * 2**30
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 180
     report = json.loads(done.stdout)
     assert report["devices"] == 512
     assert report["memory"]["closed_form"] == pytest.approx(report["memory"]["peak"], rel=0.15)
-    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
-    assert compiled == report["closed_form_bytes_per_step"]
-
-
-def clean_environment() -> dict[str, str]:
-    """Without the eight devices that this process was started with."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    assert compiled_bytes(report) == report["closed_form_bytes_per_step"]

@@ -2,65 +2,33 @@
 
 import json
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 
 import jax
 import pytest
 
-from gregale.audit.chips import chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
-from gregale.axes.layout import is_named
-from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
-from gregale.methods.fragments import Fragment
 from gregale.methods.schedule import Schedule, StepFragments
-from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
-from gregale.programs.plan.step import plan_step
-from gregale.programs.runtime.setup import set_up
-from gregale.runs.config import TrainConfig
-from gregale.runs.parsing import load
-from tests.programs.tiny import SMALL_QUICKSTART
+from tests.programs.plans import FOUR_BITS, QUICKSTART, SMALL, compiled_bytes, config_of, plan_of, setup_of
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
-
-QUICKSTART = str(Path(__file__).parent.parent.parent / "config" / "quickstart.yaml")
-SMALL = [*SMALL_QUICKSTART, "--model.layers=3"]
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4"]
 STREAMING = [*TWO_AXES, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3"]
+DILOCO = ["--sync.type=diloco", "--sync.period=5"]
+ISLANDS = ["--mesh.island=2", "--mesh.data=2", "--mesh.model=1"]
 CASES = {
-    "diloco": (["--sync.type=diloco", "--sync.period=5", "--sync.warmup_steps=2"], {"step", "synchronise", "warm_up"}),
+    "diloco": ([*DILOCO, "--sync.warmup_steps=2"], {"step", "synchronise", "warm_up"}),
     "tau 1": ([*STREAMING, "--sync.delay=1"], {"step", "send_and_apply"}),
     "tau 2": ([*STREAMING, "--sync.delay=2"], {"step", "send", "apply"}),
-    "tau 2, four bits": ([*STREAMING, "--sync.delay=2", *FOUR_BITS], {"step", "send", "apply"}),
-    "islands": (
-        ["--sync.type=diloco", "--sync.period=5", "--mesh.island=2", "--mesh.data=2", "--mesh.model=1"],
-        {"step", "synchronise"},
-    ),
+    "islands, four bits": ([*DILOCO, *ISLANDS, *FOUR_BITS], {"step", "synchronise"}),
 }
-WITH_PSDP = {
-    **CASES,
-    "psdp, four bits": (FOUR_BITS, {"step"}),
-    "islands, four bits": ([*CASES["islands"][0], *FOUR_BITS], {"step", "synchronise"}),
-}
-
-
-def config_of(*arguments: str) -> TrainConfig:
-    return load(TrainConfig, QUICKSTART, [*SMALL, *arguments])
-
-
-def setup_of(*arguments: str):
-    config = config_of(*arguments)
-    return set_up(config, 257, make_mesh(config.mesh, jax.devices("cpu")))
 
 
 def bytes_a_step(setup) -> tuple[float, float]:
@@ -74,30 +42,10 @@ def plans():
 
     def plan(case: str):
         if case not in found:
-            config = config_of(*WITH_PSDP[case][0])
-            found[case] = plan_step(config, 257, simulated_target(config, None, None))
+            found[case] = plan_of(config_of(*CASES[case][0]))
         return found[case]
 
     return plan
-
-
-@pytest.mark.parametrize("case", WITH_PSDP)
-def test_every_program_sends_its_closed_form(plans, case):
-    """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
-    plan = plans(case)
-    report = report_of(plan, 257, None)
-    assert json.loads(json.dumps(report)) == report
-    assert report["programs"].keys() == WITH_PSDP[case][1]
-    for program in report["programs"].values():
-        compiled = {axes: size for axes, size in program["bytes_per_step"]["axes"].items() if axes}
-        assert compiled == program["closed_form_bytes_per_step"]
-    assert report["collectives"] == report["programs"]["step"]["collectives"]
-    slow = "island" if "islands" in case else "replica"
-    joining = [each for name in plan.programs for each in over(plan, name, slow) if name != "warm_up"]
-    assert joining
-    assert not [each for each in joining if each.loop]
-    assert {each.dtype for each in joining} == ({"u8"} if "four bits" in case else {"f32"})
-    assert plan.step.audit.over("data"), "the check finds what is there"
 
 
 def over(plan, program: str, axis: str):
@@ -106,30 +54,29 @@ def over(plan, program: str, axis: str):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
-    """Each array's collectives, by the bytes that the audit says a device sends; scalars are smaller than any."""
+def test_every_program_sends_its_closed_form(plans, case):
+    """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
     plan, method = plans(case), plans(case).setup.method
-    legs = [name for name in plan.programs if name not in ("step", "warm_up")]
-    found = [[each for each in over(plan, name, method.axis) if each.axes == (method.axis,)] for name in legs]
-    sent = [sum(each.bytes_sent for each in leg if each.bytes > 48) for leg in found]
-    flags = "four bits" in case  # each leg's byte that says whether values were finite, too small for the list above
-    assert max(sent) + flags == bytes_a_step(plan.setup)[1]
+    report = report_of(plan, 257, None)
+    assert json.loads(json.dumps(report)) == report
+    assert report["programs"].keys() == CASES[case][1]
+    for program in report["programs"].values():
+        assert compiled_bytes(program) == program["closed_form_bytes_per_step"]
+    assert report["collectives"] == report["programs"]["step"]["collectives"]
+    legs = [over(plan, name, method.axis) for name in plan.programs if name != "warm_up"]
+    joining = [each for leg in legs for each in leg]
+    assert joining
+    assert not [each for each in joining if each.loop]
+    assert {each.dtype for each in joining} == ({"u8"} if "four bits" in case else {"f32"})
+    assert plan.step.audit.over("data"), "the check finds what is there"
     assert plan.step.audit.over(method.axis) == ()
-
-
-@pytest.mark.parametrize(("case", "program"), [("diloco", "synchronise"), ("tau 2", "send"), ("tau 2", "apply")])
-def test_joining_sends_every_shard_of_a_fragment_once_each_way(plans, case, program):
-    """From shapes and mappings alone; the largest fragment of `tau 2` has two of the three layers."""
-    plan = plans(case)
-    layout, method = plan.setup.layout, plan.setup.method
-    index = 0 if case == "diloco" else 1
-    part = jax.eval_shape(Fragment.at(method.schedule, index, 0).take, method.inner.model)
-    expected = 0
-    for leaf in jax.tree.leaves(part, is_leaf=is_named):
-        split = layout.mesh_axes(leaf.axes, layout.params)
-        expected += 4 * leaf.size // prod(layout.mesh.shape[each] for each in split)
-    payload = sum(each.bytes for each in over(plan, program, "replica") if each.bytes > 48)
-    assert payload == (2 * expected if program == "synchronise" else expected)
+    # The largest leg sends the method's peak: each array's collectives; scalars are smaller than any.
+    sent = [sum(each.bytes_sent for each in leg if each.axes == (method.axis,) and each.bytes > 48) for leg in legs]
+    flags = 2 * ("four bits" in case)  # bytes that say whether values were finite, too small for the list above
+    assert max(sent) + flags == bytes_a_step(plan.setup)[1]
+    peaks = {name: program.memory.peak for name, program in plan.programs.items()}
+    assert plan.step.memory.arguments == tree_bytes(plan.setup).arguments
+    assert report["memory"]["peak"] == max(peaks.values()) == peaks[report["memory"]["peak_program"]]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,19 +90,14 @@ def test_average_is_what_the_method_counts(case):
         assert peak == max(counted)
 
 
-def test_psdp_sends_everything_in_every_step():
-    setup = setup_of()
-    every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.parts, step_shape(setup))
-    assert every_step == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
-
-
 def test_methods_send_what_the_configured_codecs_make_of_a_parameter():
     """The links of the compared methods, too: 4 bits, and a scale of 16 for 64 values, in place of 32 bits."""
     exact, four = setup_of(), setup_of(*FOUR_BITS)
-    every_step = compared(four.config.sync, 3)["psdp"].bytes_a_step(four.parts, step_shape(four))
-    assert every_step == (four.psdp.bytes_sent(1), four.psdp.bytes_sent(1))
+    for setup in (exact, four):
+        every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.parts, step_shape(setup))
+        assert every_step == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
     assert four.config.reduce.bytes_per_parameter == (4 + 16 / 64) / 8
-    bound = Roofline(compute=1e-3, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, mfu_bound=1.0)
+    bound = Roofline(compute=1e-3, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, model=1e-3)
     bandwidth = 1e6
     found = {name: methods_of(setup, bound, bandwidth) for name, setup in (("none", exact), ("int4", four))}
     for name, each in found["none"].items():
@@ -167,10 +109,9 @@ def test_methods_send_what_the_configured_codecs_make_of_a_parameter():
         assert each["utilisation"] == pytest.approx(as_exact[name]["utilisation"]), "as over so much wider a link"
 
 
-@pytest.mark.parametrize("case", ["diloco", "tau 2", "islands"])
-def test_memory_by_tree_is_that_of_the_arrays(plans, case):
-    setup = plans(case).setup
-    setup = replace(setup, config=replace(setup.config, sync=replace(setup.config.sync, warmup_steps=0)))
+@pytest.mark.parametrize("arguments", [DILOCO, [*STREAMING, "--sync.delay=2"], [*DILOCO, *ISLANDS]])
+def test_memory_by_tree_is_that_of_the_arrays(arguments):
+    setup = setup_of(*arguments)
     state, first = setup.initial_state(), jax.devices("cpu")[0]
 
     def on_first(tree) -> int:
@@ -186,23 +127,6 @@ def test_memory_by_tree_is_that_of_the_arrays(plans, case):
     assert trees.state == on_first(state)
     sizes = setup.layout.mesh.shape
     assert trees.outer_parameters * sizes["replica"] * sizes["island"] == trees.parameters, "a share of them each"
-    assert plans(case).step.memory.arguments == trees.arguments
-
-
-@pytest.mark.parametrize("case", ["diloco", "tau 2"])
-def test_peak_is_the_largest_programs(plans, case):
-    plan = plans(case)
-    memory = report_of(plan, 257, None)["memory"]
-    peaks = {name: program.memory.peak for name, program in plan.programs.items()}
-    assert memory["peak"] == max(peaks.values()) == peaks[memory["peak_program"]]
-
-
-def test_remedies_take_less_than_the_largest_program(plans):
-    plan = plans("tau 2")
-    tight = replace(chip("H100"), memory_bytes=plan.memory.peak - 1)
-    found = remedies(replace(plan, target=replace(plan.target, chip=tight)), 257)
-    assert found
-    assert all(each.fits and each.peak_bytes < plan.memory.peak for each in found)
 
 
 def test_a_step_does_not_help_what_joins_the_replicas(plans):
@@ -252,7 +176,7 @@ def test_what_the_configuration_does_not_name_has_defaults():
     assert compared(DilocoConfig(period=2), layers=1)["streaming_overlap"].sync.fragments == 2
 
 
-def test_the_table_says_what_each_method_sends(plans, capsys):
+def test_the_table_says_what_each_method_sends(plans):
     report = report_of(plans("tau 2"), 257, 10.0)
     methods = report["methods"]
     assert methods["psdp"]["bytes_per_step"]["peak"] == methods["diloco"]["bytes_per_step"]["peak"]
@@ -274,10 +198,10 @@ def test_command_prints_every_program(plans, tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     for part in ("outer parameters", "of synchronise", "Collectives of warm_up between slices", "diloco (H 5, conf"):
         assert part in text
+    assert path.read_text().startswith("HloModule")
     assert {each.name for each in tmp_path.iterdir()} == {"step.hlo", "step.synchronise.hlo", "step.warm_up.hlo"}
 
 
 def test_mixtures_for_other_replicas_are_refused():
-    config = config_of(*CASES["diloco"][0], "--data.replica_mixtures", "[{python: 1}]")
     with pytest.raises(UserError, match=r"data\.replica_mixtures has 1 mixtures, but mesh\.replica is 2"):
-        plan_step(config, 257, simulated_target(config, None, None))
+        plan_of(config_of(*CASES["diloco"][0], "--data.replica_mixtures", "[{python: 1}]"))

@@ -1,14 +1,10 @@
-"""Every example in config/ fits the hardware that it names, and one that is made too large is found not to.
+"""Every example in config/ fits the hardware that it names.
 
 Those for TPUs are compiled as far as the memory report. Those for GPUs are planned by the closed form, on described
-devices; of their shapes the TPU compiler says whether it is to be believed.
+devices; of the shapes of one the TPU compiler says whether it is to be believed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +20,8 @@ from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from tests.programs.plans import CONFIGS
 
-CONFIGS = Path(__file__).parent.parent.parent / "config"
 ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
 ON_GPU = {"mistral_7b": (8, "A100"), "qwen3_600m": (8, "A100"), "llama_124m_gpu": (1, "A100-40GB")}
 ON_CPU = {"quickstart": 8, "diloco_small": 4, "islands": 2}
@@ -53,9 +49,8 @@ def tokens_in(config: TrainConfig) -> int:
     return tokenizer.vocabulary if isinstance(tokenizer, BpeConfig) else tokens_of(config)
 
 
-@lru_cache
-def compiled(name: str, topology: str, slices: int, *changes: str) -> Plan:
-    config = config_of(name, *changes)
+def compiled(name: str, topology: str, slices: int) -> Plan:
+    config = config_of(name)
     return plan_step(config, tokens_in(config), topology_target(topology, slices, None), MEMORY)
 
 
@@ -78,12 +73,6 @@ def test_an_example_for_tpus_fits(name):
     assert estimate(plan.setup, plan.target.backend).peak == pytest.approx(plan.memory.peak, rel=0.12)
 
 
-def test_one_that_is_too_large_does_not():
-    plan = compiled("llama_8b_two_slices", *ON_TPU["llama_8b_two_slices"], "--compute.remat=projections")
-    assert plan.step.shortage is not None
-    assert plan.memory.peak > plan.memory_bytes == 15.75 * GIB
-
-
 @pytest.mark.parametrize("name", ON_GPU)
 def test_an_example_for_gpus_fits(name):
     count, gpu = ON_GPU[name]
@@ -94,9 +83,9 @@ def test_one_for_gpus_that_is_too_large_does_not():
     assert closed_form("mistral_7b", 8, "gpu", "--compute.remat=none").peak > chip("A100").memory_bytes
 
 
-@pytest.mark.parametrize("name", [name for name, (count, _) in ON_GPU.items() if count == 8])
-def test_the_closed_form_of_these_is_what_a_compiler_says(name):
-    assert closed_form(name, 8, "gpu").peak == pytest.approx(compiled(name, LIKE_GPUS, 1).memory.peak, rel=0.1)
+def test_the_closed_form_of_one_is_what_a_compiler_says():
+    compiled_peak = compiled("mistral_7b", LIKE_GPUS, 1).memory.peak
+    assert closed_form("mistral_7b", 8, "gpu").peak == pytest.approx(compiled_peak, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ON_CPU)

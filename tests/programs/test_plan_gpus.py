@@ -1,11 +1,8 @@
 """`plan` for NVIDIA GPUs that are not there; without their compiler, what is asked of it and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +12,8 @@ from gregale.errors import UserError
 from gregale.programs.plan import gpus
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.gpus import GPUS, PLUGINS, description
+from tests.programs.plans import CONFIGS
 
-CONFIGS = Path(__file__).parent.parent.parent / "config"
 INSTALLED = any(find_spec(plugin) for plugin in PLUGINS)
 SMALL = [
     *("--topology", "h100:4", "--slices", "2", "--mesh.replica", "2", "--model.layers", "3", "--model.hidden", "128"),
@@ -25,27 +22,23 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_a_description_has_the_chips_own_figures(name):
+def test_a_description_has_the_chips_own_figures():
     """One field a line, braces closed; what the table of chips has is not written twice."""
-    gpu, found = GPUS[name], chip(name)
-    text = description(gpu, 13)
-    fields = dict(re.findall(r"(\w+): (\S+)", text))
-    assert text.count("{") == text.count("}") == 4
-    assert int(fields["device_memory_size"]) == found.memory_bytes
-    assert int(fields["memory_bandwidth"]) == found.memory_bytes_per_second
-    # a multiply-add in each adder at each tick: the float32 figure that the vendor prints for the chip
-    teraflops = 2 * gpu.cores * gpu.adders * gpu.clock_ghz / 1e3
-    assert teraflops == pytest.approx({"A": 19.5, "H": 67, "B": 75}[gpu.chip[0]], rel=0.02)
+    for name, gpu in GPUS.items():
+        found, text = chip(name), description(gpu, 13)
+        fields = dict(re.findall(r"(\w+): (\S+)", text))
+        assert text.count("{") == text.count("}") == 4
+        assert int(fields["device_memory_size"]) == found.memory_bytes
+        assert int(fields["memory_bandwidth"]) == found.memory_bytes_per_second
+        # a multiply-add in each adder at each tick: the float32 figure that the vendor prints for the chip
+        teraflops = 2 * gpu.cores * gpu.adders * gpu.clock_ghz / 1e3
+        assert teraflops == pytest.approx({"A": 19.5, "H": 67, "B": 75}[gpu.chip[0]], rel=0.02)
 
 
-@pytest.mark.parametrize("topology", ["h100", "h100:0", "h100:x", "v9:2x2"])
-def test_a_topology_that_is_none_is_refused(topology):
-    with pytest.raises(UserError, match=r"is not FAMILY:SHAPE, such as v5e:4x4, v5p:4x4x4 or h100:8; .* a100, h100"):
-        topology_target(topology, 1, None)
-
-
-def test_of_gpus_the_shape_is_a_number():
+def test_a_topology_that_is_none_is_refused():
+    for topology in ("h100", "h100:0", "h100:x", "v9:2x2"):
+        with pytest.raises(UserError, match=r"is not FAMILY:SHAPE, such as v5e:4x4, .* h100:8; .* a100, h100"):
+            topology_target(topology, 1, None)
     with pytest.raises(UserError, match=r"'h100:4x2': of GPUs it is a number in a box, such as h100:8"):
         topology_target("h100:4x2", 1, None)
 

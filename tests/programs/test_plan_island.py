@@ -3,28 +3,21 @@
 import json
 
 import pytest
-from rich.console import Console
 
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.errors import UserError
 from gregale.methods.island_traffic import IslandTraffic
 from gregale.programs.plan.command import PlanOptions
-from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.report import report_of
-from gregale.programs.plan.step import plan_step
-from gregale.programs.plan.text import print_report
-from tests.programs.test_plan_diloco import config_of, setup_of
-
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+from tests.programs.plans import FOUR_BITS, config_of, plan_of, setup_of, tables
 
 MESH = ["--mesh.replica=1", "--mesh.data=4", "--mesh.model=2"]
 LIGHTHOUSE = "--islands.lighthouse=10.0.0.2:29510"
 STREAMING = [*MESH, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3", "--sync.delay=1"]
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4"]
 STEP_SECONDS = 0.5
-BOUND = Roofline(compute=STEP_SECONDS, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, mfu_bound=1.0)
+BOUND = Roofline(compute=STEP_SECONDS, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, model=STEP_SECONDS)
 
 
 def island(*arguments: str, count: int | None = None):
@@ -33,15 +26,9 @@ def island(*arguments: str, count: int | None = None):
     return found
 
 
-@pytest.fixture(scope="module")
-def report():
-    config = as_island(config_of(*STREAMING, *FOUR_BITS), 3)
-    plan = plan_step(config, 257, simulated_target(config, None, None))
-    return report_of(plan, 257, 0.3, island_of(plan.setup, 3)), plan
-
-
-def test_a_report_has_what_the_codec_sends_and_what_the_memory_takes(report):
-    report, plan = report
+def test_a_report_has_what_the_codec_sends_and_what_the_memory_takes():
+    plan = plan_of(as_island(config_of(*STREAMING, *FOUR_BITS), 3))
+    report = report_of(plan, 257, 0.3, island_of(plan.setup, 3))
     assert json.loads(json.dumps(report)) == report
     traffic, found = IslandTraffic(plan.setup.method, 3), report["island"]
     assert found["bytes_per_period"] == traffic.bytes_a_period()
@@ -57,11 +44,7 @@ def test_a_report_has_what_the_codec_sends_and_what_the_memory_takes(report):
     assert set(report["programs"]) == {"step"}, "an island's steps are those of PSDP"
     assert report["methods"] == {}
     assert "0.3" in found["links"], "the link that was asked for is beside the others"
-
-
-def test_the_tables_say_nothing_of_replicas_that_are_missing(report, capsys):
-    print_report(report[0], Console(width=110))
-    text = capsys.readouterr().out
+    text = tables(report)
     assert "One host of one of 3 islands" in text
     assert "in host memory" in text
     assert "no other replica" not in text
@@ -107,12 +90,8 @@ def test_as_many_islands_as_have_to_be_there():
     assert island_of(setup_of(*STREAMING), None) is None
 
 
-def test_psdp_cannot_be_planned_as_an_island():
-    config = as_island(config_of(*MESH), 2)
+def test_psdp_cannot_be_planned_as_an_island_and_there_is_one_at_least():
     with pytest.raises(UserError, match=r"sync\.type is 'psdp'"):
-        plan_step(config, 257, simulated_target(config, None, None))
-
-
-def test_no_islands_are_refused():
+        plan_of(as_island(config_of(*MESH), 2))
     with pytest.raises(UserError, match="count"):
         PlanOptions(count=0)

@@ -1,8 +1,7 @@
-"""Compiling as far as the memory report: it is ended in time, and by whatever ends this process."""
-
-from __future__ import annotations
+"""Compiling as far as the memory report: it is ended in time, by whatever ends this process, and a crash is told."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,64 @@ import pytest
 from gregale.errors import UserError
 from gregale.programs.plan import memory_only_compile as module
 from gregale.programs.plan.compiling import REPORT, SCHEDULE, read_dump
-from gregale.programs.plan.memory_only_compile import Request, reported
+from gregale.programs.plan.memory_only_compile import Request, last_lines, reported
 from gregale.runs.config import TrainConfig
+
+ANY = Request(TrainConfig(name="any", steps=1), 257, "v5e:2x2", 1)
+# From the TPU compiler's log; its stack, its addresses and its report on itself are cut short.
+LOG = """WARNING: Logging before InitGoogle() is written to STDERR
+E0000 00:00:1795401922.670227    7510 common_lib.cc:554] INVALID_ARGUMENT: Error: unexpected worker hostname
+=== Source Location Trace: ===
+learning/45eac/tfrc/runtime/libtpu_init_utils.cc:327
+F1123 02:45:38.787467    7706 hlo_alias_analysis.cc:168] Check failed: caller_callsites().size() == 1 (2 vs. 1)
+*** Check failure stack trace: ***
+    @     0x7f6f9e89bc54  absl::log_internal::LogMessage::SendToLog()
+https://symbolize.stripped_domain/r/?trace=7f6f9e89bc53
+*** SIGABRT received by PID 7666 (TID 7706) on cpu 1, si_code=-6, from PID 7666; ***
+E1123 02:45:38.852290    7706 coredump_hook.cc:310] RAW: Remote crash data gathering hook invoked.
+F1123 02:45:38.787467    7706 hlo_alias_analysis.cc:168] Check failed: caller_callsites().size() == 1 (2 vs. 1)
+E1123 02:45:38.933351    7706 process_state.cc:708] RAW: Raising signal 6 with default behavior
+"""
+CHECK = "hlo_alias_analysis.cc:168] Check failed: caller_callsites().size() == 1 (2 vs. 1)"
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def test_the_lines_with_which_a_compiler_ended_are_found():
+    assert last_lines(LOG) == [CHECK]
+    assert last_lines("one\ntwo\n\n  @ 0x7 frame\nthree\nMemoryError\n") == ["two", "three", "MemoryError"]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "advice"),
+    [
+        ("os.abort()", r"by SIGABRT \(signal 6\)", "a fault of the compiler"),
+        ("os.kill(os.getpid(), 9)", r"by SIGKILL \(signal 9\)", "runs out of memory"),
+        ("os._exit(7)", "with exit status 7", "a fault of the compiler"),
+    ],
+)
+def test_what_a_user_sees_of_a_crash(temporary, monkeypatch, end, expected, advice):
+    """A real process that ends at its start, with a log."""
+    (temporary / "sitecustomize.py").write_text(
+        f"import os, sys\nsys.stderr.write({LOG!r})\nsys.stderr.flush()\n{end}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(temporary))
+    with pytest.raises(UserError, match=f"compiles the program 'step' ended {expected}") as error:
+        reported(ANY, "step", 0)
+    said = str(error.value)
+    assert "\n" not in said
+    assert CHECK in said
+    assert advice in said
+    (kept,) = temporary.glob("gregale-plan-*.log")
+    assert str(kept) in said
+    assert kept.read_text() == LOG
+    assert {each.name for each in temporary.glob("gregale-plan-*")} == {kept.name}, "all else is gone"
 
 
 def compiling() -> list[str]:
@@ -27,9 +82,7 @@ def compiling() -> list[str]:
     return found
 
 
-def test_nothing_is_left_of_one_that_is_interrupted(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_nothing_is_left_of_one_that_is_interrupted(monkeypatch, temporary):
     seen = []
 
     def interrupted(seconds):
@@ -39,16 +92,16 @@ def test_nothing_is_left_of_one_that_is_interrupted(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        reported(Request(TrainConfig(name="any", steps=1), 257, "v5e:2x2", 1), "step", 0)
+        reported(ANY, "step", 0)
     assert len(seen) == 1
     assert compiling() == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_mistake_of_ours_is_not_hidden():
     told = r"(?s)the program 'step' ended with exit status 1 before .*no-such-chip.* a fault of the compiler or"
     with pytest.raises(UserError, match=told):
-        reported(Request(TrainConfig(name="any", steps=1), 257, "no-such-chip:2x2", 1), "step", 0)
+        reported(replace(ANY, topology="no-such-chip:2x2"), "step", 0)
 
 
 def test_a_report_that_is_not_whole_is_not_believed(tmp_path):

@@ -1,14 +1,10 @@
 """`plan --search` on simulated devices: real compiles, of a small model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gregale.audit.chips import chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
@@ -22,23 +18,29 @@ from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.programs.plan.text import print_search
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.programs.tiny import SMALL_QUICKSTART
+from gregale.terminal import Console
+from tests.programs.plans import QUICKSTART, SMALL, config_of
 
-QUICKSTART = Path(__file__).parent.parent.parent / "config" / "quickstart.yaml"
-SMALL = [*SMALL_QUICKSTART, "--model.layers=2", "--batch.size=8"]
-CONFIG = load(TrainConfig, QUICKSTART, SMALL)
+CONFIG = config_of("--model.layers=2", "--batch.size=8")
 TARGET = simulated_target(CONFIG, None, "v5e")
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[str]:
-    """What the search told."""
-    return []
+def lines_and_found():
+    lines: list[str] = []
+    return lines, search(CONFIG, 257, TARGET, SearchOptions(None, None, lines.append))
 
 
 @pytest.fixture(scope="module")
-def found(lines):
-    return search(CONFIG, 257, TARGET, SearchOptions(None, None, lines.append))
+def found(lines_and_found):
+    return lines_and_found[1]
+
+
+@pytest.fixture(scope="module")
+def nothing():
+    """A search for a chip whose memory no candidate fits."""
+    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
+    return search(CONFIG, 257, tight, SearchOptions(None, None, str))
 
 
 def printed(found) -> str:
@@ -47,7 +49,13 @@ def printed(found) -> str:
     return written.getvalue()
 
 
-def test_the_fastest_of_those_that_fit_is_chosen(found):
+def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
+    lines, found = lines_and_found
+    assert len(found.scored) == 6 * 2 * 2 == len({each.candidate for each in found.scored}), "all are weighed"
+    assert {each.candidate.microbatches for each in found.scored} == {1, 2}, "two rows on a device"
+    assert {each.candidate.unroll for each in found.scored} == {1}, "as configured: nothing here tells them apart"
+    times = [each.closed_form_seconds for each in found.scored]
+    assert times == sorted(times)
     compiled = [each for each in found.scored if each.peak is not None]
     assert len(compiled) == ENOUGH
     assert all(each.fits for each in compiled)
@@ -55,14 +63,9 @@ def test_the_fastest_of_those_that_fit_is_chosen(found):
     assert found.configured in {each.candidate for each in compiled}, "to compare with"
     assert found.best.candidate.microbatches == 1, "weights are gathered once"
     assert found.remedies == []
-
-
-def test_all_policies_microbatches_and_gathers_are_weighed(found):
-    assert len(found.scored) == 6 * 2 * 2 == len({each.candidate for each in found.scored})
-    assert {each.candidate.microbatches for each in found.scored} == {1, 2}, "two rows on a device"
-    assert {each.candidate.unroll for each in found.scored} == {1}, "as configured: nothing here tells them apart"
-    times = [each.closed_form_seconds for each in found.scored]
-    assert times == sorted(times)
+    assert len(lines) == 2 * ENOUGH, "each compile is told before and after"
+    assert lines[0] == "remat full, microbatches 2, unroll 1, gather per_layer: compiling"
+    assert "of 16.00 GiB, fits; a step takes" in lines[1]
 
 
 def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
@@ -77,29 +80,16 @@ def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
     assert "Configured: remat full, microbatches 2, unroll 1, gather per_layer" in text
 
 
-def test_each_compile_is_told_before_and_after(found, lines):
-    assert len(lines) == 2 * ENOUGH
-    assert lines[0] == "remat full, microbatches 2, unroll 1, gather per_layer: compiling"
-    assert "of 16.00 GiB, fits; a step takes" in lines[1]
-
-
 def test_json_has_it_all(found, monkeypatch, capsys):
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: found)
-    assert main(["plan", str(QUICKSTART), *SMALL, "--search", "--json"]) == 0
+    assert main(["plan", QUICKSTART, *SMALL, "--search", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["best"] == report["candidates"][[each == found.best for each in found.scored].index(True)]
     assert report["best"].keys() >= {"remat", "microbatches", "unroll", "gather", "peak", "seconds", "fits"}
     assert report["fits"]
 
 
-@pytest.fixture(scope="module")
-def nothing():
-    """A search for a chip whose memory no candidate fits."""
-    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
-    return search(CONFIG, 257, tight, SearchOptions(None, None, str))
-
-
-def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing):
+def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing, monkeypatch):
     compiled = [each for each in nothing.scored if each.peak is not None]
     assert [each.closed_form_peak for each in compiled] == [min(each.closed_form_peak for each in nothing.scored)]
     assert nothing.best is None
@@ -108,6 +98,9 @@ def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing)
     assert "Nothing fits." in text
     assert "The cheapest remedies" in text
     assert "too large" in text
+    monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
+    for options, code in (((), 0), (("--require-fit",), 3)):
+        assert main(["plan", QUICKSTART, *SMALL, "--search", *options]) == code
 
 
 def test_remedies_of_a_search_are_compiled():
@@ -117,14 +110,8 @@ def test_remedies_of_a_search_are_compiled():
     first, *others = _Compiler(plan.setup, 257, tight, SearchOptions(None, None, str)).remedies(plan)
     assert first.change == "mesh.replica: 1, mesh.data: 4"
     assert (first.fits, first.compiled) == (True, True)
-    assert first.peak_bytes == plan_step(first.config, 257, tight, MEMORY).memory.peak <= 700_000
+    assert first.peak_bytes <= 700_000
     assert not any(each.fits and not each.compiled for each in others)
-
-
-@pytest.mark.parametrize(("options", "code"), [((), 0), (("--require-fit",), 3)])
-def test_exit_codes_are_those_of_plan(nothing, monkeypatch, options, code):
-    monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
-    assert main(["plan", str(QUICKSTART), *SMALL, "--search", *options]) == code
 
 
 def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
@@ -164,17 +151,3 @@ def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
     compiler.answers[two.candidate] = replace(two, fits=True)
     assert not compiler.is_worth(weighed(4, 3.0)), "slower than what fits"
     assert compiler.is_worth(weighed(1, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hlo", "step.txt"], "search and hlo are both given"),
-        (["--mesh.stage=2", "--mesh.model=1", "--pipeline.repeats=1"], "search: the configuration has a pipeline"),
-    ],
-)
-def test_mistakes_are_one_clear_line(arguments, message, capsys):
-    assert main(["plan", str(QUICKSTART), *SMALL, "--search", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

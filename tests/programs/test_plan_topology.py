@@ -1,7 +1,5 @@
 """`plan` for TPU topologies, by the TPU compiler, on a machine without a TPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,96 +11,78 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gregale.audit.chips import GIB
 from gregale.cli import main
 from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.compiling import compiled_for, largest_buffers, refused_sizes
 from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.report import report_of
+from gregale.programs.plan.step import plan_step
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from tests.programs.plans import CONFIGS, QUICKSTART, tables
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program that does not fit is compiled twice
 
-CONFIGS = Path(__file__).parent.parent.parent / "config"
-GIB = 2**30
-# Attention that holds the scores of 65,536 positions: 133 GiB of a v5e's 15.75; a second to compile.
-TOO_LARGE = [
-    *("--topology", "v5e:2x2", "--cpu_devices", "null", "--mesh.replica", "1", "--mesh.data", "4", "--mesh.model", "1"),
-    *("--model.layers", "2", "--model.hidden", "128", "--model.heads", "2", "--model.kv_heads", "1"),
-    *("--model.mlp", "128", "--batch.size", "4", "--batch.sequence_length", "65536", "--batch.microbatches", "1"),
-    *("--compute.attention", "xla"),
+TOPOLOGY = "v5e:2x2"
+# One row of a wide MLP is too much for a device: only split layers help, and then more microbatches are needed.
+WIDE = [
+    *("--cpu_devices", "null", "--mesh.replica", "1", "--mesh.data", "4", "--mesh.model", "1", "--model.layers", "2"),
+    *("--model.hidden", "4096", "--model.heads", "8", "--model.kv_heads", "4", "--model.mlp", "65536"),
+    *("--batch.size", "4", "--batch.sequence_length", "16384", "--batch.microbatches", "1"),
+    *("--compute.attention", "auto", "--compute.dtype", "bfloat16", "--compute.remat", "context"),
 ]
 
 
-def planned(*arguments) -> int:
-    return main(["plan", str(CONFIGS / "quickstart.yaml"), *TOO_LARGE, *arguments])
+def planned(capsys, *arguments) -> dict:
+    """The report of the command, as far as the memory report."""
+    command = ["plan", QUICKSTART, "--topology", TOPOLOGY, *WIDE, "--until", "memory", "--json", "--require-fit"]
+    code = main([*command, *arguments])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["fits"] else 3)
+    return report
 
 
 @pytest.fixture(scope="module")
-def refused() -> tuple[int, str]:
-    """Exit code and JSON of the step that does not fit."""
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("builtins.print", lambda text: lines.append(text))
-        return planned("--json"), "\n".join(lines)
+def refused() -> dict:
+    """The report of the step that does not fit."""
+    plan = plan_step(load(TrainConfig, QUICKSTART, WIDE), 257, topology_target(TOPOLOGY, 1, None))
+    return json.loads(json.dumps(report_of(plan, 257, None)))
 
 
 def test_a_step_that_the_compiler_refuses_is_reported_with_its_sizes(refused):
-    code, written = refused
-    assert code == 0, "3 only if it has to fit"
-    report = json.loads(written)
-    memory = report["memory"]
-    assert not report["fits"]
-    assert report["programs"]["step"]["refused"]
+    memory = refused["memory"]
+    assert not refused["fits"]
+    assert refused["programs"]["step"]["refused"]
     assert memory["chip"] == int(15.75 * GIB), "as the compiler says, not as the vendor prints"
-    assert 100 * GIB < memory["peak"] < 200 * GIB
-    assert memory["largest"][0]["bytes"] == 64 * GIB
-    assert "65536,65536]" in memory["largest"][0]["shapes"]
-    assert {each["axes"] == ["data"] and each["times"] for each in report["collectives"]} >= {1, 2}, "its schedule"
-    assert report["compiler_flops_per_device"] is None
+    assert 25 * GIB < memory["peak"] < 40 * GIB
+    assert memory["largest"][0]["bytes"] == 8 * GIB
+    assert "bf16[1,4096,65536]" in memory["largest"][1]["shapes"]
+    assert {each["axes"] == ["data"] and each["times"] for each in refused["collectives"]} >= {1, 2}, "its schedule"
+    assert refused["compiler_flops_per_device"] is None
+    text = tables(refused)
+    assert "It does not fit: 31.47 GiB of 15.75 GiB" in text
+    assert "The compiler rejects 'step'. Its largest buffers:\n  8.00 GiB: " in text
 
 
 def test_the_memory_report_alone_says_the_same_of_it(refused, capsys):
-    whole = json.loads(refused[1])
-    assert planned("--until", "memory", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = planned(capsys)
     assert found["until"] == "memory"
     assert any("--until code" in note for note in found["notes"])
     for key in ("memory", "fits", "remedies", "collectives", "bytes_per_step", "roofline"):
-        assert found[key] == whole[key], key
+        assert found[key] == refused[key], key
 
 
-def test_remedies_take_no_less_than_the_closed_form_does(refused):
-    """It holds scores too: saving none between layers still leaves one layer's."""
-    found = json.loads(refused[1])["remedies"]
-    assert found
-    assert all(each["peak_bytes"] > 30 * GIB for each in found if "remat" in each["change"])
-
-
-def test_a_remedy_of_several_keys_fits_when_it_is_planned(capsys):
-    """One row of a wide MLP is too much for a device: only split layers help, and then more microbatches are needed."""
-    wide = [
-        *("--model.hidden", "4096", "--model.heads", "8", "--model.kv_heads", "4", "--model.mlp", "65536"),
-        *("--batch.sequence_length", "16384", "--compute.attention", "auto", "--compute.dtype", "bfloat16"),
-        *("--compute.remat", "context", "--until", "memory", "--json"),
-    ]
-    assert planned(*wide) == 0
-    first = json.loads(capsys.readouterr().out)["remedies"][0]
+def test_a_remedy_of_several_keys_fits_when_it_is_planned(refused, capsys):
+    first, *others = refused["remedies"]
     assert "mesh.data: 1, mesh.model: 4, batch.microbatches: 4" in first["change"]
     assert first["fits"]
+    assert any(each["change"].startswith("compute.remat") for each in others), "one that leaves a layer's activations"
+    assert not any(each["fits"] for each in others)
     keys = [part for change in first["change"].split(", ") for part in f"--{change}".split(": ")]
-    assert planned(*wide, *keys) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"]
-    assert found["memory"]["peak"] == pytest.approx(first["peak_bytes"], rel=0.1)
-
-
-def test_what_a_user_sees_where_a_step_has_to_fit(capsys):
-    assert planned("--require-fit") == 3
-    text = capsys.readouterr().out
-    assert "It does not fit: 132.89 GiB of 15.75 GiB" in text
-    assert "The compiler rejects 'step'. Its largest buffers:\n  64.00 GiB: " in text
+    assert planned(capsys, *keys)["memory"]["peak"] == pytest.approx(first["peak_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +132,10 @@ def test_a_program_that_is_refused_for_another_reason_is_one_clear_line():
 
 
 def test_a_model_with_its_vocabulary_needs_no_tokenizer_file():
-    config = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), [])
+    config = load(TrainConfig, CONFIGS / "llama_8b_two_slices.yaml", [])
     assert isinstance(config.data.tokenizer, FileConfig)
     assert not Path(config.data.tokenizer.path).exists()
     assert tokens_of(config) == 128256
-    unknown = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), ["--model.vocabulary", "null"])
+    unknown = load(TrainConfig, CONFIGS / "llama_8b_two_slices.yaml", ["--model.vocabulary", "null"])
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         tokens_of(unknown)

@@ -53,10 +53,7 @@ def _calls(module: Module, site: Site, given: Mapping[str, int]) -> list[tuple[s
                 for key, inner in (("condition", tested), ("body", loop))
             ]
         case "conditional":
-            listed = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
-            branches = re.findall(r"[\w.\-]+", listed)
-            branches += [name for key in ("true", "false") if (name := instruction.called(f"{key}_computation"))]
-            return [(name, replace(context, conditional=True)) for name in branches]
+            return [(name, replace(context, conditional=True)) for name in instruction.branches]
         case opcode if opcode in _CALLING:
             inner = replace(context, is_async=True) if opcode == "async-start" else context
             listed = instruction.attribute(r"called_computations=\{([^}]*)\}") or ""

@@ -11,7 +11,7 @@ Vendors use different conventions for some numbers; here all follow these rules:
   chip is the value in "How to Scale Your Model" (jax-ml.github.io/scaling-book).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.errors import UserError
 
@@ -27,26 +27,20 @@ class Chip:
     """Properties of one chip.
 
     Attributes:
-        name: argument of `chip`.
-        memory_bytes: high-bandwidth memory.
         flops_per_second: peak of dense bfloat16 products; a multiply-add is two operations.
-        memory_bytes_per_second: bandwidth of that memory.
-        link: the interconnect inside a slice or a box, "ICI" or "NVLink".
-        link_bytes_per_second: send rate of a chip over that interconnect, all its links together.
+        link_bytes_per_second: send rate of a chip inside a slice (ICI) or a box (NVLink), all its links together.
         network_bytes_per_second: send rate of a chip over the data-centre network, its share of the host's; None if
             it is not published.
         host_bytes_per_second: rate of a chip to its host's memory, or from it.
         devices: JAX devices of one chip, each with its share of memory and compute.
         cycles_per_second: the clock of the TPU compiler's estimates; the peak over two operations and the multipliers
             of all matrix units. None if the compiler has no such estimates.
-        source: the documents with the numbers.
     """
 
     name: str
     memory_bytes: int
     flops_per_second: float
     memory_bytes_per_second: float
-    link: str
     link_bytes_per_second: float
     network_bytes_per_second: float | None
     source: str
@@ -55,6 +49,26 @@ class Chip:
     cycles_per_second: float | None = None
 
 
+A100 = Chip(
+    name="A100",
+    memory_bytes=80 * GIB,
+    flops_per_second=312 * TERA,
+    memory_bytes_per_second=2039 * GIGA,
+    link_bytes_per_second=600 * GIGA / 2,
+    network_bytes_per_second=200 * GBIT,
+    source="NVIDIA A100 datasheet, SXM 80 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
+    host_bytes_per_second=64 * GIGA / 2,
+)
+H100 = Chip(
+    name="H100",
+    memory_bytes=80 * GIB,
+    flops_per_second=1979 * TERA / 2,
+    memory_bytes_per_second=3350 * GIGA,
+    link_bytes_per_second=900 * GIGA / 2,
+    network_bytes_per_second=400 * GBIT,
+    source="NVIDIA H100 datasheet, SXM; network: DGX H100 datasheet, 8 of 400 Gbit/s for 8 GPUs",
+    host_bytes_per_second=128 * GIGA / 2,
+)
 CHIPS = {
     found.name: found
     for found in (
@@ -63,7 +77,6 @@ CHIPS = {
             memory_bytes=32 * GIB,
             flops_per_second=275 * TERA,
             memory_bytes_per_second=1200 * GIGA,
-            link="ICI",
             link_bytes_per_second=6 * 50 * GIGA,
             network_bytes_per_second=None,
             source="Google Cloud documentation, TPU v4; links: TPU v4 paper (arXiv 2304.01433), 6 of 50 GB/s",
@@ -74,7 +87,6 @@ CHIPS = {
             memory_bytes=16 * GIB,
             flops_per_second=197 * TERA,
             memory_bytes_per_second=819 * GIGA,
-            link="ICI",
             link_bytes_per_second=400 * GIGA / 2,
             network_bytes_per_second=6400 * GBIT / 256,
             source="Google Cloud documentation, TPU v5e; network: 6.4 Tbit/s a pod of 256",
@@ -85,7 +97,6 @@ CHIPS = {
             memory_bytes=95 * GIB,
             flops_per_second=459 * TERA,
             memory_bytes_per_second=2765 * GIGA,
-            link="ICI",
             link_bytes_per_second=1200 * GIGA / 2,
             network_bytes_per_second=50 * GBIT,
             source="Google Cloud documentation, TPU v5p",
@@ -96,7 +107,6 @@ CHIPS = {
             memory_bytes=32 * GIB,
             flops_per_second=918 * TERA,
             memory_bytes_per_second=1638 * GIGA,
-            link="ICI",
             link_bytes_per_second=800 * GIGA / 2,
             network_bytes_per_second=100 * GBIT,
             source="Google Cloud documentation, TPU v6e (Trillium) and TPU7x (Ironwood, comparison table)",
@@ -107,63 +117,33 @@ CHIPS = {
             memory_bytes=192 * GIB,
             flops_per_second=2307 * TERA,
             memory_bytes_per_second=7380 * GIGA,
-            link="ICI",
             link_bytes_per_second=1200 * GIGA / 2,
             network_bytes_per_second=100 * GBIT,
             source="Google Cloud documentation, TPU7x (Ironwood)",
             devices=2,
             cycles_per_second=2307 * TERA / (2 * 8 * 256**2),
         ),
-        Chip(
+        replace(
+            A100,
             name="A100-40GB",
             memory_bytes=40 * GIB,
-            flops_per_second=312 * TERA,
             memory_bytes_per_second=1555 * GIGA,
-            link="NVLink",
-            link_bytes_per_second=600 * GIGA / 2,
-            network_bytes_per_second=200 * GBIT,
             source="NVIDIA A100 datasheet, SXM 40 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
-            host_bytes_per_second=64 * GIGA / 2,
         ),
-        Chip(
-            name="A100",
-            memory_bytes=80 * GIB,
-            flops_per_second=312 * TERA,
-            memory_bytes_per_second=2039 * GIGA,
-            link="NVLink",
-            link_bytes_per_second=600 * GIGA / 2,
-            network_bytes_per_second=200 * GBIT,
-            source="NVIDIA A100 datasheet, SXM 80 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
-            host_bytes_per_second=64 * GIGA / 2,
-        ),
-        Chip(
-            name="H100",
-            memory_bytes=80 * GIB,
-            flops_per_second=1979 * TERA / 2,
-            memory_bytes_per_second=3350 * GIGA,
-            link="NVLink",
-            link_bytes_per_second=900 * GIGA / 2,
-            network_bytes_per_second=400 * GBIT,
-            source="NVIDIA H100 datasheet, SXM; network: DGX H100 datasheet, 8 of 400 Gbit/s for 8 GPUs",
-            host_bytes_per_second=128 * GIGA / 2,
-        ),
-        Chip(
+        A100,
+        H100,
+        replace(
+            H100,
             name="H200",
             memory_bytes=141 * GIB,
-            flops_per_second=1979 * TERA / 2,
             memory_bytes_per_second=4800 * GIGA,
-            link="NVLink",
-            link_bytes_per_second=900 * GIGA / 2,
-            network_bytes_per_second=400 * GBIT,
             source="NVIDIA H200 datasheet, SXM; network: DGX H200 datasheet, 8 of 400 Gbit/s for 8 GPUs",
-            host_bytes_per_second=128 * GIGA / 2,
         ),
         Chip(
             name="B200",
             memory_bytes=1440 // 8 * GIB,
             flops_per_second=4500 * TERA / 2,
             memory_bytes_per_second=64 * TERA / 8,
-            link="NVLink",
             link_bytes_per_second=1800 * GIGA / 2,
             network_bytes_per_second=400 * GBIT,
             source="NVIDIA DGX B200 datasheet, an eighth of the system; FLOP/s: NVIDIA Blackwell brief, HGX B200",

@@ -27,6 +27,7 @@ _SLICE_TARGET = r"_xla_megascale_target=(\"[^\"]*\"|\{\{.*?\}\})"
 _SLICE_KIND = r'_xla_megascale_transfer_type="(\w+)"'
 _OVERLAPPED = "async_collective_fusion_config"
 _WAITED_FOR = re.compile(r'"is_sync": ?true')  # XLA:GPU also splits synchronous collectives into start and done
+_RING_PASSES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 _SLICE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
@@ -48,14 +49,10 @@ class Collective:
         axes: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
             without communication between devices.
         touched: all mesh axes along which devices of a group differ, known also if `axes` is not.
-        partial: its groups cover only a part of some axis, as when an axis spans slices and the compiler
-            separates the part inside a slice from the part between slices.
-        loops: the `while` loops around it, outermost first; `()` outside of loops.
+        loops: the `while` loops around it, outermost first.
         link: `inside slice` or `between slices`.
-        group_size: devices that take part together.
         conditional: it runs only if a branch is taken (`times` then is an upper bound).
         is_async: it is started and finished apart, so that other work may run meanwhile.
-        name: of the instruction.
         op_name: where it was traced, such as `jit(step)/while/body/psum`.
     """
 
@@ -66,10 +63,8 @@ class Collective:
     bytes_sent: float
     axes: tuple[str, ...]
     touched: tuple[str, ...]
-    partial: bool
     loops: tuple[Loop, ...]
     link: str
-    group_size: int
     conditional: bool
     is_async: bool
     name: str
@@ -177,25 +172,14 @@ def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Cr
     text = instruction.attribute(_REPLICA_GROUPS)
     if text is None:
         return placement.crossing(None)
-    everyone = module.replicas * module.partitions
-    groups = parse_groups(text, everyone)
+    groups = parse_groups(text, module.devices)
     replica_numbers = (
         "channel_id=" in instruction.attributes and "use_global_device_ids=true" not in instruction.attributes
     )
     if kind in ("all-reduce", "all-gather", "reduce-scatter") and replica_numbers and groups == ((0,),):
         # Groups of replicas, over all partitions of each: a partitioned program has one replica.
-        groups = (tuple(range(everyone)),)
+        groups = (tuple(range(module.devices)),)
     return placement.crossing(placement.by_number(groups))
-
-
-def _sent_share(kind: str, group_size: int) -> float:
-    """Return the share of the payload that one device of a ring sends."""
-    match kind:
-        case "all-reduce":
-            return 2 * (group_size - 1) / group_size
-        case "reduce-scatter" | "all-gather" | "all-to-all" | "ragged-all-to-all":
-            return (group_size - 1) / group_size
-    return 1.0 if group_size > 1 else 0.0
 
 
 def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
@@ -212,20 +196,21 @@ def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
 def _records(site: Site, kind: str, module: Module, placement: Placement) -> Iterator[Collective]:
     instruction = site.instruction
     crossing = _crossing(site, kind, module, placement)
+    devices = crossing.group_size
+    # The share of the payload that one device of a ring sends.
+    share = _RING_PASSES[kind] * (devices - 1) / devices if kind in _RING_PASSES else float(devices > 1)
     for dtype, shapes in _payloads(site, kind).items():
-        size = sum(shape.bytes for shape in shapes) * (crossing.group_size if kind == "all-gather" else 1)
+        size = sum(shape.bytes for shape in shapes) * (devices if kind == "all-gather" else 1)
         yield Collective(
             kind=kind,
             dtype=dtype,
             shapes=tuple(shape.sizes for shape in shapes),
             bytes=size,
-            bytes_sent=size * _sent_share(kind, crossing.group_size),
+            bytes_sent=size * share,
             axes=crossing.axes,
             touched=crossing.touched,
-            partial=crossing.partial,
             loops=site.context.loops,
             link=crossing.link,
-            group_size=crossing.group_size,
             conditional=site.context.conditional,
             is_async=_is_async(site),
             name=instruction.name,

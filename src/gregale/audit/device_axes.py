@@ -1,6 +1,5 @@
 """Provides the mesh positions of a program's devices, and the mesh axes that device groups cross."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,14 +19,12 @@ class Crossing:
     Attributes:
         axes: the mesh axes that the groups cross, in mesh order; `("unknown",)` if they are no grid in the mesh.
         touched: all axes along which devices of a group differ, known also if `axes` is not.
-        partial: the groups cover only a part of some axis.
         group_size: devices in a group.
         link: `BETWEEN` if a group has devices of more than one slice, else `INSIDE`.
     """
 
     axes: tuple[str, ...]
     touched: tuple[str, ...]
-    partial: bool
     group_size: int
     link: str
 
@@ -50,10 +47,6 @@ class Placement:
         return np.array([getattr(device, slices, 0) or 0 for device in devices])
 
     @cached_property
-    def _position_of_id(self) -> dict[int, int]:
-        return {device.id: index for index, device in enumerate(self.mesh.devices.flat)}
-
-    @cached_property
     def _programs(self) -> list[np.ndarray]:
         """Return for each concurrent program the mesh positions of its devices."""
         if self.program_devices == self.mesh.size:
@@ -74,7 +67,7 @@ class Placement:
 
     def by_id(self, groups: Groups) -> Groups | None:
         """Return groups of mesh positions for groups of `jax.Device.id`; None for an unknown device."""
-        positions = self._position_of_id
+        positions = {device.id: index for index, device in enumerate(self.mesh.devices.flat)}
         if any(number not in positions for group in groups for number in group):
             return None
         return tuple(tuple(positions[number] for number in group) for group in groups)
@@ -89,15 +82,13 @@ class Placement:
         sizes = self.mesh.devices.shape
         if groups is None:
             everything = tuple(axis for axis, size in enumerate(sizes) if size > 1)
-            return Crossing(
-                UNKNOWN, self._names(everything), False, self.program_devices, self._link([range(len(self.slice_of))])
-            )
+            link = self._link([range(len(self.slice_of))])
+            return Crossing(UNKNOWN, self._names(everything), self.program_devices, link)
         touched = touched_axes(groups, sizes)
         names = self._names(touched)
         group_size = max((len(group) for group in groups), default=1)
         known = pairs or are_grids(groups, sizes, touched)
-        partial = not pairs and group_size < math.prod(sizes[axis] for axis in touched)
-        return Crossing(names if known else UNKNOWN, names, partial, group_size, self._link(groups))
+        return Crossing(names if known else UNKNOWN, names, group_size, self._link(groups))
 
     def _names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(str(self.mesh.axis_names[axis]) for axis in axes)

@@ -19,6 +19,7 @@ _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d\w*)\[([\d,<=]*)\]")
 _PARENTHESIS = re.compile(r"[()]")
 _OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"')
 _BITS = re.compile(r"\d+")
+_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -89,6 +90,13 @@ class Instruction:
         """Return the computation that an attribute such as `body` or `calls` names."""
         return self.attribute(rf"\b{key}=%?([\w.\-]+)")
 
+    @property
+    def branches(self) -> list[str]:
+        """Return the computations of a `conditional`, one of which runs."""
+        listed = self.attribute(r"branch_computations=\{([^}]*)\}") or ""
+        either = [self.called("true_computation"), self.called("false_computation")]
+        return re.findall(r"[\w.\-]+", listed) + [name for name in either if name]
+
 
 @dataclass
 class Computation:
@@ -108,12 +116,11 @@ class Computation:
 
 @dataclass
 class Module:
-    """A compiled program: its computations, its entry, and its numbers of replicas and partitions."""
+    """A compiled program: its computations, its entry, and its number of devices."""
 
     computations: dict[str, Computation]
     entry: str
-    replicas: int
-    partitions: int
+    devices: int
 
 
 def _closing(text: str, start: int) -> int:
@@ -187,15 +194,4 @@ def parse(text: str) -> Module:
                 instruction, is_root = parsed
                 current.instructions[instruction.name] = instruction
                 current.root = instruction if is_root else current.root
-    header_line = text[: text.find("\n")]
-    return Module(
-        computations=computations,
-        entry=entry,
-        replicas=_count(header_line, "replica_count"),
-        partitions=_count(header_line, "num_partitions"),
-    )
-
-
-def _count(header: str, key: str) -> int:
-    match = re.search(rf"\b{key}=(\d+)", header)
-    return int(match.group(1)) if match else 1
+    return Module(computations, entry, math.prod(map(int, _DEVICES.findall(text[: text.find("\n")]))))

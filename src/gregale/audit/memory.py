@@ -1,7 +1,5 @@
 """Provides the memory of a step on one device: the compiler's report, and an estimate in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

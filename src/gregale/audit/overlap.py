@@ -50,7 +50,7 @@ class Overlap:
         return self.seconds - self.exposed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schedule:
     """A timed run of a program.
 
@@ -59,9 +59,9 @@ class Schedule:
     - `links`: seconds of collectives by link
     """
 
-    seconds: float
-    kernels: float
-    links: Mapping[str, Overlap]
+    seconds: float = 0.0
+    kernels: float = 0.0
+    links: dict[str, Overlap] = field(default_factory=dict)
 
     @property
     def exposed(self) -> float:
@@ -72,14 +72,6 @@ class Schedule:
     def compute(self) -> float:
         """Return the seconds of instructions with compiler estimates."""
         return self.seconds - self.kernels - self.exposed
-
-
-def ends(text: str) -> dict[str, str | None]:
-    """Return for each asynchronous collective the instruction that waits for its result, both by name.
-
-    The names of collectives are those of `gregale.audit.Collective.name`. None: no instruction waits.
-    """
-    return _ends(parse(text))
 
 
 def schedule_of(
@@ -96,9 +88,8 @@ def schedule_of(
     if _CYCLES.search(text) is None:
         return None
     module = parse(text)
-    timed = _Timed(module, _ends(module), _needed(collectives, rates), rates, given_times)
-    run = timed.run(Frame(module.computations[module.entry]))
-    return Schedule(run.clock, run.kernels, run.links)
+    timed = _Timed(module, ends(module), _needed(collectives, rates), rates, given_times)
+    return timed.run(Frame(module.computations[module.entry]))
 
 
 def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[str, float]]:
@@ -113,27 +104,24 @@ def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[
 
 
 @dataclass
-class _Run:
-    """One execution of a computation: its time, the time of its kernels, and seconds of collectives by link."""
+class _Run(Schedule):
+    """An execution of a computation so far: when each link is free, and transfers by the instruction that waits."""
 
-    clock: float = 0.0
-    kernels: float = 0.0
-    links: dict[str, Overlap] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
     waited_for: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     def send(self, link: str, seconds: float) -> float:
         """Queue a transfer on a link, and return its end time."""
         self.links.setdefault(link, Overlap()).seconds += seconds
-        self.free[link] = max(self.clock, self.free.get(link, 0.0)) + seconds
+        self.free[link] = max(self.seconds, self.free.get(link, 0.0)) + seconds
         return self.free[link]
 
     def wait(self, link: str, until: float) -> None:
-        self.links[link].exposed += max(0.0, until - self.clock)
-        self.clock = max(self.clock, until)
+        self.links[link].exposed += max(0.0, until - self.seconds)
+        self.seconds = max(self.seconds, until)
 
-    def add(self, inner: _Run, times: int) -> None:
-        self.clock += times * inner.clock
+    def add(self, inner: Schedule, times: int) -> None:
+        self.seconds += times * inner.seconds
         self.kernels += times * inner.kernels
         for link, found in inner.links.items():
             mine = self.links.setdefault(link, Overlap())
@@ -166,25 +154,22 @@ class _Timed:
         match instruction.opcode:
             case "while":
                 times = read_loop(self.module, instruction, frame, self.given_times).times
-                run.add(self._called(frame, instruction, "body"), 1 if times is None else times)
+                run.add(self._called(frame, instruction, instruction.called("body")), 1 if times is None else times)
             case "call":
-                run.add(self._called(frame, instruction, "to_apply"), 1)
+                run.add(self._called(frame, instruction, instruction.called("to_apply")), 1)
             case "conditional":
-                listed = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
-                names = re.findall(r"[\w.\-]+", listed)
-                names += [name for key in ("true", "false") if (name := instruction.called(f"{key}_computation"))]
-                branches = [self.run(Frame(self.module.computations[name], instruction, frame)) for name in names]
-                run.add(max(branches, key=lambda branch: branch.clock, default=_Run()), 1)
+                branches = [self._called(frame, instruction, name) for name in instruction.branches]
+                run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
                 kernel = self.rates.kernels.seconds(frame.computation, instruction)
                 run.kernels += kernel
-                run.clock += kernel
+                run.seconds += kernel
                 if cycles := _CYCLES.search(instruction.attributes):
-                    run.clock += int(cycles[1]) / self.rates.cycles_per_second
+                    run.seconds += int(cycles[1]) / self.rates.cycles_per_second
 
-    def _called(self, frame: Frame, instruction: Instruction, key: str) -> _Run:
-        return self.run(Frame(self.module.computations[instruction.called(key) or ""], instruction, frame))
+    def _called(self, frame: Frame, instruction: Instruction, name: str | None) -> _Run:
+        return self.run(Frame(self.module.computations[name or ""], instruction, frame))
 
     def _communicate(self, run: _Run, instruction: Instruction) -> None:
         """Start the collectives of an instruction, and wait at once for the synchronous ones."""
@@ -199,7 +184,8 @@ class _Timed:
                 run.wait(link, until)
 
 
-def _ends(module: Module) -> dict[str, str | None]:
+def ends(module: Module) -> dict[str, str | None]:
+    """Return for each asynchronous collective the instruction that waits for its result, both by name; None: none."""
     found: dict[str, str | None] = {}
     computations = {site.frame.computation.name: site.frame.computation for site in walk(module, {})}
     for computation in computations.values():

@@ -4,8 +4,6 @@
 names, and counts the pairs of a query and a key that the mask allows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Provides the bytes that a pipelined stack of layers sends in a step, in closed form as in `audit.traffic`."""
 
-from __future__ import annotations
-
 from haliax import NamedArray
 
 from gregale.audit.step import Backend, PipelineShape, StepShape

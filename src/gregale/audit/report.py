@@ -25,18 +25,9 @@ class Audit:
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
-    def inside_loops(self, part: str = "") -> tuple[Collective, ...]:
-        """Return the collectives inside a `while` loop, or inside a loop whose scope has a part with this name.
-
-        `inside_loops("microbatches")` returns those in a scan under `jax.named_scope("microbatches")`, including inner
-        loops. XLA:TPU peels iterations off loops: the result includes a peeled iteration's inner loops, but not its
-        collectives outside of loops, which equal those of the loop.
-        """
-        return tuple(
-            collective
-            for collective in self.collectives
-            if any(not part or part in loop.scope.split("/") for loop in collective.loops)
-        )
+    def inside_loops(self) -> tuple[Collective, ...]:
+        """Return the collectives inside a `while` loop; XLA:TPU also peels iterations off loops."""
+        return tuple(collective for collective in self.collectives if collective.loops)
 
     def unknown(self) -> tuple[Collective, ...]:
         """Return the collectives whose groups are no grid in the mesh."""
@@ -52,23 +43,27 @@ class Audit:
         Raises:
             UserError: a loop around one of the collectives has an unknown trip count.
         """
-        return total_bytes(self.collectives if axis is None else self.over(axis))
-
-    def bytes_by_axes(self) -> dict[tuple[str, ...], int | None]:
-        """Return payload bytes per step for each set of axes that a collective crosses; None for unknown counts."""
-        return _sums((collective.axes, collective) for collective in self.collectives)
-
-    def bytes_by_link(self) -> dict[str, int | None]:
-        """Return payload bytes per step inside a slice and between slices; None for unknown counts."""
-        return _sums((collective.link, collective) for collective in self.collectives)
+        total = 0
+        for collective in self.collectives if axis is None else self.over(axis):
+            if collective.times is None:
+                unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
+                raise UserError(
+                    f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
+                    "give its count in loop_trips, by the loop's name or by a part of its scope"
+                )
+            total += collective.bytes * collective.times
+        return total
 
     def to_dict(self) -> dict:
-        """Return for JSON `collectives`, and `bytes_per_step` by `axes` (joined with commas) and by `link`."""
+        """Return for JSON `collectives`, and payload bytes in one run, `bytes_per_step`, by `axes` and by `link`.
+
+        Axes are joined with commas. Bytes are None if a loop has an unknown trip count.
+        """
         return {
-            "collectives": [collective.to_dict() for collective in self.collectives],
+            "collectives": [each.to_dict() for each in self.collectives],
             "bytes_per_step": {
-                "axes": {",".join(axes): size for axes, size in self.bytes_by_axes().items()},
-                "link": self.bytes_by_link(),
+                "axes": _sums((",".join(each.axes), each) for each in self.collectives),
+                "link": _sums((each.link, each) for each in self.collectives),
             },
         }
 
@@ -76,50 +71,22 @@ class Audit:
         """Return the collectives as a text table."""
         header = ("kind", "dtype", "bytes", "axes", "loop", "times", "link", "name")
         rows: list[tuple[str, ...]] = [header]
-        for collective in self.collectives:
-            marks = ("async " if collective.is_async else "") + ("if " if collective.conditional else "")
-            rows.append(
-                (
-                    collective.kind,
-                    collective.dtype,
-                    f"{collective.bytes:,}",
-                    ",".join(collective.axes) or "-",
-                    "/".join(collective.loop) or "-",
-                    "?" if collective.times is None else str(collective.times),
-                    collective.link,
-                    marks + collective.name,
-                )
-            )
+        for each in self.collectives:
+            axes, loop = ",".join(each.axes) or "-", "/".join(each.loop) or "-"
+            times = "?" if each.times is None else str(each.times)
+            name = ("async " if each.is_async else "") + ("if " if each.conditional else "") + each.name
+            rows.append((each.kind, each.dtype, f"{each.bytes:,}", axes, loop, times, each.link, name))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
 
 
-def total_bytes(collectives: Iterable[Collective]) -> int:
-    """Return payload bytes on one device in one run of the program, including trip counts.
-
-    Raises:
-        UserError: a loop around one of them has an unknown trip count.
-    """
-    total = 0
-    for collective in collectives:
-        if collective.times is None:
-            unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
-            raise UserError(
-                f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
-                "give its count in loop_trips, by the loop's name or by a part of its scope"
-            )
-        total += collective.bytes * collective.times
-    return total
-
-
-def _sums(keyed: Iterable[tuple]) -> dict:
-    sums: dict = {}
-    for key, collective in keyed:
+def _sums(keyed: Iterable[tuple[str, Collective]]) -> dict[str, int | None]:
+    sums: dict[str, int | None] = {}
+    for key, each in keyed:
         before = sums.get(key, 0)
-        unknown = before is None or collective.times is None
-        sums[key] = None if unknown else before + collective.bytes * collective.times
+        sums[key] = None if before is None or each.times is None else before + each.bytes * each.times
     return sums
 
 
@@ -144,7 +111,7 @@ def audit(
             "the audit reads the text of a compiled program (compiled.as_text()); "
             f"found {(text or '')[:60]!r}, which has no ENTRY computation"
         )
-    placement = Placement(mesh, module.replicas * module.partitions)
+    placement = Placement(mesh, module.devices)
     found = find_collectives(module, placement, loop_trips or {})
     if found and not placement.fits:
         raise UserError(

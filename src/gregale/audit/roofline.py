@@ -1,15 +1,13 @@
 """Provides the roofline of a step: the minimum time of its work on a chip and its links."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gregale.audit.chips import Chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.pallas_cost import visible
-from gregale.audit.step import StepShape, values
+from gregale.audit.step import StepShape, has_vocabulary, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients
@@ -38,27 +36,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds that a step needs for each resource alone.
-
-    Attributes:
-        compute: at the chip's peak.
-        memory: at its memory's bandwidth.
-        links: over each link, at its bandwidth.
-        mfu_bound: model FLOPs at the chip's peak over `overlapped`: the maximum utilisation. It can exceed 1, because
-            model FLOPs include attention products that a kernel skips.
-        host: transfer to the host's memory and back.
-    """
+    """Seconds that a step needs for each resource alone, at its peak; `model` are those of the model's FLOPs."""
 
     compute: float
     memory: float
     links: Mapping[str, float]
-    mfu_bound: float
+    model: float
     host: float = 0.0
 
     @property
     def overlapped(self) -> float:
         """Return the time of a step with full overlap: that of the slowest resource."""
         return max(self.compute, self.memory, self.host, *self.links.values())
+
+    @property
+    def mfu_bound(self) -> float:
+        """Return the maximum utilisation; above 1 if a kernel skips attention products that model FLOPs include."""
+        return self.model / self.overlapped
 
     @property
     def one_after_another(self) -> float:
@@ -82,7 +76,9 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     - `update_flops`: FLOPs of the optimizer's matrix products
     """
     tokens = step.rows * step.positions / step.layout.mesh.size
-    attention = FORWARD * _keys(step) * _for_a_key(step)
+    # A kernel skips masked keys.
+    keys = step.positions if step.scores else visible(step.positions, step.windows) / step.positions
+    attention = FORWARD * keys * _for_a_key(step)
     backward = BACKWARD / FORWARD if step.scores else KERNEL_BACKWARD
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
     single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step))
@@ -98,7 +94,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
 
 def _multiplied(step: StepShape) -> int:
     """Return the number of weights in products: without an embedding that is not the head."""
-    tables = [weight for weight in step.single() if any(axis.name == "vocab" for axis in weight.axes)]
+    tables = [weight for weight in step.single() if has_vocabulary(weight)]
     return step.parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
 
 
@@ -109,11 +105,6 @@ def _stacked(step: StepShape) -> int:
 def _for_a_key(step: StepShape) -> int:
     """Return multiply-adds of attention for a query and a key in all layers: the score, and probability times value."""
     return 2 * step.layers * step.heads * step.head_size
-
-
-def _keys(step: StepShape) -> float:
-    """Return the mean number of keys that a query is multiplied by: a kernel skips masked keys."""
-    return step.positions if step.scores else visible(step.positions, step.windows) / step.positions
 
 
 def _again(step: StepShape, attention: float) -> float:
@@ -160,23 +151,17 @@ def link_rates(chip: Chip, devices_a_chip: int, between_bytes_per_second: float 
 
 
 def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> Roofline:
-    """Return the seconds for each resource.
+    """Return the seconds for each resource of a chip's device.
 
-    Args:
-        work: work of one device.
-        chip: the chip, which has `devices_a_chip` equal devices.
-        devices_a_chip: JAX devices of a chip.
-        between_bytes_per_second: a device's send rate between slices; None: the chip's share of its network. A chip
-            without a published network has no such time.
+    - `between_bytes_per_second`: the device's send rate between slices; None: the chip's share of its network. A chip
+      without a published network has no such time
     """
     peak = chip.flops_per_second / devices_a_chip
     rates = link_rates(chip, devices_a_chip, between_bytes_per_second)
-    links = {link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()}
-    found = Roofline(
+    return Roofline(
         compute=work.flops / peak,
         memory=work.memory_bytes / (chip.memory_bytes_per_second / devices_a_chip),
-        links=links,
-        mfu_bound=0.0,
+        links={link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()},
+        model=work.model_flops / peak,
         host=work.host_bytes / (chip.host_bytes_per_second / devices_a_chip),
     )
-    return replace(found, mfu_bound=work.model_flops / peak / found.overlapped)

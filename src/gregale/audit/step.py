@@ -1,7 +1,5 @@
 """Provides the inputs of the closed forms of a PSDP step's traffic and memory: shapes, mappings and counts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -74,15 +72,10 @@ class StepShape:
     Attributes:
         layout: the mesh and the mappings of all replicas.
         weights: the abstract parameters; those of layers have the axis `layers`.
-        rows: sequences in a step's batch.
-        positions: tokens of a sequence.
+        rows, positions: sequences in a step's batch, and tokens of a sequence.
         microbatches: parts of a replica's batch.
-        layers: number of layers.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_size: width of a head.
         compute_bytes: bytes of a value of the compute dtype.
-        remat: name of the policy for a layer's saved activations.
+        remat: the policy for a layer's saved activations.
         per_step: weights are gathered once per step, not once per layer.
         loss_block: tokens whose logits exist at one time.
         unrolled: there is no loop over layers.
@@ -134,17 +127,20 @@ class StepShape:
 
     @property
     def embed(self) -> int:
-        return size_of(self.weights, "embed")
+        return self._size("embed")
 
     @property
     def vocabulary(self) -> int:
         """Return the rows of the table on one device."""
-        return size_of(self.weights, "vocab") // self.mesh["model"]
+        return self._size("vocab") // self.mesh["model"]
 
     @property
     def mlp(self) -> int:
         """Return the width of the feed-forward layer on one device."""
-        return size_of(self.weights, "mlp") // self.mesh["model"]
+        return self._size("mlp") // self.mesh["model"]
+
+    def _size(self, name: str) -> int:
+        return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)
 
     @property
     def shards(self) -> int:
@@ -159,9 +155,9 @@ class StepShape:
     def uses(self, weight: NamedArray) -> int:
         """Return the number of uses of a complete weight in a pass: an embedding is used for the lookup, unless devices
         exchange rows, and as the head, if there is no other."""
-        if not is_table(weight):
+        if weight.axes[0].name != "vocab":
             return 1
-        heads = [each for each in self.single() if not is_table(each) and has_vocabulary(each)]
+        heads = [each for each in self.single() if each.axes[0].name != "vocab" and has_vocabulary(each)]
         return (not heads) + (not self.exchanges_rows)
 
     @property
@@ -208,19 +204,9 @@ def values(axes: Sequence[Axis]) -> int:
     return prod(axis.size for axis in axes)
 
 
-def is_table(weight: NamedArray) -> bool:
-    """Return whether a weight is the embedding, [vocab, embed]."""
-    return weight.axes[0].name == "vocab"
-
-
 def has_vocabulary(weight: NamedArray) -> bool:
     return any(axis.name == "vocab" for axis in weight.axes)
 
 
 def is_stacked(weight: NamedArray) -> bool:
     return any(axis.name == LAYERS for axis in weight.axes)
-
-
-def size_of(weights: Sequence[NamedArray], name: str) -> int:
-    """Return the size of a named axis of the weights."""
-    return next(axis.size for weight in weights for axis in weight.axes if axis.name == name)

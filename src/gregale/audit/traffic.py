@@ -5,10 +5,8 @@ on one device, the full array of each collective once, times its executions in a
 traffic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from haliax import NamedArray
@@ -21,7 +19,7 @@ SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a repl
 INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
-RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
+RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,7 @@ class Transfer:
 
 
 def expected_transfers(
-    step: StepShape,
-    backend: Backend,
-    averages: list[Transfer] | None = None,
-    stack: list[Transfer] | None = None,
+    step: StepShape, backend: Backend, averages: list[Transfer] | None = None, stack: list[Transfer] | None = None
 ) -> list[Transfer]:
     """Return all transfers of one step; of DiLoCo, if the layout is that of one replica.
 
@@ -89,13 +84,9 @@ def apply_transfers(step: StepShape) -> list[Transfer]:
 
 def kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
     """Return the transfers without empty ones and without mesh axes of size 1."""
-    sizes = step.mesh
-    found = []
-    for transfer in transfers:
-        axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
-        if axes and transfer.bytes and transfer.times:
-            found.append(Transfer(transfer.purpose, transfer.kind, axes, transfer.bytes, transfer.times))
-    return found
+    large = {axis for axis, size in step.mesh.items() if size > 1}
+    found = [replace(each, axes=tuple(axis for axis in each.axes if axis in large)) for each in transfers]
+    return [each for each in found if each.axes and each.bytes and each.times]
 
 
 def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
@@ -108,9 +99,7 @@ def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
 
 def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
     """Return the bytes that one device sends for a transfer in a step, in a ring."""
-    devices = 1
-    for axis in transfer.axes:
-        devices *= sizes[axis]
+    devices = prod(sizes[axis] for axis in transfer.axes)
     share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
     return transfer.bytes * transfer.times * share
 
@@ -177,8 +166,8 @@ def is_on_model(weight: NamedArray) -> bool:
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     """Return a layer's number of sums over `model`: activations after each half, and gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
-    recomputed = RECOMPUTED_SUMS.get(step.remat, 0)
-    return 2 + (2 * recomputed if step.norms_after else recomputed) + backward
+    recomputed = 0 if step.remat not in RECOMPUTED_SUMS else 2 if step.norms_after else 1
+    return 2 + recomputed + backward
 
 
 def head_norm_sums(step: StepShape) -> int:

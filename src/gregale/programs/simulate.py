@@ -1,7 +1,7 @@
 """Provides `gregale simulate`, which estimates the bandwidth that each method needs from a model of the timeline."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from gregale.tables import print_table
 from gregale.terminal import Console
 from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
 from gregale.timeline.model import PRESETS, Ring, Workload
-from gregale.timeline.simulate import Run
-from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_bandwidths, run_method
+from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, UTILISATIONS, Run, needed_bandwidths, run_method
 
 MAX_STEPS = 1_000_000
 MAX_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
@@ -104,17 +103,6 @@ class SimulateConfig(Settings):
     json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
 
 
-def workload_of(config: SimulateConfig) -> Workload:
-    """Return the preset with the values that the configuration overrides."""
-    base = PRESETS[config.model]
-    return Workload(
-        parameters=base.parameters if config.parameters is None else config.parameters,
-        layers=base.layers if config.layers is None else config.layers,
-        step_seconds=base.step_seconds if config.step_seconds is None else config.step_seconds,
-        microbatches=config.microbatches,
-    )
-
-
 def check_length(config: SimulateConfig, workload: Workload) -> None:
     """Raise `UserError` for a simulation that would take too long."""
     events = config.steps * workload.microbatches * workload.layers * len(config.methods)
@@ -132,15 +120,15 @@ def main(config: SimulateConfig) -> int:
     Raises:
         UserError: the simulation has too many events.
     """
-    workload = workload_of(config)
+    given = {each.name: getattr(config, each.name) for each in fields(Workload)}
+    workload = replace(PRESETS[config.model], **{name: value for name, value in given.items() if value is not None})
     check_length(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
     ring = Ring(config.sites, config.latency_seconds)
 
     def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
-        return {
-            name: run_method(name, workload, ring, cadence, gbit_per_second, config.codec) for name in config.methods
-        }
+        wire = {name: METHODS[name].bytes_per_parameter(config.codec) for name in config.methods}
+        return {name: run_method(name, workload, ring, cadence, gbit_per_second, wire[name]) for name in wire}
 
     asked = runs_at(np.array(config.bandwidth)) if config.bandwidth else {}
     report = report_of(config, workload, runs_at(GRID_GBIT_PER_SECOND), asked)
@@ -153,6 +141,7 @@ def main(config: SimulateConfig) -> int:
 
 def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run], asked: dict[str, Run]) -> dict:
     """Return the output of `--json`, from the runs on the grid and the runs at the requested bandwidths, if any."""
+    tokens = None if config.tokens is None else config.tokens * config.sites * config.steps
     return {
         "model": asdict(workload),
         "sites": config.sites,
@@ -162,16 +151,11 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
         "sent_bytes_per_site": {name: run.sent_bytes for name, run in on_grid.items()},
         "asked_gbit_per_second": config.bandwidth,
         "asked_utilisation": {name: run.utilisation.tolist() for name, run in asked.items()},
-        "asked_tokens_per_second": {name: _tokens_per_second(config, run) for name, run in asked.items()},
+        "asked_tokens_per_second": {
+            name: None if tokens is None else (tokens / run.total_seconds).tolist() for name, run in asked.items()
+        },
         "asked_total_seconds": {name: run.total_seconds.tolist() for name, run in asked.items()},
     }
-
-
-def _tokens_per_second(config: SimulateConfig, run: Run) -> list[float] | None:
-    """Return tokens per second [bandwidth] of all sites together; None without `tokens`."""
-    if config.tokens is None:
-        return None
-    return (config.tokens * config.sites * config.steps / run.total_seconds).tolist()
 
 
 def _print_tables(report: dict) -> None:

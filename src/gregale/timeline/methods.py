@@ -1,4 +1,4 @@
-"""The methods as schedules: the layers, step and bytes of each transfer, and the step that waits for it.
+"""Provides the methods as schedules: the layers, step and bytes of each transfer, and the step that waits for it.
 
 Steps count from 1, layers from 1 (nearest the input), fragments from 0.
 """
@@ -45,13 +45,12 @@ class Cadence:
     """The communication steps of a method.
 
     Attributes:
-        steps: length of the simulated run.
         period_steps: H, steps between two reductions of one parameter (DiLoCo and streaming).
         fragment_layers: layers of one streaming fragment.
         overlap_steps: tau of the overlapped streaming methods.
 
     Raises:
-        UserError: a number is out of its range.
+        UserError: a delay is not below the period.
     """
 
     steps: int = 100
@@ -60,9 +59,6 @@ class Cadence:
     overlap_steps: int = 1
 
     def __post_init__(self):
-        for name in ("steps", "period_steps", "fragment_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be at least 1.")
         if not 0 <= self.overlap_steps < self.period_steps:
             raise UserError(
                 f"overlap_steps: {self.overlap_steps} must be at least 0 and below period_steps = {self.period_steps}, "

@@ -1,10 +1,8 @@
-"""The compute of one site, a stack of equal layers with a step time; and the ring of links between equal sites."""
+"""Provides the compute of one site, a stack of equal layers, and the ring of links between equal sites."""
 
 from dataclasses import dataclass
 
 import numpy as np
-
-from gregale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -19,25 +17,14 @@ class Workload:
 
     Since layer 1 has one node fewer, a step computes for (1 - 1 / (3 * layers)) * step_seconds.
 
-    Attributes:
-        parameters: parameters of the whole model, spread evenly over the layers.
-        layers: number of layers.
-        step_seconds: nominal compute time of one optimizer step.
-        microbatches: forward and backward passes in one step.
-
-    Raises:
-        UserError: a number is not positive.
+    - `parameters`: of the whole model, spread evenly over the layers
+    - `step_seconds`: nominal compute time of one optimizer step
     """
 
     parameters: float
     layers: int
     step_seconds: float
     microbatches: int = 1
-
-    def __post_init__(self):
-        for name in ("parameters", "layers", "step_seconds", "microbatches"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be above 0.")
 
     @property
     def node_seconds(self) -> float:
@@ -48,11 +35,6 @@ class Workload:
     def nodes_per_pass(self) -> int:
         """Return the nodes of one forward and backward pass."""
         return 3 * self.layers - 1
-
-    @property
-    def parameters_per_layer(self) -> float:
-        """Return the parameters of one layer."""
-        return self.parameters / self.layers
 
 
 # Sizes and step times as in Streaming DiLoCo (arXiv 2501.18512), Table 4.
@@ -75,9 +57,7 @@ class Ring:
     The links are busy for link_seconds and the result arrives delay_seconds later. During the delay the links carry the
     next payload.
 
-    Attributes:
-        sites: n, the sites on the ring.
-        latency_seconds: delay of one message over one link.
+    - `latency_seconds`: delay of one message over one link
     """
 
     sites: int

@@ -1,5 +1,6 @@
-"""Compute the exact event times of compute and transfers, for all bandwidths at once.
+"""Provides the exact event times of compute and transfers, and the bandwidth that a method needs.
 
+The grid of bandwidths is the paper's (arXiv 2501.18512), and all are simulated at once.
 All sites are equal and start together, so one compute resource and one link represent all of them. A pass is the
 forward of layers 1 to L, then the backward of layers L to 1. A reduction starts when it is released and the link is
 free (first in, first out), and the forwards that need it wait for its arrival. Nothing else waits, so all event times
@@ -12,18 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gregale.timeline.methods import Transfer
+from gregale.timeline.methods import METHODS, Cadence, Transfer
 from gregale.timeline.model import Ring, Workload
+
+GRID_GBIT_PER_SECOND = np.logspace(-1, 3, 50)
+UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result for every bandwidth.
+    """The result of one site for every bandwidth.
 
-    Attributes:
-        compute_seconds: time each site spent in compute.
-        total_seconds: [bandwidth] until the last compute ends and the last reduction arrives.
-        sent_bytes: bytes that each site sent.
+    - `total_seconds`: [bandwidth] until the last compute ends and the last reduction arrives
     """
 
     compute_seconds: float
@@ -62,7 +63,7 @@ class _Timeline:
         """Add the backward of all layers and the reductions that it releases."""
         for nodes, layer, transfer in self.releases(transfers):
             start = np.maximum(self.clock + nodes * self.workload.node_seconds, self.link_free)
-            payload_bytes = transfer.bytes_per_parameter * self.workload.parameters_per_layer
+            payload_bytes = transfer.bytes_per_parameter * (self.workload.parameters / self.workload.layers)
             self.link_free = start + self.ring.link_seconds(payload_bytes, self.bits_per_second)
             self.last_arrival = self.link_free + self.ring.delay_seconds
             self.sent_bytes += self.ring.sent_bytes(payload_bytes)
@@ -84,15 +85,7 @@ class _Timeline:
 def simulate(
     workload: Workload, transfers: Sequence[Transfer], ring: Ring, gbit_per_second: np.ndarray, steps: int
 ) -> Run:
-    """Run `steps` steps of a schedule and drain the link.
-
-    Args:
-        workload: the compute of one site in a step.
-        transfers: the schedule.
-        ring: the sites and their links.
-        gbit_per_second: [bandwidth] bandwidths between sites.
-        steps: number of steps.
-    """
+    """Run `steps` steps of a schedule at each bandwidth between sites, [bandwidth], and drain the link."""
     by_pass = defaultdict(list)
     for transfer in transfers if ring.sites > 1 else ():
         by_pass[transfer.step, transfer.microbatch].append(transfer)
@@ -106,3 +99,32 @@ def simulate(
         total_seconds=np.maximum(timeline.clock, timeline.last_arrival),
         sent_bytes=timeline.sent_bytes,
     )
+
+
+def run_method(
+    name: str,
+    workload: Workload,
+    ring: Ring,
+    cadence: Cadence,
+    gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
+    bytes_per_parameter: float | None = None,
+) -> Run:
+    """Simulate a method by name.
+
+    - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves; None: the method's own
+
+    Raises:
+        UserError: the schedule does not fit.
+    """
+    method = METHODS[name]
+    transfers = method.schedule(workload, cadence, bytes_per_parameter or method.bytes_per_parameter())
+    return simulate(workload, transfers, ring, gbit_per_second, cadence.steps)
+
+
+def needed_bandwidths(
+    utilisation: np.ndarray, gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND, goals: Sequence[float] = UTILISATIONS
+) -> list[float | None]:
+    """Return, for each goal, the grid's first bandwidth that reaches this utilisation; None if none does."""
+    # A run without waits reaches 1 only up to rounding.
+    reached = [np.flatnonzero(utilisation >= goal - 1e-12) for goal in goals]
+    return [float(gbit_per_second[at[0]]) if at.size else None for at in reached]

@@ -1,7 +1,5 @@
 """Provides the ways to compute a step on one mesh, with memory and time in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any

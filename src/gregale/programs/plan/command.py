@@ -1,10 +1,9 @@
 """Provides `gregale plan`, which estimates a run's memory, traffic and time from the programs that it would compile."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from gregale.atomic_files import write_bytes
@@ -14,14 +13,13 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
-from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import SearchOptions, search
-from gregale.programs.plan.step import CODE, UNTIL, plan_step
+from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, whole
-from gregale.streams import ResilientStream, printable
+from gregale.streams import ResilientStream, say
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
@@ -91,7 +89,10 @@ class PlanOptions(Settings):
 def main(options: PlanOptions, config: TrainConfig) -> int:
     """Compile the programs of a run, print the report; return 3 if they do not fit and `require_fit` is set, else 0."""
     config = as_island(config, options.count)
-    target = target_of(options, config)
+    if options.topology is None:
+        target = simulated_target(config, options.devices, options.chip)
+    else:
+        target = topology_target(options.topology, options.slices, options.chip)
     tokens = tokens_of(config)
     if options.search:
         return DOES_NOT_FIT if not searched(options, config, tokens, target) and options.require_fit else 0
@@ -110,13 +111,8 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
     """Search and print the result; return whether a candidate fits."""
-    progress = ResilientStream(sys.stderr)
-
-    def print_progress(line: str) -> None:
-        progress.write(f"{printable(line)}\n")
-        progress.flush()
-
-    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, print_progress))
+    progress = partial(say, file=ResilientStream(sys.stderr), flush=True)
+    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, progress))
     report = {"name": config.name, "chip": target.chip.name, **found.to_dict()}
     if options.json:
         print(json.dumps(report, indent=2))
@@ -136,12 +132,6 @@ def tokens_of(config: TrainConfig) -> int:
     if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
         return rows
     return vocabulary_size(tokenizer)
-
-
-def target_of(options: PlanOptions, config: TrainConfig) -> Target:
-    if options.topology is None:
-        return simulated_target(config, options.devices, options.chip)
-    return topology_target(options.topology, options.slices, options.chip)
 
 
 def write_text(path: Path, text: str) -> None:

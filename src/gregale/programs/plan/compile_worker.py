@@ -6,8 +6,6 @@ FOLDER has the configuration and the request. The process writes the compiler's 
 the program does not fit. PARENT is the waiting process; if it ends, this process ends.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -21,8 +19,7 @@ from gregale.distributed.parent_death import end_with_parent
 from gregale.programs.plan.compiling import DUMPED
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.memory_only_compile import CONFIG, DUMP, REFUSED, REQUEST
-from gregale.programs.plan.programs import lowerings
-from gregale.programs.plan.step import setup_for
+from gregale.programs.plan.step import lowerings, setup_for
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 

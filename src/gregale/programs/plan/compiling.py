@@ -1,11 +1,9 @@
 """Provides compilation of a program for the planned devices, with memory sizes also for programs that do not fit.
 
-`compiled_for(target, name, lowered, arguments)` returns an `Outcome` in both cases. The TPU compiler rejects a program
-that needs more memory than a device has after it has scheduled the program. `read_dump` then reads schedule and sizes
-from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at this stage for programs that fit, too.
+The TPU compiler rejects a program that needs more memory than a device has after it has scheduled the program.
+`read_dump` then reads schedule and sizes from the compiler's dump. `gregale.programs.plan.memory_only_compile` stops at
+this stage for programs that fit, too.
 """
-
-from __future__ import annotations
 
 import re
 from contextlib import suppress
@@ -63,7 +61,7 @@ class Outcome:
     text: str
     memory: CompilerMemory
     flops: float | None
-    shortage: DoesNotFit | None = None
+    shortage: DoesNotFit | None
 
 
 def compiled_for(
@@ -83,7 +81,7 @@ def compiled_for(
         return _refused(lowered, arguments, str(error), name)
     costs = compiled.cost_analysis() or {}
     memory = compiler_memory(compiled, has_peak=not target.simulated)
-    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None)
+    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None, None)
 
 
 def refused_sizes(message: str) -> tuple[int, int] | None:
@@ -92,11 +90,6 @@ def refused_sizes(message: str) -> tuple[int, int] | None:
         if found := pattern.search(message):
             return _bytes(found[1], found[2]), _bytes(found[3], found[4])
     return None
-
-
-def reason_of(message: str) -> str:
-    """Return the first paragraph of the compiler's message in one line."""
-    return " ".join(message.partition("\n\n")[0].split())
 
 
 def largest_buffers(report: str) -> list[tuple[int, str]]:
@@ -124,7 +117,8 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
     if message is not None:
         sizes = refused_sizes(message)
         if sizes is None:
-            raise UserError(f"the compiler rejects the program {name!r}: {reason_of(message)}")
+            reason = " ".join(message.partition("\n\n")[0].split())  # the first paragraph
+            raise UserError(f"the compiler rejects the program {name!r}: {reason}")
         needed, offered = sizes
         shortage = DoesNotFit(offered, largest_buffers(report))
     if total := _TOTAL.search(report):

@@ -1,7 +1,5 @@
 """Provides the devices to plan for: simulated ones, or those of a TPU or GPU topology, without hardware."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,13 +27,10 @@ WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 class Target:
     """The devices of a plan.
 
-    Attributes:
-        devices: the devices to compile for.
-        chip: their chip.
-        devices_a_chip: JAX devices of a chip.
-        simulated: they are simulated CPU devices, for which XLA:CPU compiles.
-        topology: the TPU topology and its number of slices, as for `topology_target`.
-        share: the share of the chip's memory that JAX uses.
+    - `devices_a_chip`: JAX devices of a chip
+    - `simulated`: they are simulated CPU devices, for which XLA:CPU compiles
+    - `topology`: the TPU topology and its number of slices, as for `topology_target`
+    - `share`: the share of the chip's memory that JAX uses
     """
 
     devices: list[Device]
@@ -68,8 +63,7 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
     Raises:
         UserError: neither `count` nor the configuration has the number of devices.
     """
-    if count is None:
-        count = device_count(config)
+    count = count or config.cpu_devices or _mesh_size(config)
     if config.cpu_devices is not None:  # The run uses CPU devices too, so that the plan has the programs of `train`.
         set_flags(count)
     jax.config.update("jax_platforms", "cpu")
@@ -82,10 +76,7 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
     return Target(devices[:count], target, target.devices, simulated=True)
 
 
-def device_count(config: TrainConfig) -> int:
-    """Return the number of devices of a configuration; raise `UserError` if the mesh has a free axis."""
-    if config.cpu_devices is not None:
-        return config.cpu_devices
+def _mesh_size(config: TrainConfig) -> int:
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     if free:

@@ -3,8 +3,6 @@
 `described("h100", boxes=2, each=8)` returns devices to compile for. A box is one JAX process.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,15 +22,11 @@ CUDNN = 9
 class Gpu:
     """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`.
 
-    Attributes:
-        chip: name in `gregale.audit.chips`.
-        kind: JAX's name of the device.
-        capability: the compute capability's number before the point.
-        cores: streaming multiprocessors.
-        adders: float32 adders of each multiprocessor.
-        shared_bytes: shared memory of each multiprocessor.
-        cache_bytes: size of the second-level cache.
-        clock_ghz: maximum clock.
+    - `kind`: JAX's name of the device
+    - `capability`: the compute capability's number before the point
+    - `cores`: streaming multiprocessors, each with its `adders` for float32 and its `shared_bytes` of memory
+    - `cache_bytes`: size of the second-level cache
+    - `clock_ghz`: maximum clock
     """
 
     chip: str

@@ -1,14 +1,12 @@
 """Provides the costs of an island besides its steps: network traffic, host memory, and device memory of a fragment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gregale.audit.chips import GBIT
 from gregale.audit.roofline import Roofline
 from gregale.methods.island import Island
 from gregale.methods.island_traffic import IslandTraffic
-from gregale.programs.plan.methods import GBIT
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 

@@ -8,26 +8,31 @@ compiles (`gregale.programs.plan.compile_worker`). This module kills it when the
 two are then complete. The process also ends when this process ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from gregale.errors import UserError
 from gregale.programs.plan.compiling import AFTERWARDS, Outcome, read_dump
-from gregale.programs.plan.crash import crashed
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import dump
 
 CONFIG, REQUEST, DUMP, REFUSED, LOG = "config.yaml", "request.json", "dump", "refused", "log"
 POLL_SECONDS = 0.05
+SHOWN_LINES = 3
+# Log lines without the cause: stack frames, addresses, and the TPU library's report about itself.
+_NOISE = re.compile(r"^\s*@ |^https://symbolize|^\*\*\* |\] RAW: |^=== Source Location Trace|^learning/")
+_FATAL = re.compile(r"F\d{4} ")  # the compiler's mark of a fatal error
+_PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def reported(request: Request, program: str, arguments: int) -> Outcome:
     Raises:
         UserError: the compiler rejects the program for another reason than the devices' memory, or its process fails.
     """
-    with TemporaryDirectory(prefix="gregale-plan-") as name:
+    with tempfile.TemporaryDirectory(prefix="gregale-plan-") as name:
         folder = Path(name)
         (folder / CONFIG).write_text(dump(request.config), encoding="utf-8")
         content = {"program": program, **{key: getattr(request, key) for key in ("tokens", "topology", "slices")}}
@@ -81,3 +86,39 @@ def _compiling_process(folder: Path) -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.wait()
+
+
+def crashed(status: int, log: str, program: str) -> UserError:
+    """Return the error for a compiling process that crashed, and save its complete log to a file.
+
+    - `status`: as in `subprocess`: the exit status, or minus the number of the signal
+    """
+    number, kept = tempfile.mkstemp(prefix="gregale-plan-", suffix=".log")
+    with open(number, "w", encoding="utf-8") as file:
+        file.write(log)
+    shown_lines = " / ".join(last_lines(log)).rstrip(".") or "none"
+    how = f"with exit status {status}" if status > 0 else f"by {_signal_name(-status)}"
+    advice = (
+        "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
+        "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
+    )
+    if -status == signal.SIGKILL:
+        advice = (
+            "A system that runs out of memory sends SIGKILL: more memory, or one compilation at a time, would work."
+        )
+    return UserError(
+        f"the process that compiles the program {program!r} ended {how} before the compiler's memory report. "
+        f"Its last lines: {shown_lines}. The whole log is in {kept}. {advice}"
+    )
+
+
+def last_lines(log: str) -> list[str]:
+    """Return the compiler's fatal errors, or the last lines of a log that may have the cause."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
+    fatal = [line for line in lines if _FATAL.match(line)]
+    return [*dict.fromkeys(_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
+
+
+def _signal_name(number: int) -> str:
+    known = number in set(signal.Signals)
+    return f"{signal.Signals(number).name} (signal {number})" if known else f"signal {number}"

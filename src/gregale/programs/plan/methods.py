@@ -1,12 +1,11 @@
 """Provides a comparison of methods: the bytes that each sends between replicas, and the bandwidth that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from gregale.audit.chips import GBIT
 from gregale.audit.roofline import Roofline
 from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule
@@ -14,10 +13,9 @@ from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.timeline.methods import Cadence
 from gregale.timeline.model import Ring, Workload
-from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_schedule
+from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
 
 GOAL = 0.9
-GBIT = 1e9 / 8
 
 
 def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
@@ -43,23 +41,19 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     def run(name: str, schedule: Schedule) -> Callable[[np.ndarray], np.ndarray]:
         """Return the utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
-        return lambda grid: run_schedule(name, workload, ring, cadence, wire.bytes_per_parameter, grid).utilisation
+        return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
 
     for name, each in compared(setup.config.sync, step.layers).items():
         average, peak = each.bytes_a_step(setup.parts, step)
         schedule = each.schedule(step.layers)
         found[name] = {
-            **_settings(schedule),
+            **{key: getattr(schedule, key) for key in ("period", "fragments", "delay")},
             "configured": each.configured,
             "bytes_per_step": {"average": average, "peak": peak},
             "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
             **_on_the_timeline(run(name, schedule), bytes_per_second),
         }
     return found
-
-
-def _settings(schedule: Schedule) -> dict[str, int]:
-    return {"period": schedule.period, "fragments": schedule.fragments, "delay": schedule.delay}
 
 
 def _on_the_timeline(utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None) -> dict[str, Any]:

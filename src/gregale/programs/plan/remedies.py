@@ -1,7 +1,5 @@
 """Provides configuration changes for a step that does not fit, with their effects in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +17,7 @@ from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3
-MAX_FACTOR = 64
+FACTORS = (2, 4, 8, 16, 32, 64)  # of microbatches
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Remedy:
     compiled: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the remedy for JSON."""
         return {key: value for key, value in vars(self).items() if key != "config"}
 
 
@@ -73,11 +70,10 @@ Changes = Iterator[tuple[str, TrainConfig]]
 
 
 def _microbatches(setup: Setup) -> Changes:
-    config, factor = setup.config, 2
-    while factor <= MAX_FACTOR:
+    config = setup.config
+    for factor in FACTORS:
         count = config.batch.microbatches * factor
         yield f"batch.microbatches: {count}", replace(config, batch=replace(config.batch, microbatches=count))
-        factor *= 2
 
 
 def _remat(setup: Setup) -> Changes:
@@ -108,7 +104,7 @@ def _mesh(setup: Setup) -> Changes:
 def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
     """Return the changes that are possible and take less memory."""
     backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
-    before, seconds = estimate(plan.setup, backend), _seconds(plan, plan.setup)
+    before, seconds = estimate(plan.setup, backend), closed_form_seconds(plan.setup, plan.target, None)
     for change, config in changes:
         try:
             setup = set_up(config, tokens, make_mesh(config.mesh, devices))
@@ -117,13 +113,14 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
         after = estimate(setup, backend)
         peak = _peak(plan, before, after)
         if peak < plan.memory.peak:
-            yield Remedy(change, peak, peak <= plan.memory_bytes, _seconds(plan, setup) / seconds, config)
+            time = closed_form_seconds(setup, plan.target, None) / seconds
+            yield Remedy(change, peak, peak <= plan.memory_bytes, time, config)
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
     """Yield for each mesh the cheapest remat x microbatches that needs less memory, unless it is already offered."""
     now, devices = plan.setup.config, list(plan.setup.layout.mesh.devices.flat)
-    before, seconds = estimate(plan.setup, plan.target.backend), _seconds(plan, plan.setup)
+    before, seconds = estimate(plan.setup, plan.target.backend), closed_form_seconds(plan.setup, plan.target, None)
     unroll = execution(now.compute, plan.setup.layout, now.model).unroll
     for mesh, config in [("", now), *_mesh(plan.setup)]:
         try:
@@ -163,7 +160,3 @@ def _joined(plan: Plan, before: Estimate, after: Estimate) -> int:
 
 def _changed(now: int, first: int, then: int) -> int:
     return max(now - (first - then), now * then // first)
-
-
-def _seconds(plan: Plan, setup: Setup) -> float:
-    return closed_form_seconds(setup, plan.target, None)

@@ -1,23 +1,21 @@
 """Provides the report of `gregale plan` as data for JSON."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
+from gregale.audit.chips import GBIT
 from gregale.audit.overlap import Schedule
-from gregale.audit.roofline import Roofline, model_flops_per_token
+from gregale.audit.roofline import model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
-from gregale.programs.plan.methods import GBIT, methods_of
-from gregale.programs.plan.programs import Program
+from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
-from gregale.programs.plan.step import MEMORY, Plan
+from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.setup import Setup
 
 
@@ -36,6 +34,7 @@ def report_of(
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
     bound = plan.roofline(bandwidth)
     memory = memory_of(plan, island)
+    programs = {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()}
     return {
         "name": config.name,
         "devices": setup.layout.mesh.size,
@@ -55,9 +54,18 @@ def report_of(
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
         "remedies": [] if memory["peak"] <= memory["chip"] else [each.to_dict() for each in remedies(plan, tokens)],
-        **traffic_of(plan, plan.step, bandwidth),
-        "programs": {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()},
-        "roofline": roofline_of(plan, bound),
+        **{key: figure for key, figure in programs[STEP].items() if key not in ("peak", "refused")},
+        "programs": programs,
+        "roofline": {
+            "compute_seconds": bound.compute,
+            "memory_seconds": bound.memory,
+            "link_seconds": dict(bound.links),
+            "host_seconds": bound.host,
+            "step_seconds_overlapped": bound.overlapped,
+            "step_seconds_one_after_another": bound.one_after_another,
+            "mfu_bound": bound.mfu_bound,
+            "sent_bytes": plan.link_bytes,
+        },
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
         "island": island.to_dict(bound, link_gbit_per_second) if island else None,
@@ -96,6 +104,7 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
     in_flight = 0 if island is None else island.traffic.device_bytes_in_flight()
+    shortage = plan.programs[plan.largest].shortage
     return {
         **trees,
         "activations": max(0, temporaries - trees["gradients"]),
@@ -106,14 +115,8 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
         "chip": plan.memory_bytes,
-        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in largest_of(plan)],
+        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in shortage.largest] if shortage else [],
     }
-
-
-def largest_of(plan: Plan) -> list[tuple[int, str]]:
-    """Return the largest buffers of the largest program, if it does not fit."""
-    shortage = plan.programs[plan.largest].shortage
-    return [] if shortage is None else shortage.largest
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
@@ -121,16 +124,18 @@ def estimated_peak(setup: Setup, backend: Backend) -> int | None:
     return estimate(setup, backend).peak if setup.config.pipeline is None else None
 
 
-def traffic_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """Return a program's collectives, their bytes as compiled and in closed form, its time, and its overlap.
+def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
+    """Return a program's peak, its collectives, their bytes as compiled and in closed form, its time and its overlap.
 
     - `bandwidth`: bytes per second that a device sends between slices; None: unknown
     """
-    closed_form = {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()}
     schedule = plan.schedule(program, bandwidth)
     return {
+        "peak": program.memory.peak,
+        "refused": program.shortage is not None,
+        "compiler_flops_per_device": program.flops,
         **program.audit.to_dict(),
-        "closed_form_bytes_per_step": closed_form,
+        "closed_form_bytes_per_step": {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()},
         "estimate": None if schedule is None else estimate_of(plan, schedule),
         "overlap": overlap_of(program, schedule),
     }
@@ -145,17 +150,6 @@ def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
         "kernel_seconds": schedule.kernels,
         "exposed_seconds": schedule.exposed,
         "utilisation": model_flops / plan.target.flops_per_second / schedule.seconds,
-    }
-
-
-def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """Return a program's memory peak, and its traffic in one run; `bandwidth` as for `traffic_of`."""
-    refused = program.shortage is not None
-    return {
-        "peak": program.memory.peak,
-        "refused": refused,
-        "compiler_flops_per_device": program.flops,
-        **traffic_of(plan, program, bandwidth),
     }
 
 
@@ -177,19 +171,6 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
             "exposed_seconds": None if times is None else times.exposed,
         }
     return found
-
-
-def roofline_of(plan: Plan, bound: Roofline) -> dict[str, Any]:
-    return {
-        "compute_seconds": bound.compute,
-        "memory_seconds": bound.memory,
-        "link_seconds": dict(bound.links),
-        "host_seconds": bound.host,
-        "step_seconds_overlapped": bound.overlapped,
-        "step_seconds_one_after_another": bound.one_after_another,
-        "mfu_bound": bound.mfu_bound,
-        "sent_bytes": plan.link_bytes,
-    }
 
 
 def notes_of(plan: Plan) -> list[str]:

@@ -8,8 +8,6 @@ the end, because the closed forms do not include the overlap of unrolling. It do
 attention or the batch, which changes results.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

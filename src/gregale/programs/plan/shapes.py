@@ -1,7 +1,5 @@
 """Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -46,6 +44,9 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     model, batch, compute = config.model, config.batch, config.compute
     assert isinstance(model, LlamaConfig)
     run = execution(compute, setup.layout, model)
+    pipeline, schedule, shape = config.pipeline, setup.schedule(), None
+    if pipeline is not None and schedule is not None:
+        shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
     return StepShape(
         layout=method.step_layout,
         weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
@@ -57,7 +58,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         kv_heads=model.KvHeads.size,
         head_size=model.HeadSize.size,
         compute_bytes=jnp.dtype(DTYPES[compute.dtype]).itemsize,
-        remat=compute.remat if config.pipeline is None else config.pipeline.remat,
+        remat=compute.remat if pipeline is None else pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
         unrolled=run.unroll >= model.layers,
@@ -67,29 +68,18 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         norms_after=model.norms != "before",
         norms_over_heads=model.qk_norm and model.qk_norm_over == "heads",
         sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
-        pipeline=pipeline_shape(setup),
+        pipeline=shape,
     )
-
-
-def pipeline_shape(setup: Setup) -> PipelineShape | None:
-    pipeline, schedule = setup.config.pipeline, setup.schedule()
-    if pipeline is None or schedule is None:
-        return None
-    return PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
 
 
 @dataclass(frozen=True)
 class Bytes:
     """Bytes of a run's trees on one device, exactly, from their shardings.
 
-    Attributes:
-        parameters: parameters; for DiLoCo the replica's own.
-        optimizer: state of the optimizer; for DiLoCo the replica's own.
-        outer_parameters: outer parameters of DiLoCo; 0 for PSDP.
-        outer_optimizer: momentum of DiLoCo's outer optimizer; 0 for PSDP.
-        counters: counts of steps, skipped steps, and tokens.
-        gradients: the buffers that sum microbatches.
-        batch: the batch of one step.
+    - `parameters`, `optimizer`: for DiLoCo the replica's own
+    - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
+    - `counters`: all else in the state, such as counts of steps and tokens
+    - `gradients`: the buffers that sum microbatches
     """
 
     parameters: int

@@ -1,25 +1,112 @@
 """Provides the plan of a run: the programs of `train`, compiled from shapes alone, and their joint estimates."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
-from dataclasses import dataclass
+import haliax as hax
+import jax
 
+from gregale.audit import Audit, audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import CompilerMemory
 from gregale.audit.overlap import Rates, Schedule, schedule_of
 from gregale.audit.pallas_cost import Peak
 from gregale.audit.roofline import Roofline, link_rates, roofline
+from gregale.audit.step import Backend
+from gregale.audit.traffic import Transfer
 from gregale.axes.mesh import make_mesh
-from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, compiled_for
+from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.memory_only_compile import Request, reported
-from gregale.programs.plan.programs import STEP, Compile, Program, known_trips, programs_of
-from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape, tree_bytes
+from gregale.programs.plan.shapes import (
+    FAR_AXES,
+    abstract_batch,
+    estimated_link_bytes,
+    estimated_work,
+    step_shape,
+    step_transfers,
+    tree_bytes,
+)
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.runs.config import TrainConfig
+from gregale.training.state import abstract_state
 
+STEP, WARM_UP = "step", "warm_up"
 CODE, MEMORY = "code", "memory"
 UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the memory report, which is faster
+
+
+@dataclass(frozen=True)
+class Program(Outcome):
+    """A compiled program with its audit.
+
+    - `expected`: its transfers in closed form
+    """
+
+    audit: Audit
+    expected: list[Transfer]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A program to compile.
+
+    - `lower`: traces the program from shapes alone
+    - `expected`: its transfers in closed form
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    expected: list[Transfer]
+
+
+Compile = Callable[[Lowering], Outcome]
+
+
+def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Program]:
+    """Return the compiled programs of `train` by name, without allocation.
+
+    - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
+    - the method's other programs, by the names of its traffic's `kinds`
+    - `warm_up`: the PSDP step before another method begins
+    """
+    with hax.axis_mapping({}):
+        return {
+            each.name: _read(setup, target, compile_(each), each.expected) for each in lowerings(setup, target.backend)
+        }
+
+
+def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
+    """Yield the programs that `programs_of` compiles."""
+    method, batch = setup.method, abstract_batch(setup)
+    state, stepper = setup.abstract_state(), setup.stepper()
+    sent, step = step_transfers(setup, backend), stepper.program.lower
+    yield Lowering(STEP, partial(step, state, batch, *method.actions(1).during), sent)
+    for name, kind in method.traffic(step_shape(setup)).kinds().items():
+        actions = method.actions(kind.step)
+        if actions.after is not None:
+            yield Lowering(name, partial(stepper.synchronise.lower, state, actions.after), kind.transfers)
+        else:
+            yield Lowering(name, partial(step, state, batch, *actions.during), sent + kind.transfers)
+    if setup.method_after(0) is not method:
+        program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
+        yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))
+
+
+def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:
+    found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
+    if target.simulated:
+        # Simulated devices have no slices, so `replica` counts as the slow link.
+        far = [BETWEEN if set(each.touched) & set(FAR_AXES) else INSIDE for each in found.collectives]
+        pairs = zip(found.collectives, far, strict=True)
+        found = Audit(tuple(replace(collective, link=link) for collective, link in pairs))
+    return Program(**vars(outcome), audit=found, expected=expected)
+
+
+def known_trips(setup: Setup) -> dict[str, int]:
+    """Return the trip counts, by scope, of loops whose counts a compiled program may lack."""
+    return {"microbatches": setup.config.batch.microbatches}
 
 
 @dataclass(frozen=True)
@@ -69,17 +156,13 @@ class Plan:
             sent[collective.link] += collective.bytes_sent * (collective.times or 1)
         return sent
 
-    def link_rates(self, between_bytes_per_second: float | None) -> dict[str, float]:
-        """Return a device's rate over each link in bytes per second; None: the chip's network share between slices."""
-        return link_rates(self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
-
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
         """Return the timed run of a program by the compiler's cycle estimates; None without estimates."""
-        cycles = self.target.chip.cycles_per_second
-        if self.target.simulated or cycles is None:
+        target, cycles = self.target, self.target.chip.cycles_per_second
+        if target.simulated or cycles is None:
             return None
-        kernels = Peak(self.target.flops_per_second, step_shape(self.setup).windows)
-        rates = Rates(cycles, self.link_rates(between_bytes_per_second), kernels)
+        kernels = Peak(target.flops_per_second, step_shape(self.setup).windows)
+        rates = Rates(cycles, link_rates(target.chip, target.devices_a_chip, between_bytes_per_second), kernels)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:

@@ -1,12 +1,10 @@
 """Provides the report of `gregale plan` as tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
 from gregale.audit.device_axes import BETWEEN
-from gregale.programs.plan.programs import STEP
+from gregale.programs.plan.step import STEP
 from gregale.tables import print_table
 from gregale.terminal import Console
 
@@ -60,7 +58,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["island"] is not None:
         _island(report["island"], console)
     for note in report["notes"]:
-        console.print(f"Note: {note}", highlight=False)
+        console.print(f"Note: {note}")
 
 
 def _head(report: dict[str, Any], console: Console) -> None:
@@ -73,49 +71,46 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
         f"{counted}\n"
         f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}; "
-        f"embedding: {report['kernels']['embedding']}",
-        highlight=False,
+        f"embedding: {report['kernels']['embedding']}"
     )
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
-        console.print(f"Compiler options: {options}", highlight=False)
+        console.print(f"Compiler options: {options}")
 
 
-def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
+def _pipeline(p: dict[str, Any], console: Console) -> None:
     """Print the schedule without line wraps: a row is a stage, a column an iteration."""
-    p = pipeline
     console.print(
         f"\nPipeline: {p['stages']} stages x {p['repeats']} repeats, {p['microbatches']} microbatches, "
         f"{p['iterations']} iterations, {p['bubble']:.1%} of them idle at each stage\n"
-        "(microbatch and, by letter, repeat; `.` is idle)",
-        highlight=False,
+        "(microbatch and, by letter, repeat; `.` is idle)"
     )
-    console.print(pipeline["picture"], highlight=False, soft_wrap=True)
+    console.print(p["picture"], soft_wrap=True)
 
 
 def _verdict(report: dict[str, Any], console: Console) -> None:
     memory = report["memory"]
     share = f"{size(memory['peak'])} of {size(memory['chip'])} ({memory['peak'] / memory['chip']:.0%})"
     if report["fits"]:
-        console.print(f"It fits: {share}.", highlight=False)
+        console.print(f"It fits: {share}.")
         return
-    console.print(f"It does not fit: {share}.", highlight=False)
+    console.print(f"It does not fit: {share}.")
     if memory["largest"]:
-        console.print(f"The compiler rejects {memory['peak_program']!r}. Its largest buffers:", highlight=False)
+        console.print(f"The compiler rejects {memory['peak_program']!r}. Its largest buffers:")
     for each in memory["largest"]:
-        console.print(f"  {size(each['bytes'])}: {each['shapes']}", highlight=False, markup=False)
+        console.print(f"  {size(each['bytes'])}: {each['shapes']}")
     print_remedies(report["remedies"], console)
 
 
 def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
     """Print each remedy with its effect."""
     if remedies:
-        console.print("The cheapest remedies, estimated unless marked as compiled:", highlight=False)
+        console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
         fits = "fits" if remedy["fits"] else "does not fit"
         by = " (compiled)" if remedy["compiled"] else ""
         effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
-        console.print(f"  {remedy['change']}: {effect}", highlight=False)
+        console.print(f"  {remedy['change']}: {effect}")
 
 
 def _collectives(name: str, collectives: list[dict[str, Any]], console: Console) -> None:
@@ -255,13 +250,13 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     lines += [f"Left out: {reason}" for reason in report["left_out"]]
     lines += [f"Configured: {', '.join(f'{key} {value}' for key, value in report['configured'].items())}."]
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
     if best is None:
-        console.print("Nothing fits.", highlight=False)
+        console.print("Nothing fits.")
         print_remedies(report["remedies"], console)
         return
     answer = f"The fastest that fits: {size(best['peak'])}, {best['seconds']:.4g} s a step by the estimate."
-    console.print(f"{answer}\n{report['yaml']}", highlight=False, markup=False, end="")
+    console.print(f"{answer}\n{report['yaml']}", end="")
 
 
 def _row(candidate: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
