@@ -1,7 +1,5 @@
 """The examples that the ledger leases to this island, in training order."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 from gregale.islands.protocol.ledger import Lease, Ledger

@@ -1,7 +1,5 @@
 """The exchanges of an island with its peers, reported to the protocol: the reduce of a round, and healing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Its trainer calls the same methods as the trainer of host 0 calls on `Driver`, a
 batches in the same order. If host 0 is lost, it waits until `gregale.distributed.liveness` ends the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue

@@ -10,8 +10,6 @@ same order. So host 0 sends trainer commands and changes of the outer state in o
 command to the same outer state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
@@ -53,7 +51,7 @@ class HostGroup:
     def ordered(self, order: TrainerCommand | None) -> None:
         """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
-        self._send("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
+        self._send("ordered", None if order is None else [type(order).__name__, *order])
 
     def granted(self, first: int | None) -> None:
         """Send the first example of the next batch to all hosts (None: no example is leased)."""

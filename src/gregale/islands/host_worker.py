@@ -3,8 +3,6 @@
 A driver commands it; it makes no decisions. One thread at a time calls it, except for `drop_group`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

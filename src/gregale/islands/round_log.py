@@ -1,7 +1,5 @@
 """The log of rounds: members, duration, waiting time and bytes of each round."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Chunks have hashes, but the source computes them from its present memory. The di
 fleet committed the round, over the arrays of all hosts. So this check detects a source whose memory has changed since.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

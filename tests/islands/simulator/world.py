@@ -20,8 +20,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
 from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
-from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.round_timeout import REDUCES
+from gregale.islands.protocol.trainer_side import REDUCES, TrainerSide
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants

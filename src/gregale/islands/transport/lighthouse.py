@@ -8,8 +8,6 @@ Clients (`coordinator`) send signed requests to the server; a request to `ALIAS`
 answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -32,20 +32,17 @@ from typing import Any, cast
 
 from gregale.distributed.signing import is_signed, sign
 from gregale.errors import UserError
-from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
+from gregale.islands.transport.client import STATUS_PATH, RequestRejected
 from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
 from gregale.islands.transport.signing import canonical, digest
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, chunk_span
-
-__all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
+from gregale.islands.transport.snapshot_store import Snapshot, SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
-STATUS_PATH = "/status"
 
 
 class Server:
@@ -144,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
                 "/manifest": lambda body: self._manifest(self.owner.outer, 0.0),
                 "/manifest/settled": lambda body: self._manifest(self.owner.outer, SETTLE_SECONDS),
                 "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
-                "/status": lambda body: self.owner.status(),
+                STATUS_PATH: lambda body: self.owner.status(),
             }
         )
 

@@ -1,7 +1,5 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -39,9 +37,8 @@ from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules
-from gregale.islands.round_timeout import REDUCES
+from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
-from gregale.islands.transport import shm
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.server import Server
 from gregale.methods.island import Island
@@ -187,7 +184,7 @@ def join(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, shm.empty)
+    outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))

@@ -1,7 +1,5 @@
 """An island's status for clients with the fleet's secret, and the small messages that it accepts."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

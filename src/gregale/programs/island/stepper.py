@@ -1,7 +1,5 @@
 """The steps of an island, and the commands between two of them: messages depart, fragments arrive."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

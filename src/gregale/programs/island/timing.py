@@ -1,7 +1,5 @@
 """The protocol's time limits, from the configuration."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from gregale.islands.protocol.settings import LAN, WAN, Timing

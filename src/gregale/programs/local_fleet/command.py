@@ -1,7 +1,5 @@
 """`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import ExitStack, suppress

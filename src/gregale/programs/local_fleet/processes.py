@@ -1,7 +1,5 @@
 """The processes of a fleet on this machine: a lighthouse and its islands, started, watched and ended together."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
