@@ -43,7 +43,7 @@ class Driver:
     - `record(values)`: receives a finished round, for rounds.jsonl
     - `note_stalled(line)`: receives the reason why rounds have stopped, for `gregale watch`; None: rounds continue
     - `stop_asked`: returns whether the user wants this island to stop; checked while the trainer waits
-    - `steps`: `undecided_steps` of the restored checkpoint
+    - `steps`: of the restored checkpoint (`to_save`)
     """
 
     member: Member
@@ -138,16 +138,14 @@ class Driver:
         """Return the number of examples used by the lease holder after this process's first `batches` batches."""
         return self.leases.used_after(batches)
 
-    @property
-    def holder(self) -> str:
-        """The session that holds the leases."""
-        return self.leases.holder
+    def to_save(self, batches: int) -> dict[str, Any]:
+        """Return the values of a checkpoint after this process's first `batches` batches.
 
-    @property
-    def undecided_steps(self) -> int:
-        """The number of steps that no round in the parameters includes."""
+        - `steps`: the number of steps that no round in the parameters includes
+        - `holder`: the session that holds the leases; `used`: the number of examples that it has used
+        """
         with self._lock:
-            return self._trainer.undecided_steps
+            return {"steps": self._trainer.undecided_steps, "holder": self.leases.holder, "used": self.used(batches)}
 
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""

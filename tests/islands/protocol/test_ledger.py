@@ -55,7 +55,9 @@ def test_no_example_is_used_twice_in_a_random_history(history):
         if leaver:
             del holders[leaver]
         known |= dict.fromkeys(present, ledger)
-        assert OuterRecord.from_json(json.loads(json.dumps(replace(seed(""), ledger=ledger).to_json()))).ledger == ledger
+        assert (
+            OuterRecord.from_json(json.loads(json.dumps(replace(seed(""), ledger=ledger).to_json()))).ledger == ledger
+        )
     assert ledger.next > 60
 
 

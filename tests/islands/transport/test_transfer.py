@@ -281,7 +281,7 @@ def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
     after["matrix|0"] = STATE["matrix|0"]
 
     def commit(received: int) -> None:
-        if TOTAL // 3 < received and server.outer._snapshot.round == 4:
+        if received > TOTAL // 3 and server.outer._snapshot.round == 4:
             server.publish(Snapshot(1, 5, after))
 
     after_chunks(commit)

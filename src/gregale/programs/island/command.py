@@ -36,7 +36,7 @@ from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
-from gregale.islands.protocol.settings import Rules
+from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient
@@ -45,9 +45,8 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.loop import IslandLoop, IslandResources, Recorder
+from gregale.programs.island.loop import IslandLoop, IslandResources
 from gregale.programs.island.status import StatusTracker
-from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.command import describe, hold_run, is_writer, summary
@@ -55,9 +54,11 @@ from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
+from gregale.runs.history import ROUNDS
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
+from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
@@ -148,7 +149,7 @@ def train(
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
             resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-            stack.callback(resources.close)
+            stack.callback(resources.close, console.message)
             console.begin(config.steps, start.step)
             info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
             status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
@@ -218,13 +219,11 @@ def join(
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
     lease_policy = LeasePolicy(size=held, low=-(-held // 2))
-    rules, used = (
-        Rules(
-            islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
-        ),
-        saved["used"] if saved else 0,
+    used = saved["used"] if saved else 0
+    rules = Rules(
+        islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
     )
-    recorder = Recorder(run.path, record.round, say)
+    rounds = lines_at(run.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=CoordinatorClient(
@@ -235,7 +234,7 @@ def join(
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=recorder,
+        record=rounds.add,
         note_stalled=lambda line: note_stalled(run, line),
         stop_asked=lambda: stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
@@ -243,7 +242,7 @@ def join(
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return IslandResources(outer, driver, folder, seen, recorder)
+    return IslandResources(outer, driver, folder, seen, rounds)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from haliax import NamedArray
 
@@ -28,9 +27,8 @@ from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.runs.history import ROUNDS
 from gregale.storage import StoragePath, StoreError
-from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import TrainState
 
 THREADS = 4
@@ -45,25 +43,28 @@ class IslandResources:
     - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
     - `folder`: the folder of the outer checkpoints
     - `seen`: tokens by fragment since the island last contributed to it, at the start
-    - `record`: the log of rounds; None: another host of this island keeps it
+    - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
     """
 
     outer: HostOuter
     controller: Driver | Follower
     folder: StoragePath
     seen: list[float]
-    record: Recorder | None = None
+    rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
 
     def flush(self) -> None:
-        """Write the buffered lines of the record; raise `StoreError` if that fails."""
-        if self.record is not None:
-            self.record.flush()
+        """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
+        if self.rounds is not None:
+            self.rounds.flush()
 
-    def close(self) -> None:
-        """Leave the fleet."""
+    def close(self, report: Callable[[str], None]) -> None:
+        """Leave the fleet, and write the remaining rounds: neither a full disk nor an unreachable store ends a run."""
         self.controller.close()
-        if self.record is not None:
-            self.record.close()
+        try:
+            if self.rounds is not None:
+                self.rounds.close()
+        except UserError as error:
+            report(str(error))
 
 
 class IslandLoop(Loop):
@@ -161,10 +162,8 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
-                "steps": controller.undecided_steps,
-                "holder": controller.holder,
-                "used": controller.used(stepper.batches),
                 "complete": self.complete,
+                **controller.to_save(stepper.batches),
             },
         }
 
@@ -194,33 +193,6 @@ def rounds_of(checkpoints: Checkpoints) -> set[int]:
         except (UserError, KeyError):
             continue
     return found
-
-
-class Recorder:
-    """The log of this island's rounds. It deletes lines after round `last`, which a killed process wrote.
-
-    A line that cannot be written is buffered: neither a full disk nor an unreachable store ends a run.
-
-    - `report`: receives a line for the user
-    """
-
-    def __init__(self, run: StoragePath, last: int, report: Callable[[str], None]):
-        self._report = report
-        self._lines = lines_at(run / ROUNDS, ResumePoint("round", last), report)
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        self._lines.add(values)
-
-    def flush(self) -> None:
-        """Write the buffered lines; raise `StoreError` if a store does not accept them."""
-        self._lines.flush()
-
-    def close(self) -> None:
-        """Write the remaining lines; report a failure."""
-        try:
-            self._lines.close()
-        except UserError as error:
-            self._report(str(error))
 
 
 class LeasedBatches(Iterator[dict[str, NamedArray]]):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
+from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.island.timing import timing_of
 from gregale.programs.local_fleet.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
