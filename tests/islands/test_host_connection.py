@@ -1,7 +1,5 @@
 """Host 0 of an island and its others: connections, and what the others are told in which order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from threading import Thread
 from typing import Any

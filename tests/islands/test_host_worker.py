@@ -1,7 +1,5 @@
 """One host of an island: what it serves to those that heal, and what it takes of others, over real servers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An island of two hosts inherits another's inner optimizer over real servers, each host its shards, or nothing."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

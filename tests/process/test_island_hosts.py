@@ -1,7 +1,5 @@
 """An island of two processes is one island: it computes what one process with as many devices does, and dies whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -78,16 +77,6 @@ def start_island(inputs: Path, lighthouse: str, name: str, processes: int, *argu
     ]
 
 
-def ended(islands: list[list[subprocess.Popen]]) -> list[tuple[int, str, str]]:
-    """What each process left: exit code, standard output and standard error."""
-    try:
-        return [finished(process) for island in islands for process in island]
-    finally:
-        for island in islands:
-            for process in island:
-                process.kill()
-
-
 def rounds(run: Path) -> list[dict]:
     path = run / "rounds.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -104,31 +93,47 @@ def outer_arrays(run: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.fixture(scope="module")
-def one(inputs, lighthouse) -> Path:
-    """The run of an island of one process, alone in its fleet."""
-    [left] = ended([start_island(inputs, lighthouse, "one", 1, "--islands.lockstep", "true")])
-    assert left[0] == 0, left
-    return inputs / "runs" / "one"
+@contextmanager
+def island(inputs: Path, lighthouse: str, name: str, processes: int, *arguments: str) -> Iterator[list]:
+    """The processes of an island, killed at the end."""
+    started = start_island(inputs, lighthouse, name, processes, *arguments)
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
 
 
-def test_two_processes_compute_what_one_does(inputs, lighthouse, one):
-    left = ended([start_island(inputs, lighthouse, "two", 2, "--islands.lockstep", "true")])
-    assert [code for code, _, _ in left] == [0, 0], left
-    two = inputs / "runs" / "two"
+def test_two_processes_compute_what_one_does_and_end_together(inputs, lighthouse):
+    runs = [inputs / "runs" / name for name in ("one", "two")]
+    for processes, run in enumerate(runs, 1):
+        with island(inputs, lighthouse, run.name, processes, "--islands.lockstep", "true") as started:
+            left = [finished(process) for process in started]
+            assert [code for code, _, _ in left] == [0] * processes, left
+    one, two = runs
     assert {path.name for path in two.glob("outer*")} == {"outer", "outer-1"}
     found, expected = outer_arrays(two), outer_arrays(one)
     assert found.keys() == expected.keys()
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert [line["round"] for line in rounds(two)] == list(range(1, ROUNDS + 1))
+    more = ["--islands.lockstep", "true", "--steps", "2000", "--distributed.timeout_seconds", "20"]
+    with island(inputs, lighthouse, "two", 2, *more) as started:
+        wait_until(lambda: len(rounds(two)) >= ROUNDS + 2, "rounds after the checkpoint")
+        started[1].kill()
+        code, _, err = finished(started[0])
+        assert code == EXIT_CODE, err
+        assert "was lost: its connection closed" in err
 
 
+@pytest.mark.soak
 def test_a_killed_process_ends_its_island_and_the_other_goes_on(inputs, lighthouse):
     several = ["--islands.min_members_to_start", "2", "--steps", "2000", "--distributed.timeout_seconds", "20"]
-    islands = {name: start_island(inputs, lighthouse, name, 2, *several) for name in ("doomed", "other")}
-    doomed, other = (inputs / "runs" / name for name in islands)
-    try:
+    doomed, other = (inputs / "runs" / name for name in ("doomed", "other"))
+    with ExitStack() as stack:
+        islands = {
+            run.name: stack.enter_context(island(inputs, lighthouse, run.name, 2, *several)) for run in (doomed, other)
+        }
         wait_until(lambda: len(rounds(other)) >= 3 and len(rounds(doomed)) >= 3, "rounds of both")
         islands["doomed"][1].kill()
         code, _, err = finished(islands["doomed"][0])
@@ -145,10 +150,6 @@ def test_a_killed_process_ends_its_island_and_the_other_goes_on(inputs, lighthou
         islands["other"][1].send_signal(signal.SIGTERM)
         left = [finished(process) for process in islands["other"]]
         assert [code for code, _, _ in left] == [128 + signal.SIGTERM] * 2, left
-    finally:
-        for island in islands.values():
-            for process in island:
-                process.kill()
 
 
 def wait_until(condition, what: str, seconds: float = 300.0) -> None:

@@ -1,7 +1,5 @@
 """A model of an island's training loop: steps on leased examples, and between them what the real `TrainerSide` says."""
 
-from __future__ import annotations
-
 from gregale.islands.data_leases import DataLeases
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import OuterRecord
