@@ -58,8 +58,10 @@ def test_no_round_of_a_checkpoint_is_forgotten_while_the_store_does_not_tell(s3,
 
 def resources(run, last: int) -> IslandResources:
     controller: Any = SimpleNamespace(close=lambda: None)
-    outer: Any = None
-    return IslandResources(outer, controller, run, [], lines_at(run / ROUNDS, ResumePoint("round", last), print))
+    nothing: Any = None
+    return IslandResources(
+        nothing, nothing, controller, run, [], lines_at(run / ROUNDS, ResumePoint("round", last), print)
+    )
 
 
 @pytest.mark.parametrize("place", ["tmp_path", "s3"])

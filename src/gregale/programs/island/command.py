@@ -62,6 +62,7 @@ from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
+from gregale.training.stepper import Stepper
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
@@ -202,13 +203,14 @@ def join(
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
-    compile_programs(setup, start.state, outer)
+    stepper = setup.stepper()
+    compile_programs(setup, stepper, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
-        return IslandResources(outer, follower, folder, seen)
+        return IslandResources(stepper, outer, follower, folder, seen)
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
@@ -242,7 +244,7 @@ def join(
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return IslandResources(outer, driver, folder, seen, rounds)
+    return IslandResources(stepper, outer, driver, folder, seen, rounds)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
@@ -282,12 +284,12 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
     return record
 
 
-def compile_programs(setup: Setup, state: TrainState, outer: HostOuter) -> None:
+def compile_programs(setup: Setup, stepper: Stepper, state: TrainState, outer: HostOuter) -> None:
     """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
     island = setup.method
     assert isinstance(island, Island)
     outer.compile()
-    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
+    stepper.program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
     for index in range(island.schedule.fragments):
         theta, fragment = outer.theta(index), island.fragment(index)
         jax.block_until_ready(island.depart(state.method, theta, fragment))

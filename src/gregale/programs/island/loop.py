@@ -18,6 +18,7 @@ from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
+from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
@@ -30,6 +31,7 @@ from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.storage import StoragePath, StoreError
 from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import TrainState
+from gregale.training.stepper import Stepper
 
 THREADS = 4
 BATCHES_AHEAD = 8  # made before they are requested; limits the memory
@@ -39,6 +41,7 @@ BATCHES_AHEAD = 8  # made before they are requested; limits the memory
 class IslandResources:
     """The parts of an island beside the state of its devices.
 
+    - `step`: takes the inner steps; its program is compiled
     - `outer`: theta and the outer optimizer, in host memory
     - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
     - `folder`: the folder of the outer checkpoints
@@ -46,6 +49,7 @@ class IslandResources:
     - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
     """
 
+    step: Stepper
     outer: HostOuter
     controller: Driver | Follower
     folder: StoragePath
@@ -80,11 +84,19 @@ class IslandLoop(Loop):
 
         `complete` is true in the first case. The state is saved in both cases.
         """
-        config, setup, controller = self._setup.config, self._setup, self._resources.controller
+        config, setup, resources, controller = (
+            self._setup.config,
+            self._setup,
+            self._resources,
+            self._resources.controller,
+        )
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
-        stepper = IslandStepper(setup, self._resources.outer, controller, self._resources.seen, step)
+        assert isinstance(setup.method, Island)
+        stepper = IslandStepper(
+            setup.method, self._resources.step, self._resources.outer, controller, self._resources.seen, step
+        )
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
