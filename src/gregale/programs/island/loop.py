@@ -84,12 +84,8 @@ class IslandLoop(Loop):
 
         `complete` is true in the first case. The state is saved in both cases.
         """
-        config, setup, resources, controller = (
-            self._setup.config,
-            self._setup,
-            self._resources,
-            self._resources.controller,
-        )
+        config, setup, resources = self._setup.config, self._setup, self._resources
+        controller = resources.controller
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
