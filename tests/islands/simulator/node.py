@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import random
 import re
 
 from gregale.islands.protocol import messages as m
@@ -72,6 +71,11 @@ class Node:
     def tick(self) -> None:
         """Nothing happens but that time has passed."""
         self.tell(m.Tick(self.world.now))
+
+    @property
+    def hears(self) -> bool:
+        """Whether it lives and is not stopped."""
+        return self.alive and not self.paused
 
     def _wake_in_time(self) -> None:
         """The member hears of the time when it needs to, if nothing else happens before."""
@@ -153,11 +157,6 @@ class Node:
     def _take_over(self, outer: OuterRecord) -> None:
         self.trainer.leased(outer, self.member.holder)
 
-    @property
-    def hears(self) -> bool:
-        """Whether it lives and is not stopped."""
-        return self.alive and not self.paused
-
     def _do_probe_peers(self, action: m.ProbePeers) -> None:
         self.world.later(
             self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.PeersDead(self.world.dead(self.name, action.peers)))
@@ -175,8 +174,3 @@ class Node:
     def _do_leave_done(self, action: m.LeaveDone) -> None:
         self.alive = False
         self.cut_off_at = self.world.now
-
-
-def shuffled(rng: random.Random, values: list) -> list:
-    """A copy in random order."""
-    return rng.sample(values, len(values))

@@ -7,6 +7,7 @@ from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand
 
 BATCH = 2  # examples of a step
+DOWN_SECONDS = 0.1  # for a message from the devices to the host, at most
 LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens
 
 
@@ -21,7 +22,7 @@ class Trainer:
 
     def __init__(self, node, pace: RoundPacing, step_seconds: float):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
-        self.side: TrainerSide = node.world.side_class(pace, node.member.handover, node.world.now)
+        self.side = TrainerSide(pace, node.member.handover, node.world.now)
         self._leases = DataLeases(node.name, node.member.holder, BATCH)
         self._tokens = [0.0] * pace.schedule.fragments  # since this island contributed to each
         self._batches = self._looks = 0
@@ -104,7 +105,7 @@ class Trainer:
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
         shot = m.MessageReady(number, weight, used, self._step_seconds, self._is_final, norm)
-        node.world.later(node.world.rng.random() * node.world.down_seconds, lambda: self._down(count, shot))
+        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot))
 
     def _down(self, count: int, shot: m.MessageReady) -> None:
         """The message has come down to the host."""

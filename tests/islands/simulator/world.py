@@ -20,11 +20,11 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
 from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
-from gregale.islands.protocol.trainer_side import REDUCES, TrainerSide
+from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants
-from tests.islands.simulator.node import SEED, Node, hashed, shuffled
+from tests.islands.simulator.node import SEED, Node, hashed
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -53,15 +53,12 @@ class Weather:
 
 
 class World:
-    """One schedule. `member_class` and `side_class` let tests plant mistakes.
+    """One schedule. `member_class` lets tests plant mistakes.
 
     - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
     - `heal_seconds`: that a transfer of the state takes, at most; in some worlds rounds are faster
     - `is_silent`: nobody can tell which island it is that does not answer in a reduce
     """
-
-    down_seconds = 0.1  # for a message from the devices to the host, at most
-    side_class: type[TrainerSide] = TrainerSide
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
         self.now, self._count = 0.0, 0
@@ -291,7 +288,7 @@ class World:
 
     def heal(self, node: Node, action: m.Heal) -> None:
         """A member fetches the state of a peer."""
-        sources = shuffled(self.rng, list(action.sources))
+        sources = self.rng.sample(action.sources, len(action.sources))
         self.later(self.rng.uniform(0.05, self.heal_seconds), lambda: self._healed(node, action, sources))
 
     def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
