@@ -11,9 +11,8 @@ from gregale.errors import UserError
 from gregale.islands.follower import Follower
 from gregale.islands.host_connection import HostConnection, RemoteHost
 from gregale.islands.host_group import HostGroup, joint_digest
-from gregale.islands.host_worker import Count, NotFinite, OuterSnapshot, Timeouts
+from gregale.islands.host_worker import DigestMismatch, FetchedState, NotFinite, OuterSnapshot, Timeouts
 from gregale.islands.protocol.headers import Peer, seed
-from gregale.islands.state_verification import DigestMismatch, FetchedState
 from gregale.islands.trainer_command import (
     ApplyRound,
     CopyInnerState,
@@ -23,7 +22,7 @@ from gregale.islands.trainer_command import (
     RoundPacing,
     SendMessage,
 )
-from gregale.islands.transport.group import GroupFailed
+from gregale.islands.transport.group import Count, GroupFailed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.island_outer import OuterView

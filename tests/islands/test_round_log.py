@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from gregale.islands import round_log
-from gregale.islands.host_worker import Count
 from gregale.islands.protocol.headers import seed
 from gregale.islands.round_log import RoundLog
+from gregale.islands.transport.group import Count
 
 
 @pytest.mark.parametrize(

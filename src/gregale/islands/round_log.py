@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.islands.host_worker import Count
 from gregale.islands.protocol.headers import OuterRecord
+from gregale.islands.transport.group import Count
 
 
 @dataclass

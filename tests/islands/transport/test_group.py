@@ -50,7 +50,7 @@ def failures_of(groups: list[Group], then: Callable[[], None]) -> list[tuple[flo
     moment = [0.0]
 
     def wait(group: Group, peer: int) -> None:
-        work = group.receive(peer, np.zeros(5, np.uint8), tag=9)
+        work = group.recv(peer, np.zeros(5, np.uint8), tag=9)
         begun.wait()
         with pytest.raises(GroupFailed) as failed:
             work.wait(20.0)
@@ -79,7 +79,7 @@ def test_messages_arrive_by_tag_and_in_order(build):
         message.flags.writeable = False  # as a view of an array of JAX is
     works = [groups[a].send(b, message, tag) for (a, b, tag), message in sent.items()]
     arrived = {key: np.zeros(999, np.uint8) for key in sent}
-    works += [groups[b].receive(a, arrived[a, b, tag], tag) for a, b, tag in reversed(list(sent))]
+    works += [groups[b].recv(a, arrived[a, b, tag], tag) for a, b, tag in reversed(list(sent))]
     for work in works:
         work.wait(10.0)
         work.wait(10.0)
@@ -89,7 +89,7 @@ def test_messages_arrive_by_tag_and_in_order(build):
         groups[0].send(1, np.full(size, size, np.uint8))
     for size in (1, 2, 0):
         buffer = np.zeros(size, np.uint8)
-        groups[1].receive(0, buffer).wait(10.0)
+        groups[1].recv(0, buffer).wait(10.0)
         assert (buffer == size).all()
 
 
@@ -98,7 +98,7 @@ def test_many_large_messages_in_flight(build):
     message, arrived = np.arange(2**22, dtype=np.uint32).view(np.uint8), np.zeros(2**24, np.uint8)
     spans = [slice(start, start + 2**18) for start in range(0, 2**24, 2**18)]
     works = [groups[0].send(1, message[span], tag) for tag, span in enumerate(spans)]
-    works += [groups[1].receive(0, arrived[span], tag) for tag, span in enumerate(spans)]
+    works += [groups[1].recv(0, arrived[span], tag) for tag, span in enumerate(spans)]
     for work in works:
         work.wait(20.0)
     assert np.array_equal(message, arrived)
@@ -121,7 +121,7 @@ def test_all_members_notice_when_one_drops_the_group(build):
 def test_the_error_for_a_dead_peer_has_its_name_and_no_text_of_gloo(build, caplog):
     with caplog.at_level(logging.DEBUG, "gregale.islands.transport.group"):
         oslo, turin = build(2, names=["oslo", "turin"])
-        under_way = oslo.receive(1, np.zeros(5, np.uint8))
+        under_way = oslo.recv(1, np.zeros(5, np.uint8))
         turin.drop()
         with pytest.raises(GroupFailed) as failed:
             under_way.wait(20.0)
@@ -135,10 +135,10 @@ def test_a_silent_member_fails_the_group(build):
     groups = build(3)
     begin = time.monotonic()
     with pytest.raises(GroupFailed, match=r"receiving from 127.0.0.1:\d+ took more than 0.3 s"):
-        groups[0].receive(1, np.zeros(1, np.uint8)).wait(0.3)
+        groups[0].recv(1, np.zeros(1, np.uint8)).wait(0.3)
     for group in groups[1:]:
         with pytest.raises(GroupFailed):
-            group.receive((group.rank + 1) % 3, np.zeros(1, np.uint8)).wait(20.0)
+            group.recv((group.rank + 1) % 3, np.zeros(1, np.uint8)).wait(20.0)
     assert time.monotonic() - begin < 10.0
 
 
@@ -201,7 +201,7 @@ def test_unknown_connections_to_gloo_do_no_harm(build):
         with socket.create_connection(door, 5.0) as stranger:
             stranger.sendall(os.urandom(4096))
     buffer = np.zeros(3, np.uint8)
-    work = groups[1].receive(0, buffer)
+    work = groups[1].recv(0, buffer)
     groups[0].send(1, np.arange(3, dtype=np.uint8)).wait(10.0)
     work.wait(10.0)
     assert list(buffer) == [0, 1, 2]

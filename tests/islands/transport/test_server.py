@@ -17,9 +17,9 @@ from gregale.errors import UserError
 from gregale.islands.transport import listener, snapshot_store
 from gregale.islands.transport import server as module
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, call
-from gregale.islands.transport.server import Server, Snapshot
+from gregale.islands.transport.server import Server
 from gregale.islands.transport.signing import digest
-from gregale.islands.transport.snapshot_store import ServedArray
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from tests.islands.transport.conftest import TOKEN, exchange
 
 UNSIGNED = "127.0.0.1 was refused: its signature is missing or wrong: it has another token, or was meant for another "
@@ -189,10 +189,10 @@ def test_a_fetch_of_a_previous_snapshot_can_finish_and_then_the_snapshot_is_free
     """Otherwise an outer state that somebody has fetched would be there twice from then on."""
     server, array = make_server(), np.arange(8, dtype=np.float32)
     second, content = ServedArray(np.ones(8, np.float32), 2), array.tobytes()
-    server.publish(Snapshot(0, 1, {"a": ServedArray(array, 1)}))
+    server.outer.publish(Snapshot(0, 1, {"a": ServedArray(array, 1)}))
     peer = PeerClient(server.address, TOKEN, 5.0)
     chunk = peer.request("GET", "/manifest")["leaves"]["a"]["hash"], 0
-    server.publish(Snapshot(0, 2, {"a": second}))
+    server.outer.publish(Snapshot(0, 2, {"a": second}))
     assert peer.request("GET", "/manifest")["round"] == 2
     got = bytearray(len(content))
     assert peer.open_chunks([chunk], len(content))
@@ -202,7 +202,7 @@ def test_a_fetch_of_a_previous_snapshot_can_finish_and_then_the_snapshot_is_free
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     gone = weakref.ref(array)
     del array
-    server.publish(Snapshot(0, 3, {"a": second}))
+    server.outer.publish(Snapshot(0, 3, {"a": second}))
     assert not peer.open_chunks([chunk], len(content))
     peer.close()
     gc.collect()
@@ -244,7 +244,7 @@ def test_token_files(tmp_path):
 
 def test_manifests_are_plain_json(make_server):
     server = make_server()
-    server.publish(Snapshot(2, 7, {"a": ServedArray(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
+    server.outer.publish(Snapshot(2, 7, {"a": ServedArray(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
     manifest = PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
     assert json.loads(json.dumps(manifest)) == manifest
     leaf = manifest["leaves"]["a"]

@@ -14,9 +14,9 @@ import pytest
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
-from gregale.islands.transport.server import Server, Snapshot
+from gregale.islands.transport.server import Server
 from gregale.islands.transport.signing import canonical
-from gregale.islands.transport.snapshot_store import ServedArray
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.transport.conftest import TOKEN
 
@@ -61,7 +61,7 @@ def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
 def sources(make_server) -> list[Server]:
     servers = [make_server() for _ in range(3)]
     for server in servers:
-        server.publish(Snapshot(1, 4, STATE, {"position": 17}))
+        server.outer.publish(Snapshot(1, 4, STATE, {"position": 17}))
     return servers
 
 
@@ -171,7 +171,7 @@ def test_many_small_arrays_take_few_requests(make_server):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
     many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
-    server.publish(Snapshot(1, 4, many))
+    server.outer.publish(Snapshot(1, 4, many))
     requests, lend = [], server.outer.lend
     server.outer.lend = lambda names: requests.append(names) or lend(names)
     expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
@@ -243,7 +243,7 @@ def test_the_timeout_is_kept(sources, way):
 def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
-    server.publish(Snapshot(1, 4, STATE))
+    server.outer.publish(Snapshot(1, 4, STATE))
     server.outer.expect(60.0)
     fetcher = Fetcher(TOKEN, EXPECTED)
     before = fetcher.fetch([server.address], 10.0)
@@ -254,7 +254,7 @@ def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     )
     joins.start()
     after = STATE | {"half|0": leaves(seed=1)["half|0"]}
-    server.publish(Snapshot(1, 5, after))
+    server.outer.publish(Snapshot(1, 5, after))
     joins.join()
     assert (found[0].round, found[0].settled) == (5, True)
     assert_is(found[0], after)
@@ -282,7 +282,7 @@ def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
 
     def commit(received: int) -> None:
         if received > TOTAL // 3 and server.outer._snapshot.round == 4:
-            server.publish(Snapshot(1, 5, after))
+            server.outer.publish(Snapshot(1, 5, after))
 
     after_chunks(commit)
     fetched = fetch([server.address], TOKEN, EXPECTED, 10.0)
@@ -291,10 +291,10 @@ def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
 
 
 def test_the_newest_state_wins_and_then_the_majority(sources):
-    sources[0].publish(Snapshot(1, 5, leaves(seed=1)))
+    sources[0].outer.publish(Snapshot(1, 5, leaves(seed=1)))
     assert fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0).round == 5
-    sources[1].publish(Snapshot(1, 5, leaves(seed=2)))
-    sources[2].publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[1].outer.publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[2].outer.publish(Snapshot(1, 5, leaves(seed=2)))
     assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), leaves(seed=2))
 
 

@@ -1,6 +1,7 @@
 """`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
 import signal
+import subprocess
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.local_fleet.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
+from gregale.programs.local_fleet.processes import Member, end, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
 from gregale.programs.watch.run_poller import RunPoller
@@ -63,7 +64,7 @@ class Fleet:
         self._stopped: str | None = None
         self._config = self._write_config(config)
         self._members: list[Member] = []
-        self._lighthouse: LighthouseHandle | None = None
+        self._lighthouse: subprocess.Popen | None = None
         self._name = config.name
         self._runs: StoragePath = storage_path(expand(config.runs, "runs"))
         self._followers: dict[str, RunPoller] = {}  # pollers of the started runs, by the island's name
@@ -83,7 +84,7 @@ class Fleet:
         """End the running processes, the islands first."""
         end([member.process for member in self._members])
         if self._lighthouse is not None:
-            end([self._lighthouse.process])
+            end([self._lighthouse])
 
     def _stop(self, number: int, _) -> None:
         """Note the first signal, which ends the fleet after its checkpoints; a second Ctrl-C ends at once."""
@@ -101,24 +102,23 @@ class Fleet:
 
     def _start(self) -> None:
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(self._token, timing_of(self._islands), output)
+        self._lighthouse, address = start_lighthouse(self._token, timing_of(self._islands), output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
         for name in names:
-            self._members.append(self._start_island(name))
+            self._members.append(self._start_island(name, address))
         self._screen.message(
-            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
+            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {address}. "
             f"The output of each is in {self._folder}/<island>.log."
         )
 
-    def _start_island(self, name: str) -> Member:
-        assert self._lighthouse is not None
+    def _start_island(self, name: str, address: str) -> Member:
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
-            *("--islands.lighthouse", self._lighthouse.address),
+            *("--islands.lighthouse", address),
             *("--islands.bind", "127.0.0.1"),
             *(["--fresh"] if self._options.fresh else []),
         ]

@@ -51,14 +51,6 @@ def end_of(output: Path, count: int = 3) -> str:
     return " ".join(found).removeprefix(_ERROR)
 
 
-@dataclass
-class LighthouseHandle:
-    """The coordinator's process and its address."""
-
-    address: str
-    process: subprocess.Popen
-
-
 def start(command: Sequence[str], output: Path) -> subprocess.Popen:
     """Start a process with its output in a file; only the fleet's signals reach it, not the terminal's."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +66,8 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen:
         )
 
 
-def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHandle:
-    """Start the coordinator and wait until it listens; raise `UserError` if it does not."""
+def start_lighthouse(token: Path, timing: Timing, output: Path) -> tuple[subprocess.Popen, str]:
+    """Start the coordinator; return its process and address once it listens. Raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
     command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
@@ -83,7 +75,7 @@ def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHan
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         if found := _LISTENS.search(output.read_bytes()):
-            return LighthouseHandle(found[1].decode(), process)
+            return process, found[1].decode()
         if process.poll() is not None:
             break
         time.sleep(0.05)
