@@ -4,8 +4,8 @@ import copy
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
-from gregale.islands.transport.server import Server
+from gregale.islands.transport.server import Handler, Server
 from gregale.islands.transport.signing import canonical
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed, fetch
@@ -65,80 +65,43 @@ def sources(make_server) -> list[Server]:
     return servers
 
 
-class Way:
-    """What lies between a source and who fetches: hands bytes on until it meddles with what comes back."""
-
-    def __init__(self, source: Server, meddle: Callable[[bytes, int], bytes | None]):
-        """`meddle(content, offset)`: what arrives of the bytes from `offset` on; None: the connection ends."""
-        self._source, self._meddle = source, meddle
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}/{source.recipient}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection((self._source.host, self._source.port))
-            threading.Thread(target=self._copy, args=(near, far, lambda content, offset: content), daemon=True).start()
-            threading.Thread(target=self._copy, args=(far, near, self._meddle), daemon=True).start()
-
-    def _copy(self, origin: socket.socket, target: socket.socket, meddle) -> None:
-        offset = 0
-        try:
-            while content := origin.recv(1 << 14):
-                arrives = meddle(content, offset)
-                if arrives is None:
-                    break
-                target.sendall(arrives)
-                offset += len(content)
-        except OSError:
-            pass
-        for connection in (origin, target):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.fixture
-def way() -> Iterator[Callable[..., str]]:
-    """`way(server, meddle)`: the address of a way to a server."""
-    ways = []
+def spoilt(monkeypatch) -> Callable[..., str]:
+    """`spoilt(server, how)`: the address of the server, which sends `how(chunk, number)` for a chunk; None: it ends."""
+    send, spoilers, counts = Handler._send_all, {}, Counter()
 
-    def make(server: Server, meddle) -> str:
-        ways.append(Way(server, meddle))
-        return ways[-1].address
+    def send_all(handler: Handler, content) -> None:
+        address = handler.owner.address
+        if handler.path == "/pieces" and address in spoilers:
+            counts[address] += 1
+            whole, content = content, spoilers[address](bytes(content), counts[address])
+            if content is None:
+                send(handler, whole[:100])
+                raise ConnectionError
+        send(handler, content)
 
-    yield make
-    for each in ways:
-        each.close()
+    def install(server: Server, how: Callable[[bytes, int], bytes | None]) -> str:
+        spoilers[server.address] = how
+        return server.address
 
-
-AFTER = 20_000  # the manifest and a part of the first chunks
-
-
-def corrupt(content: bytes, offset: int) -> bytes:
-    return content if offset < AFTER else bytes(byte ^ 1 for byte in content[:100]) + content[100:]
-
-
-def cut_short(content: bytes, offset: int) -> bytes | None:
-    return content if offset < AFTER else None
+    monkeypatch.setattr(Handler, "_send_all", send_all)
+    return install
 
 
-def stall(content: bytes, offset: int) -> bytes:
-    if offset >= AFTER:
-        time.sleep(1.0)
-    return content
+def corrupt(content: bytes, number: int) -> bytes:
+    return bytes(byte ^ 1 for byte in content[:100]) + content[100:]
 
 
-def dribble(content: bytes, offset: int) -> bytes:
-    if offset >= AFTER:
-        time.sleep(0.3)
-    return content
+def cut_short(content: bytes, number: int) -> None:
+    return None
+
+
+def slow(seconds: float) -> Callable[[bytes, int], bytes]:
+    def wait(content: bytes, number: int) -> bytes:
+        time.sleep(seconds)
+        return content
+
+    return wait
 
 
 @pytest.fixture
@@ -180,15 +143,15 @@ def test_many_small_arrays_take_few_requests(make_server):
 
 
 @pytest.mark.parametrize(
-    ("meddle", "reason"),
+    ("how", "reason"),
     [
         (corrupt, "do not have the hash that it gave"),
         (cut_short, r"cannot be reached: .*(ended in the middle|without response|IncompleteRead|reset|idle)"),
-        (stall, "cannot be reached: timed out"),
+        (slow(1.0), "cannot be reached: timed out"),
     ],
 )
-def test_a_bad_source_is_named_and_replaced(sources, way, meddle, reason):
-    bad = way(sources[0], meddle)
+def test_a_bad_source_is_named_and_replaced(sources, spoilt, how, reason):
+    bad = spoilt(sources[0], how)
     fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
     assert all(bad.partition("/")[0] in line for line in fetched.complaints)
@@ -199,24 +162,21 @@ def test_a_bad_source_is_named_and_replaced(sources, way, meddle, reason):
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
-def test_chunks_fetched_before_a_failure_are_kept(sources, way):
-    def late_cut(content: bytes, offset: int) -> bytes | None:
-        return content if offset < 3 * CHUNK_BYTES else None
-
+def test_chunks_fetched_before_a_failure_are_kept(sources, spoilt):
     fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed):
-        fetcher.fetch([way(sources[0], late_cut)], 10.0)
+        fetcher.fetch([spoilt(sources[0], lambda content, number: content if number < 5 else None)], 10.0)
     fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
     assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * CHUNK_BYTES
 
 
-def test_a_slow_source_does_not_hold_up_the_end(sources, way):
-    slow = way(sources[0], dribble)
+def test_a_slow_source_does_not_hold_up_the_end(sources, spoilt):
+    address = spoilt(sources[0], slow(0.3))
     begin = time.monotonic()
-    assert_is(fetch([slow, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
-    # Its first chunk alone would take it 4 x 0.3 s a connection, and it would have half of eleven.
-    assert time.monotonic() - begin < 3.0
+    assert_is(fetch([address, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
+    # It would have half of eleven chunks, on two connections.
+    assert time.monotonic() - begin < 1.5
 
 
 def test_a_source_that_dies_in_the_middle(sources, after_chunks):
@@ -235,9 +195,9 @@ def test_no_sources_and_no_state(make_server):
             fetch([address], TOKEN, EXPECTED, 5.0)
 
 
-def test_the_timeout_is_kept(sources, way):
+def test_the_timeout_is_kept(sources, spoilt):
     with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
-        fetch([way(sources[0], dribble)], TOKEN, EXPECTED, 0.5)
+        fetch([spoilt(sources[0], slow(0.3))], TOKEN, EXPECTED, 0.5)
 
 
 def test_a_fetch_waits_for_the_end_of_a_round(make_server):
