@@ -7,7 +7,7 @@ Slow work runs in threads: view requests, exchange, healing, messages to peers.
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, RLock, Thread
 from typing import Any
@@ -57,13 +57,13 @@ class Driver:
     note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
-    seconds: commands.WaitTimers = field(default_factory=commands.WaitTimers)
 
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
         self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic(), self.steps)
         self.stalls = Stalls(self.member, self._trainer)
+        self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
         self._failure: BaseException | None = None
         self._left = self._leaving = self._is_copy_wanted = False
@@ -117,7 +117,7 @@ class Driver:
                     self.leave()
                     continue
                 self._changed.wait(0.5)
-            self.seconds.waiting += time.monotonic() - began
+            self.waiting_seconds += time.monotonic() - began
             self._log.wait_ends()
             self.worker.ordered(order)
             return order
@@ -284,16 +284,10 @@ class Driver:
             self._recovery.contributed()
         self._ended(outer, commands.ApplyRound(outer.round - 1, weight, save_offset), weight)
 
-    def _ended(
-        self,
-        outer: OuterRecord,
-        order: commands.ApplyRound | commands.LoadOuterState,
-        weight: float,
-        healed: bool = False,
-    ) -> None:
+    def _ended(self, outer: OuterRecord, arrival: commands.Arrival, weight: float, healed: bool = False) -> None:
         """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
-        self._trainer.round_decided(order, time.monotonic())
+        self._trainer.round_decided(arrival, time.monotonic())
         self._log.end(outer, weight, healed)
         if text := self.stalls.went_on(time.monotonic(), outer, healed):
             self._tell_stalled(text, False)
@@ -323,7 +317,10 @@ class Driver:
     def _heal(self, action: protocol.Heal) -> None:
         with self._lock:
             self._log.begin()
-        self.post(fetched(action, self.worker, self.pace, self.seconds))
+        began = time.monotonic()
+        event = fetched(action, self.worker, self.pace)
+        self.healing_seconds += time.monotonic() - began
+        self.post(event)
 
     def _tick(self) -> None:
         while not self._closed:

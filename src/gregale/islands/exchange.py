@@ -9,7 +9,7 @@ from gregale.islands.peer_probe import PeerProbe
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.member import Member
-from gregale.islands.trainer_command import RoundPacing, WaitTimers
+from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -32,23 +32,15 @@ def exchanged(
     return protocol.Reduced(action.key, digest)
 
 
-def fetched(
-    action: protocol.Heal, worker: HostGroup, pace: RoundPacing, seconds: WaitTimers
-) -> protocol.Healed | protocol.HealFailed:
-    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event.
-
-    - `seconds`: the timers that receive the healing time
-    """
-    began, sources, is_whole = time.monotonic(), action.sources, pace.schedule.fragments == 1
+def fetched(action: protocol.Heal, worker: HostGroup, pace: RoundPacing) -> protocol.Healed | protocol.HealFailed:
+    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event."""
+    sources, is_whole = action.sources, pace.schedule.fragments == 1  # then a round changes the whole state
     try:
-        # With one fragment, a round changes the whole state.
         outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
         worker.inherit(sources)
         return protocol.Healed(outer)
     except TransferFailed as error:
         return protocol.HealFailed(str(error))
-    finally:
-        seconds.healing += time.monotonic() - began
 
 
 def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:

@@ -52,6 +52,7 @@ class Finish(NamedTuple):
     complete: bool
 
 
+Arrival = ApplyRound | LoadOuterState
 TrainerCommand = SendMessage | ApplyRound | LoadOuterState | CopyInnerState | Finish
 _KINDS: dict[str, type[TrainerCommand]] = {
     kind.__name__: kind for kind in (SendMessage, ApplyRound, LoadOuterState, CopyInnerState, Finish)
@@ -86,11 +87,3 @@ class RoundPacing:
     def interval(self, number: int) -> int:
         """Return the number of steps from the message of the previous round to that of round `number`."""
         return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
-
-
-@dataclass
-class WaitTimers:
-    """Seconds spent waiting for the network and healing."""
-
-    waiting: float = 0.0
-    healing: float = 0.0

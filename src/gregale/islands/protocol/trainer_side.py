@@ -10,7 +10,7 @@ from statistics import median
 
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND
-from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage
+from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
 
 TIMED_ROUNDS = 15  # in the median
 LATE = 2.0  # times the median
@@ -27,7 +27,7 @@ class TrainerSide:
 
     def __init__(self, pace: RoundPacing, handover: Handover, now: float = 0.0, steps: int = 0):
         self._pace, self._handover = pace, handover
-        self._arrivals: deque[ApplyRound | LoadOuterState] = deque()
+        self._arrivals: deque[Arrival] = deque()
         self._since = steps  # steps since the last message, or since the state was replaced
         self._before = 0  # steps in the current message
         self._begun: float | None = None  # the time of the current round's announcement or message
@@ -65,7 +65,7 @@ class TrainerSide:
         self._begin(now)
         return self._handover.depart()
 
-    def round_decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
+    def round_decided(self, arrival: Arrival, now: float) -> None:
         """Queue a committed round, or an outer state that replaces the parameters and all queued rounds."""
         begun, self._begun = self._begun, None
         if isinstance(arrival, LoadOuterState):
@@ -74,7 +74,7 @@ class TrainerSide:
             self._round_seconds.append(now - begun)
         self._arrivals.append(arrival)
 
-    def arrival(self, is_last: bool) -> ApplyRound | LoadOuterState | None:
+    def arrival(self, is_last: bool) -> Arrival | None:
         """Return the round or state to mix in now, if any; `is_last`: no step comes before, so nothing is early."""
         if not self._arrivals:
             return None

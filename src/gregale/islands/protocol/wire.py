@@ -37,7 +37,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         return None if value is None else _value(arguments[0], value, name)
     if is_dataclass(kind):
         return decode(kind, value, name)
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         if fields := getattr(kind, "_fields", None):
             return kind(*_values(list(_hints(kind).values()), value, fields))
         if get_origin(kind) is tuple:

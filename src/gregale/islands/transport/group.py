@@ -163,16 +163,16 @@ class Group:
             connecting.join(POLL_SECONDS)
         return connecting.result()
 
-    def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
+    def send(self, peer: int, data: np.ndarray, tag: int = 0) -> Work:
         """Send a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
-        self.count.sent += array.nbytes
-        return self._begin("send", peer, array, tag, f"sending to {self._names[peer]}")
+        self.count.sent += data.nbytes
+        return self._begin("send", peer, data, tag, f"sending to {self._names[peer]}")
 
-    def recv(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
-        """Receive exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
-        assert array.flags.writeable
-        self.count.received += array.nbytes
-        return self._begin("recv", peer, array, tag, f"receiving from {self._names[peer]}")
+    def recv(self, peer: int, data: np.ndarray, tag: int = 0) -> Work:
+        """Receive exactly `data.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
+        assert data.flags.writeable
+        self.count.received += data.nbytes
+        return self._begin("recv", peer, data, tag, f"receiving from {self._names[peer]}")
 
     def drop(self) -> None:
         """Close the sockets, so that every other member's waits fail at once. Safe from any thread, and twice.

@@ -119,15 +119,15 @@ class Lighthouse:
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
             waiting = self._waiting.pop(answer.ask)
-            if view := answer.view:  # one text for all its members
-                headers = [ask.header for ask in view.asks]
-                waiting.reply = replies[view] = replies.get(view) or canonical(
-                    {"view": {"id": view.id, "headers": headers}}
-                )
+            if (view := answer.view) is not None:
+                if view not in replies:  # one text for all its members
+                    headers = [ask.header for ask in view.asks]
+                    replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
+                waiting.reply = replies[view]
             elif answer.refused:
                 waiting.reply = {"refused": answer.refused}
+                refused.add(answer.ask.name)
             waiting.answered.set()
-            refused |= {answer.ask.name} if answer.refused else set()
         self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
         self._tell(self._news.changes(self._membership.healthy, now), self._say_change)
         self._tell(self._news.stall(self._membership.pending, now), self._say)
