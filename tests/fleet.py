@@ -85,7 +85,6 @@ class Island:
 
     @property
     def address(self) -> str:
-        """Where its server listens."""
         return (self.run / "island.address").read_text(encoding="utf-8")
 
     def signal(self, number: int) -> None:
@@ -101,7 +100,6 @@ class Island:
         return self.process.wait(seconds)
 
     def said(self) -> str:
-        """All that it has printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def step(self) -> int:
@@ -259,7 +257,6 @@ class Fleet:
         return sum(len(next(iter(found.values()))) > 1 for found in digests.values())
 
     def tails(self) -> str:
-        """The ends of all logs."""
         return "\n".join(
             f"-- {name}: " + "\n   ".join(one.said().splitlines()[-6:]) for name, one in self.islands.items()
         )
@@ -279,7 +276,6 @@ class Fleet:
 
 
 def metrics(run: StoragePath) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]

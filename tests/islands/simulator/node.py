@@ -74,7 +74,6 @@ class Node:
 
     @property
     def hears(self) -> bool:
-        """Whether it lives and is not stopped."""
         return self.alive and not self.paused
 
     def _wake_in_time(self) -> None:
@@ -121,7 +120,6 @@ class Node:
         self.world.reduce(self, action)
 
     def reduced(self, key: str, digest: str | None, unreachable: tuple[str, ...]) -> None:
-        """The engine's reduce ended."""
         if self.reducing != key or not self.alive:
             return
         self.reducing = None

@@ -18,8 +18,6 @@ CALM_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule came to."""
-
     rounds: int
     forked: bool
     longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`

@@ -31,7 +31,6 @@ class Trainer:
         self.factor: float | None = 1.0
 
     def leased(self, outer: OuterRecord, holder: str) -> None:
-        """The record of the outer state is this one."""
         self._leases.update(outer.ledger, holder)
 
     def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
@@ -108,7 +107,6 @@ class Trainer:
         node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot))
 
     def _down(self, count: int, shot: m.MessageReady) -> None:
-        """The message has come down to the host."""
         if count == self._node.member.handover.count:
             self.message = f"{self._node.identity} {count}"
             self._node.tell(shot)

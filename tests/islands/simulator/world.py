@@ -117,7 +117,6 @@ class World:
     # Processes.
 
     def start(self, name: str) -> None:
-        """A process starts, without any memory."""
         self.starts += 1
         rng = self.rng
         self._beat()
@@ -128,7 +127,6 @@ class World:
         node.tick()
 
     def kill(self, name: str) -> None:
-        """A process dies."""
         self.log(f"{name} dies")
         self.nodes[name].alive = False
         self.nodes[name].cut_off_at = self.now
@@ -174,7 +172,6 @@ class World:
     # The coordinator.
 
     def ask(self, node: Node, header: Header) -> None:
-        """A member asks for a view."""
         self.send(node.name, COORDINATOR, lambda: self._asked(header))
 
     def _asked(self, header: Header) -> None:
@@ -228,13 +225,11 @@ class World:
             self.send(COORDINATOR, header.name, hear)
 
     def stop_coordinator(self) -> None:
-        """It dies; its memory with it."""
         self.log("the coordinator dies")
         self.up = False
         self.restarts += 1
 
     def start_coordinator(self) -> None:
-        """It is back, without memory."""
         if not self.up:
             self.log("the coordinator starts")
             self.up, self.up_since = True, self.now
@@ -287,7 +282,6 @@ class World:
         return frozenset(peer.identity for peer, node in found if node.identity != peer.identity or not node.alive)
 
     def heal(self, node: Node, action: m.Heal) -> None:
-        """A member fetches the state of a peer."""
         sources = self.rng.sample(action.sources, len(action.sources))
         self.later(self.rng.uniform(0.05, self.heal_seconds), lambda: self._healed(node, action, sources))
 
@@ -304,7 +298,6 @@ class World:
     # What is agreed.
 
     def committed(self, node: Node, action: m.Commit, digest: str) -> None:
-        """A member commits a result."""
         outer = action.outer
         spec, there, parent = self.reduces[action.key]
         true = hashed(parent, spec.members, spec.weights, sorted(there.items()))
@@ -318,7 +311,6 @@ class World:
         self.states[node.identity] = outer
 
     def installed(self, node: Node, outer: OuterRecord) -> None:
-        """A member took over a peer's state."""
         self.invariants.publish(outer)
         self.invariants.install(self.states[node.identity], outer)
         node.previous = self.states[node.identity] = outer

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gregale.islands.transport.group import CONNECTING, Connecting, Group, GroupFailed
+from gregale.islands.transport.group import CONNECTING, Connecting, Count, Group, GroupFailed
 
 Build = Callable[..., list[Group]]
 
@@ -102,6 +102,7 @@ def test_many_large_messages_in_flight(build):
     for work in works:
         work.wait(20.0)
     assert np.array_equal(message, arrived)
+    assert (groups[0].count, groups[1].count) == (Count(sent=2**24), Count(received=2**24))
 
 
 def test_all_members_notice_when_one_drops_the_group(build):
