@@ -52,19 +52,15 @@ class PeerProbe:
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> PeerProbe:
-        Thread(target=self._begin, daemon=True, name="watching").start()
+        for name, address in self._peers.items():
+            Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _begin(self) -> None:
-        if not self._over.wait(self._half):
-            for name, address in self._peers.items():
-                Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
-
     def _watch(self, name: str, address: str) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(self._half):
             try:
                 ask_status(address, self._token, self._half)
             except PeerUnreachable:
@@ -74,7 +70,6 @@ class PeerProbe:
                 return
             except RequestRejected:
                 return  # the peer is alive
-            self._over.wait(self._half)
 
 
 def announce(address: str, token: bytes, number: int) -> None:

@@ -11,7 +11,7 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.local_fleet.processes import Member, end, make_token, start, start_lighthouse
+from gregale.programs.local_fleet.processes import Member, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
 from gregale.programs.watch.run_poller import RunPoller
@@ -135,7 +135,9 @@ class Fleet:
             if self._stopped and not asked:
                 asked = True
                 self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
-                _signal_all(self._members, signal.SIGTERM)
+                for member in self._members:
+                    if member.process.poll() is None:
+                        member.process.terminate()
             self._report_ended(reported)
             if time.monotonic() - shown >= seconds:
                 shown = time.monotonic()
@@ -165,9 +167,9 @@ class Fleet:
             if code < 0:
                 self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
             elif code and not self._stopped:
-                self._screen.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
+                self._screen.message(f"{member.name} ended with exit code {code}: {end_of(member.output)}")
             else:
-                self._screen.message(f"{member.name}: {member.last_lines(1)}")
+                self._screen.message(f"{member.name}: {end_of(member.output, 1)}")
 
     def _finish(self) -> int:
         codes = [member.process.returncode for member in self._members]
@@ -182,12 +184,6 @@ class Fleet:
             self._screen.message(f"Stopped by {self._stopped}; the same command goes on.")
             return 128 + signal.Signals[self._stopped]
         return max((abs(code) for code in codes), default=0) and 1
-
-
-def _signal_all(members: list[Member], number: int) -> None:
-    for member in members:
-        if member.process.poll() is None:
-            member.process.send_signal(number)
 
 
 COMMAND = Command(main=main, options=IslandsOptions, config=TrainConfig, positional=("config",))

@@ -38,10 +38,6 @@ class Member:
     output: Path
     process: subprocess.Popen
 
-    def last_lines(self, count: int = 3) -> str:
-        """Return the end of its output; see `end_of`."""
-        return end_of(self.output, count)
-
 
 def end_of(output: Path, count: int = 3) -> str:
     """Return the end of a process's output: its error without the prefix, otherwise its last `count` lines."""
