@@ -17,8 +17,7 @@ from statistics import mean, median
 
 from benchmarks.latency import delayed
 from gregale.distributed.signing import read_token
-from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.server import PeerUnreachable, ask_status
+from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status
 from tests.fleet import Fleet, Island, Seconds, metrics
 from tests.namespaces import Network, rate_limited
 

@@ -19,8 +19,8 @@ import time
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.islands.transport.server import Server, Snapshot
-from gregale.islands.transport.snapshot_store import ServedArray
+from gregale.islands.transport.server import Server
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import fetch
 from tests.namespaces import bits_per_second, rate_limited
 
@@ -41,7 +41,7 @@ def serve(address: str, megabytes: float, arrays: int) -> None:
         for index, size in enumerate(sizes(megabytes, arrays))
     }
     server = Server(address, TOKEN, lambda message: {})
-    server.publish(Snapshot(1, 4, state, {"outer": None}))
+    server.outer.publish(Snapshot(1, 4, state, {"outer": None}))
     plain = socket.create_server((address, 0))
     print(json.dumps([server.address, f"{address}:{plain.getsockname()[1]}"]), flush=True)
     content = b"".join(leaf.array.tobytes() for leaf in state.values())

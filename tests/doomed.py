@@ -24,13 +24,14 @@ from typing import Any
 
 from gregale.cli import main
 from gregale.islands.driver import Driver
-from gregale.islands.host_worker import GroupLink, HostWorker
+from gregale.islands.host_worker import HostWorker
+from gregale.islands.transport.group import Group
 from gregale.islands.transport.server import Handler
 from gregale.islands.transport.transfer import Assembly
 
 DOOM = Path(os.environ["DOOM"])
 POINTS = {
-    "reduce": (GroupLink, "send"),
+    "reduce": (Group, "send"),
     "held": (HostWorker, "reduce"),
     "step": (Driver, "stepped"),
     "healing-other": (Handler, "_send_all"),

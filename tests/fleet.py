@@ -85,7 +85,6 @@ class Island:
 
     @property
     def address(self) -> str:
-        """Where its server listens."""
         return (self.run / "island.address").read_text(encoding="utf-8")
 
     def signal(self, number: int) -> None:
@@ -101,7 +100,6 @@ class Island:
         return self.process.wait(seconds)
 
     def said(self) -> str:
-        """All that it has printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def step(self) -> int:
@@ -153,8 +151,8 @@ class Fleet:
         self.lighthouse = self._process([*command, "--join_seconds", join], self.folder / "lighthouse.log", {})
         return self.lighthouse
 
-    def start(self, name: str, *options: str, pace: float | None = None) -> Island:
-        """Starts an island, or one that has ended again; `pace`: see `doomed.py`."""
+    def start(self, name: str, *options: str, pace: float | None = None, log: str = "") -> Island:
+        """Starts an island, or one that has ended again; `pace`: see `doomed.py`; `log`: of one of its processes."""
         if self.network and name not in self.sites:
             self.sites[name] = self.network.sites[len(self.sites)]
         site = self.sites.get(name, Site((), "127.0.0.1"))
@@ -172,14 +170,15 @@ class Fleet:
             command += [f"--islands.{key}", value]
         if url := self._stores.get(name):
             command += ["--runs", url]
-        output = self.folder / f"{name}.log"
+        log = log or name
+        output = self.folder / f"{log}.log"
         doom = output.with_suffix(".doom")
         doom.unlink(missing_ok=True)
         more = {"DOOM": str(doom), "PACE": str(pace or self._pace)}
         process = self._process([*command, *self._options, *options], output, more)
         runs = storage_path(url) if url else self.folder / "runs"
-        self.islands[name] = Island(name, runs / name, output, process)
-        return self.islands[name]
+        self.islands[log] = Island(name, runs / name, output, process)
+        return self.islands[log]
 
     def _process(self, command: Sequence[str], output: Path, more: dict[str, str]) -> subprocess.Popen:
         with output.open("ab") as file:
@@ -258,7 +257,6 @@ class Fleet:
         return sum(len(next(iter(found.values()))) > 1 for found in digests.values())
 
     def tails(self) -> str:
-        """The ends of all logs."""
         return "\n".join(
             f"-- {name}: " + "\n   ".join(one.said().splitlines()[-6:]) for name, one in self.islands.items()
         )
@@ -278,7 +276,6 @@ class Fleet:
 
 
 def metrics(run: StoragePath) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]

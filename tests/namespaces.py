@@ -46,8 +46,6 @@ class Site:
 
 
 class Network:
-    """A bridge and its sites."""
-
     def __init__(self, count: int, bandwidth: str | None, subnet: str):
         self.coordinator = f"{subnet}.1"
         self.sites: list[Site] = []

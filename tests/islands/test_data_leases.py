@@ -1,7 +1,5 @@
 """The examples that an island takes are those of its leases, each once, whatever the rounds bring."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -12,22 +10,25 @@ from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, ad
 BATCH = 4
 
 
-def spread(first: int) -> set[int]:
-    return set(range(first, first + BATCH))
-
-
-def test_no_batch_is_taken_before_there_is_a_lease():
+def leased(examples: int) -> DataLeases:
     leases = DataLeases("a", "s", BATCH)
-    assert leases.take() is None
-    assert leases.is_empty()
+    leases.update(advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy(examples, BATCH)), "s")
+    return leases
 
 
 def test_batches_are_taken_in_the_order_of_the_lease():
-    leases = DataLeases("a", "s", BATCH)
-    leases.update(advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy(3 * BATCH, BATCH)), "s")
+    nothing = DataLeases("a", "s", BATCH)
+    assert nothing.take() is None
+    assert nothing.is_empty()
+    leases = leased(3 * BATCH)
     assert [leases.take() for _ in range(4)] == [0, 4, 8, None]
     assert leases.used_after(0) == 0
     assert leases.used_after(2) == 2 * BATCH
+
+
+def test_a_rest_too_short_for_a_batch_is_skipped():
+    leases = leased(BATCH + 1)
+    assert [leases.take() for _ in range(2)] == [0, None]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -38,22 +39,14 @@ def test_two_islands_never_take_the_same_example(seed):
     trained, taken, seen = dict.fromkeys(islands, 0), dict.fromkeys(islands, 0), set()
     ledger = Ledger()
     for _ in range(60):
-        ledger = advance(
-            ledger, [LeaseReport(n, n, each.used_after(trained[n])) for n, each in islands.items()], lease_policy
-        )
+        reports = [LeaseReport(name, name, each.used_after(trained[name])) for name, each in islands.items()]
+        ledger = advance(ledger, reports, lease_policy)
         for name, leases in islands.items():
             leases.update(ledger, name)
             for _ in range(source.randrange(5)):
                 if (first := leases.take()) is not None:
-                    assert not seen & spread(first)
-                    seen |= spread(first)
+                    assert not seen & set(range(first, first + BATCH))
+                    seen |= set(range(first, first + BATCH))
                     taken[name] += 1
             trained[name] = source.randint(trained[name], taken[name])
     assert len(seen) == BATCH * sum(taken.values()) > 0
-
-
-def test_a_rest_too_short_for_a_batch_is_skipped():
-    leases = DataLeases("a", "s", BATCH)
-    leases.update(advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy(BATCH + 1, BATCH)), "s")
-    assert leases.take() == 0
-    assert leases.take() is None

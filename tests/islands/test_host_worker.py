@@ -1,16 +1,14 @@
 """One host of an island: what it serves to those that heal, and what it takes of others, over real servers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from gregale.islands import outer_checkpoint
+from gregale.islands.exchange import newest
 from gregale.islands.host_group import HostGroup
-from gregale.islands.host_worker import HostWorker, Timeouts
+from gregale.islands.host_worker import FetchedState, HostWorker, Timeouts
 from gregale.islands.protocol.headers import Generation, OuterRecord, Peer, seed
-from gregale.islands.state_verification import FetchedState, newest
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.transfer import TransferFailed
 from gregale.methods.island_outer import HostOuter
@@ -73,7 +71,7 @@ def test_an_invalid_record_is_no_fatal_error(make):
     joiner, sound, spoilt = make(), make(), make()
     record = at_round(sound, 3)
     at_round(spoilt, 4)
-    spoilt.server.publish(replace(spoilt.server.outer._snapshot, facts={"outer": "garbage"}))
+    spoilt.server.outer.publish(replace(spoilt.server.outer._snapshot, facts={"outer": "garbage"}))
     assert HostGroup(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 

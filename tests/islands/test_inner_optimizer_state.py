@@ -1,7 +1,5 @@
 """A joiner's inner optimizer is that of the peer, to the last bit, on its own mesh."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""What rounds.jsonl has of a round."""
-
-from __future__ import annotations
+"""The waiting time of rounds in rounds.jsonl."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,65 +6,31 @@ from typing import Any
 import pytest
 
 from gregale.islands import round_log
-from gregale.islands.host_worker import Count
-from gregale.islands.protocol.headers import Generation, OuterRecord
-from gregale.islands.protocol.ledger import Ledger
+from gregale.islands.protocol.headers import seed
 from gregale.islands.round_log import RoundLog
-
-OUTER = OuterRecord(Generation(1, "line"), 3, "digest", "key", 2, Ledger())
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def time(self) -> float:
-        return self.now
+from gregale.islands.transport.group import Count
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(round_log, "time", SimpleNamespace(time=clock.time))
-    return clock
-
-
-@pytest.fixture
-def written() -> list[dict[str, Any]]:
-    return []
-
-
-def test_a_round_that_ends_during_a_wait_includes_that_time(clock, written):
-    """The wait is over because the round is: it is written down before the trainer says that it goes on."""
-    book = RoundLog(Count(), written.append)
-    book.begin()
-    clock.now += 2
-    book.wait_begins()
-    clock.now += 3
-    book.end(OUTER, 10.0)
-    book.wait_ends()
-    assert (written[0]["waiting_seconds"], written[0]["seconds"]) == (3, 5)
-
-
-def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
-    book = RoundLog(Count(), written.append)
-    book.wait_begins()
-    clock.now += 1
-    book.begin()
-    clock.now += 2
-    book.end(OUTER, 10.0)
-    clock.now += 4
-    book.begin()
-    clock.now += 8
-    book.wait_ends()
-    clock.now += 16
-    book.end(OUTER, 10.0)
-    assert [each["waiting_seconds"] for each in written] == [2, 8]
-
-
-def test_a_round_without_a_wait_has_no_waiting_time(clock, written):
-    book = RoundLog(Count(), written.append)
-    book.begin()
-    clock.now += 2
-    book.end(OUTER, 10.0)
-    assert written[0]["waiting_seconds"] == 0
+@pytest.mark.parametrize(
+    ("events", "waiting", "seconds"),
+    [
+        # The wait ends because the round does: the round is recorded before the trainer continues.
+        (["begin", 2, "wait_begins", 3, "end", "wait_ends"], [3], [5]),
+        (["wait_begins", 1, "begin", 2, "end", 4, "begin", 8, "wait_ends", 16, "end"], [2, 8], [2, 24]),
+        (["begin", 2, "end"], [0], [2]),
+    ],
+    ids=["ends in a wait", "a wait of two rounds", "no wait"],
+)
+def test_a_wait_is_shared_among_the_rounds_in_it(monkeypatch, events, waiting, seconds):
+    now, written = [100.0], list[dict[str, Any]]()
+    monkeypatch.setattr(round_log, "time", SimpleNamespace(time=lambda: now[0]))
+    log = RoundLog(Count(), written.append)
+    for event in events:
+        if event == "end":
+            log.end(seed("digest"), 10.0)
+        elif isinstance(event, str):
+            getattr(log, event)()
+        else:
+            now[0] += event
+    assert [each["waiting_seconds"] for each in written] == waiting
+    assert [each["seconds"] for each in written] == seconds

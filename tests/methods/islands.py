@@ -91,8 +91,6 @@ STEPPERS: dict[int, tuple[Island, Stepper]] = {}
 
 @dataclass
 class Member:
-    """One island of a fleet."""
-
     island: Island
     step: Stepper
     state: Any = None  # None: of Net

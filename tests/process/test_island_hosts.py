@@ -1,13 +1,5 @@
 """An island of two processes is one island: it computes what one process with as many devices does, and dies whole."""
 
-from __future__ import annotations
-
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,16 +8,17 @@ import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
 from gregale.islands import outer_checkpoint
-from tests.forked import Popen
+from tests.fleet import Fleet, Island, Seconds
 from tests.ports import free_port
-from tests.programs.tiny import FAST_TO_COMPILE, finished, write_config, write_inputs
+from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
 
-SECONDS = ["--islands.reduce_seconds", "60", "--islands.heartbeat_seconds", "5"]
+PATIENCE_SECONDS = 300.0
 ROUNDS = 4
+LOCKSTEP = ("--islands.lockstep", "true")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
+def fleet(tmp_path_factory) -> Iterator[Fleet]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     write_config(
         folder,
@@ -39,62 +32,21 @@ def inputs(tmp_path_factory) -> Path:
         data__held_out=0.0,
         optimizer={"type": "adamw", "learning_rate": 0.001, "schedule": {"type": "constant"}},
     )
-    token = folder / "token"
-    token.write_text("a secret of the whole fleet")
-    token.chmod(0o600)
-    return folder
+    with Fleet(folder, "tiny.yaml", Seconds(5.0, 60.0), environment={"XLA_FLAGS": FAST_TO_COMPILE}) as fleet:
+        yield fleet
 
 
-@pytest.fixture(scope="module")
-def lighthouse(inputs) -> Iterator[str]:
-    """The address of a coordinator."""
-    command = ["lighthouse", "--bind", "127.0.0.1:0", "--heartbeat_seconds", "5"]
-    command += ["--token_file", str(inputs / "token")]
-    process = Popen([sys.executable, "-m", "gregale", *command], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process.stdout.readline().split("listens at ")[1].split(". ")[0]
-    process.kill()
-    process.communicate()
-
-
-def start_island(inputs: Path, lighthouse: str, name: str, processes: int, *arguments: str) -> list[subprocess.Popen]:
-    """The processes of an island."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_TO_COMPILE}
-    fleet = ["--islands.lighthouse", lighthouse, "--islands.token_file", str(inputs / "token"), *SECONDS]
-    command = [sys.executable, "-m", "gregale", "island", "tiny.yaml", "--runs", "runs", "--name", name]
-    command += ["--islands.name", name, *fleet, *arguments]
+def start(fleet: Fleet, name: str, processes: int, *options: str) -> list[Island]:
+    """Start the processes of an island."""
     if processes > 1:
-        command += ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(processes)]
-    return [
-        Popen(
-            [*command, "--distributed.process", str(process)],
-            cwd=inputs,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(processes)
-    ]
-
-
-def ended(islands: list[list[subprocess.Popen]]) -> list[tuple[int, str, str]]:
-    """What each process left: exit code, standard output and standard error."""
-    try:
-        return [finished(process) for island in islands for process in island]
-    finally:
-        for island in islands:
-            for process in island:
-                process.kill()
-
-
-def rounds(run: Path) -> list[dict]:
-    path = run / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        options += ("--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(processes))
+        options += ("--distributed.timeout_seconds", "20")
+    number = "--distributed.process"
+    return [fleet.start(name, *options, number, str(k), log=f"{name}-{k}") for k in range(processes)]
 
 
 def outer_arrays(run: Path) -> dict[str, np.ndarray]:
-    """Every array of the outer side after the last round, of all hosts; what two of them have is the same."""
+    """Every array of the outer state after the last round, of all hosts; what two of them have is the same."""
     found: dict[str, np.ndarray] = {}
     for folder in sorted(run.glob("outer*")):
         for name, array in outer_checkpoint.read(folder, ROUNDS).arrays.items():
@@ -104,55 +56,36 @@ def outer_arrays(run: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.fixture(scope="module")
-def one(inputs, lighthouse) -> Path:
-    """The run of an island of one process, alone in its fleet."""
-    [left] = ended([start_island(inputs, lighthouse, "one", 1, "--islands.lockstep", "true")])
-    assert left[0] == 0, left
-    return inputs / "runs" / "one"
+def dies_whole(fleet: Fleet, first: Island, second: Island) -> None:
+    """The second process is killed; the first one ends, and names it."""
+    second.kill()
+    assert first.process.wait(PATIENCE_SECONDS) == EXIT_CODE, first.said()
+    assert "was lost: its connection closed" in first.said()
 
 
-def test_two_processes_compute_what_one_does(inputs, lighthouse, one):
-    left = ended([start_island(inputs, lighthouse, "two", 2, "--islands.lockstep", "true")])
-    assert [code for code, _, _ in left] == [0, 0], left
-    two = inputs / "runs" / "two"
+def test_two_processes_compute_what_one_does_and_die_together(fleet):
+    for processes, name in enumerate(("one", "two"), 1):
+        island = start(fleet, name, processes, *LOCKSTEP)
+        assert [each.process.wait(PATIENCE_SECONDS) for each in island] == [0] * processes, fleet.tails()
+    one, two = (fleet.folder / "runs" / name for name in ("one", "two"))
     assert {path.name for path in two.glob("outer*")} == {"outer", "outer-1"}
     found, expected = outer_arrays(two), outer_arrays(one)
     assert found.keys() == expected.keys()
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    assert [line["round"] for line in rounds(two)] == list(range(1, ROUNDS + 1))
+    assert [each.round for each in fleet.observe() if each.island == "two"] == list(range(1, ROUNDS + 1))
+    again = start(fleet, "two", 2, *LOCKSTEP, "--steps", "2000")
+    fleet.wait(lambda: fleet.newest("two") >= ROUNDS + 2, PATIENCE_SECONDS, "rounds after the checkpoint")
+    dies_whole(fleet, *again)
 
 
-def test_a_killed_process_ends_its_island_and_the_other_goes_on(inputs, lighthouse):
-    several = ["--islands.min_members_to_start", "2", "--steps", "2000", "--distributed.timeout_seconds", "20"]
-    islands = {name: start_island(inputs, lighthouse, name, 2, *several) for name in ("doomed", "other")}
-    doomed, other = (inputs / "runs" / name for name in islands)
-    try:
-        wait_until(lambda: len(rounds(other)) >= 3 and len(rounds(doomed)) >= 3, "rounds of both")
-        islands["doomed"][1].kill()
-        code, _, err = finished(islands["doomed"][0])
-        assert code == EXIT_CODE, err
-        assert "was lost: its connection closed" in err
-        before = len(rounds(other))
-        wait_until(lambda: len(rounds(other)) >= before + 3, "rounds of the survivor alone")
-        assert rounds(other)[-1]["members"] == ["other"]
-        ours, theirs = ({line["round"]: line for line in rounds(run)} for run in (doomed, other))
-        common = [number for number in ours if len(theirs[number]["members"]) == 2]
-        assert [ours[number]["digest"] for number in common] == [theirs[number]["digest"] for number in common]
-        assert len(common) >= 3
-        assert any(ours[number]["bytes_sent"] for number in common)
-        islands["other"][1].send_signal(signal.SIGTERM)
-        left = [finished(process) for process in islands["other"]]
-        assert [code for code, _, _ in left] == [128 + signal.SIGTERM] * 2, left
-    finally:
-        for island in islands.values():
-            for process in island:
-                process.kill()
-
-
-def wait_until(condition, what: str, seconds: float = 300.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"{what} did not come within {seconds:g} s"
-        time.sleep(0.2)
+@pytest.mark.soak
+def test_a_killed_process_ends_its_island_and_the_other_goes_on(fleet):
+    options = ["--islands.min_members_to_start", "2", "--steps", "2000"]
+    doomed, other = (start(fleet, name, 2, *options) for name in ("doomed", "other"))
+    fleet.wait(lambda: min(fleet.newest(name) for name in ("doomed", "other")) >= 3, PATIENCE_SECONDS, "rounds of both")
+    dies_whole(fleet, *doomed)
+    fleet.wait_for_members(["other"], PATIENCE_SECONDS, fleet.newest("other"))
+    assert fleet.check() >= 3, "both have committed the same states"
+    other[1].process.terminate()
+    assert [each.process.wait(PATIENCE_SECONDS) for each in other] == [143, 143], fleet.tails()

@@ -1,13 +1,10 @@
 """Real islands over the real lighthouse and Gloo: what they compute, and what a fleet does when some go or die."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -57,18 +54,10 @@ def folder(tmp_path_factory):
 
 def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOuterState:
     """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
-    common = [
-        "--islands.lockstep",
-        "true",
-        "--islands.min_members_to_start",
-        "2",
-        "--islands.lease_steps",
-        "50",
-        *options,
-    ]
-    with Fleet(folder, "streaming.yaml", PATIENT, common, True, environment=QUICK_TO_COMPILE) as fleet:
+    common = ["--islands.lockstep", "true", "--islands.min_members_to_start", "2", "--islands.lease_steps", "50"]
+    with Fleet(folder, "streaming.yaml", PATIENT, [*common, *options], True, environment=QUICK_TO_COMPILE) as fleet:
         for name in names:
-            fleet.start(name, pace=0.5)
+            fleet.start(name, pace=0.3)
         runs = [island.run for island in fleet.islands.values()]
         fleet.wait(lambda: all(checkpoint_steps(run) for run in runs), PATIENCE_SECONDS, "a checkpoint of both")
         for island in fleet.islands.values():
@@ -121,108 +110,102 @@ def firsts(outer: OuterRecord, names: list[str]) -> list[int]:
 TRIO = ("x", "y", "z")
 
 
-@pytest.fixture(scope="module")
-def stores(s3_endpoint) -> Iterator[dict[str, str]]:
+@pytest.fixture
+def stores(s3_endpoint, monkeypatch) -> dict[str, str]:
     """Where two of three islands have their runs: as on separate sites, each has a part of a store of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"AWS_ENDPOINT_URL": s3_endpoint, **CREDENTIALS}.items():
-            patch.setenv(name, value)
-        yield {name: f"s3://{BUCKET}/site-{name}-{secrets.token_hex(4)}" for name in "yz"}
+    for name, value in {"AWS_ENDPOINT_URL": s3_endpoint, **CREDENTIALS}.items():
+        monkeypatch.setenv(name, value)
+    return {name: f"s3://{BUCKET}/site-{name}-{secrets.token_hex(4)}" for name in "yz"}
 
 
-@pytest.fixture(scope="module")
-def trio(folder, stores):
-    """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
-    options = ["--islands.min_members_to_start", "3", "--steps", "100000", "--checkpoint.every", "20"]
-    how = {"doomed": True, "pace": 0.5, "environment": QUICK_TO_COMPILE, "stores": stores}
+def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
+    """One dies in a reduce, some do not belong to it, the others leave one by one; then all come back."""
+    options = ["--steps", "100000", "--checkpoint.every", "20"]
+    how = {"doomed": True, "pace": 0.3, "environment": QUICK_TO_COMPILE, "stores": stores}
     with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:
-            fleet.start(name)
+            fleet.start(name, "--islands.min_members_to_start", "3")
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
-        yield fleet
+        one_dies_in_a_reduce(fleet, "z")
+        who_does_not_belong_to_the_fleet_is_refused(fleet)
+        newest = all_leave(fleet, ["y", "x"])
+        for name in ("x", "y"):
+            fleet.start(name, "--islands.min_members_to_start", "2")
+        fleet.wait_for_members(["x", "y"], PATIENCE_SECONDS, newest)
+        after = [each.round for each in fleet.observe() if each.round > newest and not each.healed]
+        assert min(after) == newest + 1, "they go on from their newest round"
+        one_heals(fleet, "z")
+        for name in "yz":
+            has_nothing_on_a_disk(fleet, name)
+        assert checkpoint_steps(fleet.islands["x"].run)
+        assert not list(fleet.folder.glob("site-*"))
         assert fleet.check() > 0
 
 
-def takes_part(fleet: Fleet, name: str) -> None:
-    """The island has contributed to a round since now, and all others too."""
+def one_dies_in_a_reduce(fleet: Fleet, name: str) -> None:
+    victim, others = fleet.islands[name], [each for each in TRIO if each != name]
+    fleet.wait(lambda: all(checkpoint_steps(each.run) for each in fleet.islands.values()), PATIENCE_SECONDS, "saved")
+    victim.doom.write_text("reduce")
+    fleet.wait(lambda: not victim.lives, PATIENCE_SECONDS, f"{name} dies")
+    assert victim.process.returncode == -signal.SIGKILL
+    fleet.wait_for_members(others, PATIENCE_SECONDS, fleet.newest())
+    fleet.check()
+
+
+def who_does_not_belong_to_the_fleet_is_refused(fleet: Fleet) -> None:
+    """In one line, and the others go on; an island that finds no lighthouse waits until it is told to end."""
+    seeded = fleet.start("seeded", "--seed", "5", "--islands.min_members_to_start", "3")
+    lonely = fleet.start("lonely", "--islands.lighthouse", "127.0.0.1:9")  # where nobody listens
+    host, port = fleet.islands["x"].address.partition("/")[0].split(":")
+    with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
+        garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
+        assert seeded.process.wait(PATIENCE_SECONDS) == 2, fleet.tails()
+        assert lonely.leave(PATIENCE_SECONDS) == 128 + signal.SIGTERM, lonely.said()
+        fleet.wait_for_members(["x", "y"], PATIENCE_SECONDS, fleet.newest())
+    assert "Traceback" not in lonely.said() + seeded.said()
+    (error,) = [line for line in seeded.said().splitlines() if "error" in line]
+    assert error.startswith("gregale: error: seed is 0 in the fleet, but 5 in this island; this island ends")
+    assert "does not speak HTTP" in fleet.islands["x"].said()
+    assert fleet.islands["x"].lives
+    assert fleet.islands["y"].lives
+    for name in ("seeded", "lonely"):
+        del fleet.islands[name]
+
+
+def all_leave(fleet: Fleet, names: list[str]) -> int:
+    """One after the other; the one that leaves first has no part in the newest rounds, which are returned."""
+    for count, name in enumerate(names, 1):
+        assert fleet.islands[name].leave(PATIENCE_SECONDS) == 128 + signal.SIGTERM, fleet.tails()
+        assert "Left the fleet by SIGTERM" in fleet.islands[name].said()
+        assert "Traceback" not in fleet.islands[name].said()
+        if rest := names[count:]:
+            fleet.wait_for_members(rest, PATIENCE_SECONDS, fleet.newest(name))
+    return fleet.newest()
+
+
+def one_heals(fleet: Fleet, name: str) -> None:
+    """It comes back to a fleet that trains, heals and contributes, with a batch of its own size.
+
+    Weights are tokens, and leases are whole batches of each island.
+    """
     since = time.time()
+    fleet.start(name, "--batch.size", str(ROWS // 2), "--islands.min_members_to_start", "2")
     fleet.wait(
         lambda: any(s.island == name and s.ended > since and s.weight > 0 for s in fleet.observe()),
         PATIENCE_SECONDS,
         f"{name} contributes to a round",
     )
     fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest())
-    fleet.check()
+    assert any(each.island == name and each.healed for each in fleet.observe())
+    assert not any("no state here" in island.said() for island in fleet.islands.values())
 
 
-def test_survivors_of_a_kill_in_the_middle_of_a_reduce_go_on_and_the_dead_one_heals(trio):
-    victim = trio.islands["z"]
-    victim.doom.write_text("reduce")
-    trio.wait(lambda: not victim.lives, PATIENCE_SECONDS, "z dies")
-    assert victim.process.returncode == -signal.SIGKILL
-    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
-    trio.check()
-    trio.start("z")
-    takes_part(trio, "z")
-    assert any(each.island == "z" and each.healed for each in trio.observe())
-
-
-def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_go_on(trio, folder):
-    other = folder / "other_token"
-    other.write_text(secrets.token_hex(32))
-    other.chmod(0o600)
-    stranger = trio.start("stranger", "--islands.token_file", str(other))
-    seeded = trio.start("seeded", "--seed", "5")
-    lonely = trio.start("lonely", "--islands.lighthouse", "127.0.0.1:9")  # where nobody listens
-    host, port = trio.islands["x"].address.partition("/")[0].split(":")
-    with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
-        garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
-        codes = [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded)]
-        assert codes == [2, 2], trio.tails()
-        assert lonely.leave(PATIENCE_SECONDS) == 128 + signal.SIGTERM, lonely.said()
-        trio.wait_for_members(TRIO, PATIENCE_SECONDS, trio.newest())
-    assert "Traceback" not in lonely.said()
-    seeds = "gregale: error: seed is 0 in the fleet, but 5 in this island; this island ends"
-    refused = [(stranger, "token"), (seeded, seeds)]
-    for island, reason in refused:
-        assert "Traceback" not in island.said()
-        errors = [line for line in island.said().splitlines() if "error" in line]
-        assert len(errors) == 1, island.said()
-        assert reason in errors[0]
-    assert "does not speak HTTP" in trio.islands["x"].said()
-    for name in ("stranger", "seeded", "lonely"):
-        del trio.islands[name]
-    assert all(island.lives for island in trio.islands.values())
-
-
-def test_a_whole_fleet_that_is_told_to_leave_goes_on_from_its_newest_round(trio):
-    """One after the other; the one that leaves first had no part in the newest rounds."""
-    assert trio.islands["z"].leave() == 128 + signal.SIGTERM
-    assert "Left the fleet by SIGTERM" in trio.islands["z"].said()
-    assert "Traceback" not in trio.islands["z"].said()
-    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest("z"))
-    for name in ("x", "y"):
-        trio.islands[name].process.terminate()
-    assert [trio.islands[name].process.wait(PATIENCE_SECONDS) for name in ("x", "y")] == [143, 143], trio.tails()
-    newest = trio.newest()
-    for name in TRIO:
-        # A batch of its own: weights are tokens, leases are whole batches of each.
-        trio.start(name, *(["--batch.size", str(ROWS // 2)] if name == "z" else []))
-    trio.wait_for_members(TRIO, 2 * PATIENCE_SECONDS, newest)
-    assert not any("no state here" in trio.islands[name].said() for name in TRIO)
-    after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
-    assert min(after) == newest + 1
-    takes_part(trio, "z")
-
-
-def test_who_has_its_run_in_a_store_has_nothing_of_it_on_a_disk(trio):
-    for name in "yz":
-        run = trio.islands[name].run
-        assert checkpoint_steps(run)
-        assert {"config.yaml", "island.address", "metrics.jsonl", "rounds.jsonl"} <= set(storage.names(run))
-        saved = storage.names(run / "outer")
-        assert saved
-        assert all((run / "outer" / each / outer_checkpoint.MANIFEST).is_file() for each in saved)
-        assert not (trio.folder / "runs" / name).exists()
-    assert checkpoint_steps(trio.islands["x"].run)
-    assert not list(trio.folder.glob("site-*"))
+def has_nothing_on_a_disk(fleet: Fleet, name: str) -> None:
+    """The run of an island whose runs are in a store."""
+    run = fleet.islands[name].run
+    assert checkpoint_steps(run)
+    assert {"config.yaml", "island.address", "metrics.jsonl", "rounds.jsonl"} <= set(storage.names(run))
+    saved = storage.names(run / "outer")
+    assert saved
+    assert all((run / "outer" / each / outer_checkpoint.MANIFEST).is_file() for each in saved)
+    assert not (fleet.folder / "runs" / name).exists()

@@ -3,7 +3,7 @@
 import pytest
 
 from gregale.errors import KeyedError
-from gregale.programs.island.timing import heal_seconds, timing_of
+from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.runs.islands import IslandsConfig
 
 

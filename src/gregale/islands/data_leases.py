@@ -1,7 +1,5 @@
 """The examples that the ledger leases to this island, in training order."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 from gregale.islands.protocol.ledger import Lease, Ledger
@@ -30,7 +28,15 @@ class DataLeases:
     def take(self) -> int | None:
         """Take the next batch and return its first example; None if no example is leased."""
         with self._lock:
-            return self._next()
+            while self._lease is not None and (spans := self._lease.after(self._taken).spans):
+                start, stop = spans[0]
+                if stop - start < self._batch:  # left over from another batch size: too short for a batch
+                    self._taken += stop - start
+                    continue
+                self._taken += self._batch
+                self._spans.append(self._taken)
+                return start
+            return None
 
     def is_empty(self) -> bool:
         """Return whether no batch can be taken."""
@@ -40,18 +46,6 @@ class DataLeases:
     def used_after(self, batches: int) -> int:
         """Return the number of examples used by the holder after this process's first `batches` batches."""
         with self._lock:
-            return self._spans[batches - 1] if batches else self._before()
-
-    def _before(self) -> int:
-        return self._spans[0] - self._batch if self._spans else self._taken
-
-    def _next(self) -> int | None:
-        while self._lease is not None and (spans := self._lease.after(self._taken).spans):
-            start, stop = spans[0]
-            if stop - start < self._batch:  # left over from another batch size: too short for a batch
-                self._taken += stop - start
-                continue
-            self._taken += self._batch
-            self._spans.append(self._taken)
-            return start
-        return None
+            if batches:
+                return self._spans[batches - 1]
+            return self._spans[0] - self._batch if self._spans else self._taken

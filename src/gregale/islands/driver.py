@@ -4,12 +4,10 @@ Between steps the trainer requests a command (`order`). It waits for the network
 Slow work runs in threads: view requests, exchange, healing, messages to peers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, RLock, Thread
 from typing import Any
@@ -21,19 +19,20 @@ from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
-from gregale.islands.peer_probe import PeerMessenger, dead_peers
+from gregale.islands.peer_probe import announce, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.stalls import Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_log import RoundLog
-from gregale.islands.stalls import Stalls
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.view_poller import ViewPoller
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
+TELLING_THREADS = 8  # for short messages to peers
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Driver:
     - `record(values)`: receives a finished round, for rounds.jsonl
     - `note_stalled(line)`: receives the reason why rounds have stopped, for `gregale watch`; None: rounds continue
     - `stop_asked`: returns whether the user wants this island to stop; checked while the trainer waits
-    - `steps`: `undecided_steps` of the restored checkpoint
+    - `steps`: of the restored checkpoint (`to_save`)
     """
 
     member: Member
@@ -58,13 +57,13 @@ class Driver:
     note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
-    seconds: commands.WaitTimers = field(default_factory=commands.WaitTimers)
 
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
         self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic(), self.steps)
-        self.stalls = Stalls(self.member, self._trainer, self._tell_stalled)
+        self.stalls = Stalls(self.member, self._trainer)
+        self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
         self._failure: BaseException | None = None
         self._left = self._leaving = self._is_copy_wanted = False
@@ -81,13 +80,12 @@ class Driver:
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._messenger = PeerMessenger(self.token)
+        self._telling = ThreadPoolExecutor(TELLING_THREADS, "telling")
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: OuterRecord | None = None
 
     def start(self) -> None:
         """Start the threads; the coordinator learns of this island."""
-        self._asking.start()
         Thread(target=self._tick, daemon=True, name="tick").start()
 
     # Methods that the trainer calls, from its own thread.
@@ -119,7 +117,7 @@ class Driver:
                     self.leave()
                     continue
                 self._changed.wait(0.5)
-            self.seconds.waiting += time.monotonic() - began
+            self.waiting_seconds += time.monotonic() - began
             self._log.wait_ends()
             self.worker.ordered(order)
             return order
@@ -140,16 +138,14 @@ class Driver:
         """Return the number of examples used by the lease holder after this process's first `batches` batches."""
         return self.leases.used_after(batches)
 
-    @property
-    def holder(self) -> str:
-        """The session that holds the leases."""
-        return self.leases.holder
+    def to_save(self, batches: int) -> dict[str, Any]:
+        """Return the values of a checkpoint after this process's first `batches` batches.
 
-    @property
-    def undecided_steps(self) -> int:
-        """The number of steps that no round in the parameters includes."""
+        - `steps`: the number of steps that no round in the parameters includes
+        - `holder`: the session that holds the leases; `used`: the number of examples that it has used
+        """
         with self._lock:
-            return self._trainer.undecided_steps
+            return {"steps": self._trainer.undecided_steps, "holder": self.leases.holder, "used": self.used(batches)}
 
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
@@ -211,8 +207,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        self._messenger.close()
-        for threads in (self._exchange, self._healing):
+        for threads in (self._telling, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
@@ -252,7 +247,8 @@ class Driver:
             case protocol.RequestView(header):
                 self._asking.ask(header)
             case protocol.AnnounceRound(addresses, number):
-                self._messenger.announce(addresses, number)
+                for address in addresses:
+                    self._telling.submit(announce, address, self.token, number)
             case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
@@ -265,7 +261,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._messenger.run(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._telling.submit(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -288,24 +284,19 @@ class Driver:
             self._recovery.contributed()
         self._ended(outer, commands.ApplyRound(outer.round - 1, weight, save_offset), weight)
 
-    def _ended(
-        self,
-        outer: OuterRecord,
-        order: commands.ApplyRound | commands.LoadOuterState,
-        weight: float,
-        healed: bool = False,
-    ) -> None:
+    def _ended(self, outer: OuterRecord, arrival: commands.Arrival, weight: float, healed: bool = False) -> None:
         """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
-        self._trainer.round_decided(order, time.monotonic())
+        self._trainer.round_decided(arrival, time.monotonic())
         self._log.end(outer, weight, healed)
-        self.stalls.went_on(time.monotonic(), outer, healed)
+        if text := self.stalls.went_on(time.monotonic(), outer, healed):
+            self._tell_stalled(text, False)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, text if stalled else None)
-        self._messenger.run(lambda: self.note_stalled(text if stalled else None))
+        self._telling.submit(self.note_stalled, text if stalled else None)
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
@@ -326,13 +317,17 @@ class Driver:
     def _heal(self, action: protocol.Heal) -> None:
         with self._lock:
             self._log.begin()
-        self.post(fetched(action, self.worker, self.pace, self.seconds))
+        began = time.monotonic()
+        event = fetched(action, self.worker, self.pace)
+        self.healing_seconds += time.monotonic() - began
+        self.post(event)
 
     def _tick(self) -> None:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
             with self._lock:
-                self.stalls.look(time.monotonic())
+                if text := self.stalls.look(time.monotonic()):
+                    self._tell_stalled(text, True)
             time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -1,17 +1,15 @@
 """The exchanges of an island with its peers, reported to the protocol: the reduce of a round, and healing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
 from gregale.islands.host_group import HostGroup
-from gregale.islands.host_worker import NotFinite
+from gregale.islands.host_worker import FetchedState, NotFinite
 from gregale.islands.peer_probe import PeerProbe
 from gregale.islands.protocol import messages as protocol
+from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.member import Member
-from gregale.islands.state_verification import newest
-from gregale.islands.trainer_command import RoundPacing, WaitTimers
+from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -34,20 +32,32 @@ def exchanged(
     return protocol.Reduced(action.key, digest)
 
 
-def fetched(
-    action: protocol.Heal, worker: HostGroup, pace: RoundPacing, seconds: WaitTimers
-) -> protocol.Healed | protocol.HealFailed:
-    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event.
-
-    - `seconds`: the timers that receive the healing time
-    """
-    began, sources, is_whole = time.monotonic(), action.sources, pace.schedule.fragments == 1
+def fetched(action: protocol.Heal, worker: HostGroup, pace: RoundPacing) -> protocol.Healed | protocol.HealFailed:
+    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event."""
+    sources, is_whole = action.sources, pace.schedule.fragments == 1  # then a round changes the whole state
     try:
-        # With one fragment, a round changes the whole state.
         outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
         worker.inherit(sources)
         return protocol.Healed(outer)
     except TransferFailed as error:
         return protocol.HealFailed(str(error))
-    finally:
-        seconds.healing += time.monotonic() - began
+
+
+def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:
+    """Return the record of a fetched state that no round in progress would replace.
+
+    Fetching the state of a large model may take longer than a round. The first call of `heal` fetches most of it. Each
+    later one fetches only changes, after the end of a round, so an island joins between two rounds.
+
+    - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
+    - `waits`: the first call also waits for the end of a round, because a round changes the whole state
+    - `seconds`: the time after which a state is accepted although a round may replace it
+
+    Raises the errors of `heal`.
+    """
+    until = time.monotonic() + seconds
+    heal(waits)
+    while True:
+        found = heal(True)
+        if found.settled or time.monotonic() >= until:
+            return found.outer

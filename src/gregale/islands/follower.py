@@ -4,8 +4,6 @@ Its trainer calls the same methods as the trainer of host 0 calls on `Driver`, a
 batches in the same order. If host 0 is lost, it waits until `gregale.distributed.liveness` ends the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -24,9 +22,6 @@ from gregale.islands.transport.transfer import TransferFailed
 
 class Follower:
     """A host that receives commands from host 0 through `link` and passes them to this host's `worker`."""
-
-    holder = ""
-    """Empty: only host 0 holds leases."""
 
     def __init__(self, worker: HostWorker, link: HostConnection, pace: RoundPacing):
         self.pace, self.side = pace, worker.side
@@ -69,8 +64,10 @@ class Follower:
     def stepped(self) -> None:
         """Do nothing: host 0 counts the steps."""
 
-    undecided_steps = 0
-    """Zero: host 0 counts and saves the steps."""
+    def to_save(self, batches: int) -> dict[str, Any]:
+        """Return empty values: host 0 counts steps and examples, and holds the leases."""
+        del batches
+        return {"steps": 0, "holder": "", "used": 0}
 
     def used(self, batches: int) -> int:
         """Return 0: host 0 counts the examples and reports them to the fleet."""

@@ -7,8 +7,6 @@ A host polls for commands that it does not have, and both sides number their mes
 in order, even after broken connections. If a process is lost, `gregale.distributed.liveness` ends the others.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

@@ -10,18 +10,16 @@ same order. So host 0 sends trainer commands and changes of the outer state in o
 command to the same outer state.
 """
 
-from __future__ import annotations
-
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
 from typing import Any
 
 from gregale.islands.host_connection import HostFailed, RemoteHost
-from gregale.islands.host_worker import HostWorker, Messages, NotFinite, OuterSnapshot
+from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, Messages, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.state_verification import DigestMismatch, FetchedState, healed
 from gregale.islands.trainer_command import TrainerCommand
 from gregale.islands.transport.client import PeerUnreachable, RequestRejected, call
 from gregale.islands.transport.group import GroupFailed
@@ -53,7 +51,7 @@ class HostGroup:
     def ordered(self, order: TrainerCommand | None) -> None:
         """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
-        self._send("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
+        self._send("ordered", None if order is None else [type(order).__name__, *order])
 
     def granted(self, first: int | None) -> None:
         """Send the first example of the next batch to all hosts (None: no example is leased)."""
@@ -105,12 +103,28 @@ class HostGroup:
     def heal(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch the state of peers without replacing the own state. Raises TransferFailed.
 
+        Chunks have hashes, but the source computes them from its present memory. The digest in the record was agreed
+        when the fleet committed the round, over the arrays of all hosts. It detects a source whose memory has changed
+        since. Then each source is tried alone.
+
         - `settled`: wait a few seconds for the end of the round that the peers are making
         """
-        return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
+        until = time.monotonic() + self.timeouts.heal
+        try:
+            return self._fetch(sources, settled)
+        except DigestMismatch as error:
+            complaints = [str(error)]
+        for source in sources if len(sources) > 1 else ():
+            if time.monotonic() >= until:
+                break
+            try:
+                return self._fetch([source], settled)
+            except TransferFailed as error:
+                complaints.append(str(error))
+        raise TransferFailed("; ".join(complaints))
 
     def _fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
-        """Fetch the state of peers, with the same record on all hosts. Raises TransferFailed."""
+        """Fetch the state of peers, with the same record on all hosts, and check its digest. Raises TransferFailed."""
         wire = [list(source) for source in sources]
         found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
@@ -125,8 +139,14 @@ class HostGroup:
                 record, digest, is_settled = self._fetched(answer)
                 found[number] = FetchedState(OuterRecord.from_json(record), digest, is_settled)
             if all(each.outer == found[0].outer for each in found.values()):
-                digest = joint_digest([each.digest for _, each in sorted(found.items())])
-                return FetchedState(found[0].outer, digest, all(each.settled for each in found.values()))
+                outer, digest = found[0].outer, joint_digest([each.digest for _, each in sorted(found.items())])
+                if digest != outer.digest:
+                    names = ", ".join(source.name for source in sources)
+                    raise DigestMismatch(
+                        f"the arrays of round {outer.round} of {names} have the digest {digest}, their record has "
+                        f"{outer.digest}"
+                    )
+                return FetchedState(outer, digest, all(each.settled for each in found.values()))
         rounds = sorted({each.outer.round for each in found.values()})
         raise DigestMismatch(f"the hosts of this island fetched different states, of rounds {rounds}")
 

@@ -3,8 +3,6 @@
 A driver commands it; it makes no decisions. One thread at a time calls it, except for `drop_group`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +15,11 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.inner_optimizer_state import Expected, InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.state_verification import DigestMismatch, FetchedState
 from gregale.islands.trainer_command import TrainerCommand
-from gregale.islands.transport.group import Group, GroupFailed
+from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher, fetch
+from gregale.islands.transport.transfer import Fetcher, TransferFailed, fetch
 from gregale.methods.island_outer import HostOuter, OuterView, Prepared, ValidatedState
 from gregale.methods.schedule import Schedule
 
@@ -44,16 +41,23 @@ class OuterSnapshot(NamedTuple):
     moment: OuterView
 
 
+class FetchedState(NamedTuple):
+    """A valid fetched state: its record, and the digest of the arrays.
+
+    - `settled`: no round in progress would replace it
+    """
+
+    outer: OuterRecord
+    digest: str
+    settled: bool
+
+
+class DigestMismatch(TransferFailed):
+    """The fetched arrays are complete, but do not form one state, or not the state of their record."""
+
+
 class NotFinite(Exception):
     """The outer step of a round is not finite."""
-
-
-@dataclass
-class Count:
-    """The bytes that this host has sent and received for rounds and healing."""
-
-    sent: int = 0
-    received: int = 0
 
 
 class LocalLink:
@@ -68,30 +72,6 @@ class LocalLink:
 
 
 @dataclass
-class GroupLink:
-    """A group as the reducer's link that counts its bytes."""
-
-    group: Group
-    count: Count
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    def send(self, peer: int, data: np.ndarray, tag: int) -> Handle:
-        self.count.sent += data.nbytes
-        return self.group.send(peer, data, tag)
-
-    def recv(self, peer: int, data: np.ndarray, tag: int) -> Handle:
-        self.count.received += data.nbytes
-        return self.group.receive(peer, data, tag)
-
-
-@dataclass
 class HostWorker:
     """The part of a round that one host executes.
 
@@ -100,6 +80,7 @@ class HostWorker:
     - `server`: serves this host's shards to peers
     - `host`: the index of this host in its island
     - `inner`: shape and dtype of this host's shards of the inner optimizer
+    - `count`: of the bytes of rounds and healing
     """
 
     outer: HostOuter
@@ -153,7 +134,7 @@ class HostWorker:
         rank = [member.name for member in members].index(name)
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
-        link = LocalLink() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
+        link = LocalLink() if len(members) == 1 else self._joined(key, members, rank)
         group = json.dumps([member.name for member in members])  # without sessions, which change at a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
@@ -191,7 +172,7 @@ class HostWorker:
         """Serve the current state under this record to healing islands."""
         self._record = outer
         leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
-        self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
+        self.server.outer.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
     def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch this host's shards of the state of peers; keep the own shards. Raises TransferFailed."""
@@ -252,6 +233,7 @@ class HostWorker:
         finally:
             with self._lock:
                 self._building = None
+        group.count = self.count
         with self._lock:
             self._group = (members, group)
         return group

@@ -4,8 +4,6 @@ The joiner takes its moments and counters from a peer. So its learning rate is t
 not come from an optimizer with empty moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ They lie on a disk or in an object store. `round-00000012` has the concatenated 
 written last, atomically, and names the files: so a folder without a manifest is not a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

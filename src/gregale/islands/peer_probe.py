@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from threading import Event, Thread
 
@@ -13,7 +12,6 @@ from gregale.islands.transport.client import PeerUnreachable, RequestRejected, a
 
 FIND_SECONDS = 2.0
 TELL_SECONDS = 2.0
-THREADS = 8
 
 
 def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
@@ -54,19 +52,15 @@ class PeerProbe:
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> PeerProbe:
-        Thread(target=self._begin, daemon=True, name="watching").start()
+        for name, address in self._peers.items():
+            Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _begin(self) -> None:
-        if not self._over.wait(self._half):
-            for name, address in self._peers.items():
-                Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
-
     def _watch(self, name: str, address: str) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(self._half):
             try:
                 ask_status(address, self._token, self._half)
             except PeerUnreachable:
@@ -76,28 +70,9 @@ class PeerProbe:
                 return
             except RequestRejected:
                 return  # the peer is alive
-            self._over.wait(self._half)
 
 
-class PeerMessenger:
-    """A sender of short messages to peers, signed with the fleet's `token`."""
-
-    def __init__(self, token: bytes):
-        self._token, self._threads = token, ThreadPoolExecutor(THREADS, "telling")
-
-    def announce(self, addresses: Sequence[str], number: int) -> None:
-        """Announce to these peers that a round is due. Lost announcements are not repeated here."""
-        for address in addresses:
-            self.run(lambda address=address: self._announce(address, number))
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Run slow work in a thread."""
-        self._threads.submit(work)
-
-    def close(self) -> None:
-        """Start no more work."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _announce(self, address: str, number: int) -> None:
-        with suppress(PeerUnreachable, RequestRejected):
-            call(address, self._token, {"kind": "due", "round": number}, TELL_SECONDS)
+def announce(address: str, token: bytes, number: int) -> None:
+    """Announce to a peer that a round is due. A lost announcement is not repeated here."""
+    with suppress(PeerUnreachable, RequestRejected):
+        call(address, token, {"kind": "due", "round": number}, TELL_SECONDS)

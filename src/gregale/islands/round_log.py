@@ -1,14 +1,12 @@
 """The log of rounds: members, duration, waiting time and bytes of each round."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.islands.host_worker import Count
 from gregale.islands.protocol.headers import OuterRecord
+from gregale.islands.transport.group import Count
 
 
 @dataclass

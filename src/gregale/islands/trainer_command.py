@@ -1,7 +1,5 @@
 """The commands to an island's trainer between two steps, and the pacing of rounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +19,6 @@ class SendMessage(NamedTuple):
 
     round: int
 
-    def to_wire(self) -> list[Any]:
-        """Return the fields as JSON values, for the other hosts."""
-        return [self.round]
-
 
 class ApplyRound(NamedTuple):
     """Command: mix in a round's fragment, which is now in host memory.
@@ -37,9 +31,6 @@ class ApplyRound(NamedTuple):
     weight: float
     save_offset: float = 0.0
 
-    def to_wire(self) -> list[Any]:
-        return [self.round, self.weight, self.save_offset]
-
 
 class LoadOuterState(NamedTuple):
     """Command: replace the island's parameters with the whole outer state, which a peer supplied.
@@ -50,15 +41,9 @@ class LoadOuterState(NamedTuple):
     round: int
     inherits: bool = False
 
-    def to_wire(self) -> list[Any]:
-        return [self.round, self.inherits]
-
 
 class CopyInnerState(NamedTuple):
     """Command: hand over a copy of the inner optimizer for a joining island (`Driver.shown`)."""
-
-    def to_wire(self) -> list[Any]:
-        return []
 
 
 class Finish(NamedTuple):
@@ -66,10 +51,8 @@ class Finish(NamedTuple):
 
     complete: bool
 
-    def to_wire(self) -> list[Any]:
-        return [self.complete]
 
-
+Arrival = ApplyRound | LoadOuterState
 TrainerCommand = SendMessage | ApplyRound | LoadOuterState | CopyInnerState | Finish
 _KINDS: dict[str, type[TrainerCommand]] = {
     kind.__name__: kind for kind in (SendMessage, ApplyRound, LoadOuterState, CopyInnerState, Finish)
@@ -77,7 +60,7 @@ _KINDS: dict[str, type[TrainerCommand]] = {
 
 
 def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
-    """Return the command that host 0 sent as its name and `to_wire()`; None: take a step."""
+    """Return the command that host 0 sent as its name and its fields; None: take a step."""
     return None if wire is None else _KINDS[wire[0]](*wire[1:])
 
 
@@ -104,11 +87,3 @@ class RoundPacing:
     def interval(self, number: int) -> int:
         """Return the number of steps from the message of the previous round to that of round `number`."""
         return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
-
-
-@dataclass
-class WaitTimers:
-    """Seconds spent waiting for the network and healing."""
-
-    waiting: float = 0.0
-    healing: float = 0.0

@@ -30,9 +30,6 @@ from gregale.methods.outer import outer_step
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""allocate(shape, dtype): memory for an array. It is written once, here; arrays of JAX may look into it until the last
-reference is gone."""
 
 DIGEST_BYTES = 16
 
@@ -95,11 +92,10 @@ class HostOuter:
     that move theta to the devices, in the same order.
 
     - `island`: defines layout, fragments and outer optimizer
-    - `allocate`: allocates arrays; default: memory of this process
     """
 
-    def __init__(self, island: Island, allocate: Allocate = np.empty):
-        self.island, self._allocate = island, allocate
+    def __init__(self, island: Island):
+        self.island = island
         self._held: dict[int, Arrays] = {}  # by fragment, by name
         self._versions: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -284,11 +280,8 @@ class HostOuter:
         return jax.tree.unflatten(jax.tree.structure(state), arrays)
 
     def _kept(self, index: int, theta: Tree, optimizer: Tree) -> tuple[Arrays, bytes]:
-        """Return copies of these arrays by name, in memory from `allocate`, and their digest."""
-        kept = {}
-        for name, array in named(index, theta, optimizer).items():
-            kept[name] = self._allocate(array.shape, np.dtype(array.dtype))
-            np.copyto(kept[name], array)
+        """Return copies of these arrays by name, which arrays of JAX may share and their digest."""
+        kept = {name: np.array(array, order="C") for name, array in named(index, theta, optimizer).items()}
         return kept, _digest(kept)
 
     def _take_over(self, index: int, arrays: Arrays, digest: bytes, version: int) -> None:

@@ -1,5 +1,7 @@
 """What views mean, rule by rule."""
 
+from functools import partial
+
 import pytest
 
 from gregale.distributed.agreement import to_text
@@ -13,8 +15,17 @@ ABC = ("a/s", "b/s", "c/s")
 HELD = AcceptedResult("k6", 1, "d6", ABC, ABC)
 
 
-def meaning(*headers, id=7, minimum=1):
-    return decide(View(id, headers), Rules(minimum=minimum))
+def meaning(*headers, id=7, **rules):
+    return decide(View(id, headers), Rules(**rules))
+
+
+def plan_of(kind, *headers, **options):
+    plan = meaning(*headers, **options).plan
+    assert isinstance(plan, kind)
+    return plan
+
+
+formed, waits, turned = partial(plan_of, FormGroup), partial(plan_of, Wait), partial(plan_of, NewGeneration)
 
 
 def fresh(header, name, **changes):
@@ -23,7 +34,7 @@ def fresh(header, name, **changes):
 
 def test_the_fleet_begins_once_the_minimum_is_there(header):
     a, b = fresh(header, "a"), fresh(header, "b")
-    assert isinstance(meaning(a, minimum=2).plan, Wait)
+    waits(a, minimum=2)
     plan = meaning(a, b, minimum=2).plan
     assert isinstance(plan, StartFleet)
     assert (plan.generation.number, plan.voters) == (1, 2)
@@ -33,7 +44,7 @@ def test_the_fleet_begins_once_the_minimum_is_there(header):
 
 
 def test_no_fleet_begins_while_one_fetches_the_state_of_another(header):
-    assert isinstance(meaning(fresh(header, "a", healing=True), fresh(header, "b")).plan, Wait)
+    waits(fresh(header, "a", healing=True), fresh(header, "b"))
 
 
 def test_an_island_with_another_seed_heals(header):
@@ -51,17 +62,14 @@ def test_present_members_form_a_group_with_the_weights_of_the_view(header):
     assert (plan.ballot, plan.voters, plan.electors) == (1, 3, ABC)
     again = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0)).plan
     assert again == plan
-    other = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0, asked=2)).plan
-    assert isinstance(other, FormGroup)
+    other = formed(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0, asked=2))
     assert other.key != plan.key
 
 
 def test_no_reduce_without_messages_or_with_too_few_members(header):
-    idle = meaning(*(header(name, ready=False) for name in "abc")).plan
-    assert isinstance(idle, Wait)
+    idle = waits(*(header(name, ready=False) for name in "abc"))
     assert idle.idle
-    few = meaning(*(header(name) for name in "abc"), minimum=4).plan
-    assert isinstance(few, Wait)
+    few = waits(*(header(name) for name in "abc"), minimum=4)
     assert not few.idle
     assert "3 of at least 4" in few.reason
 
@@ -93,14 +101,12 @@ def test_a_result_held_by_most_is_committed_if_an_absent_member_may_have_committ
 @pytest.mark.parametrize("holders", ["a", "ab"])
 def test_a_result_that_a_present_voter_lacks_is_reduced_again(header, holders):
     headers = [header(n, ballot=1, held=HELD if n in holders else None, failures=int(n not in holders)) for n in "abc"]
-    plan = meaning(*headers).plan
-    assert isinstance(plan, FormGroup)
+    plan = formed(*headers)
     assert plan.ballot == 2
 
 
 def test_a_result_that_an_absent_member_may_have_committed_is_never_dropped(header):
-    plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
-    assert isinstance(plan, NewGeneration)
+    plan = turned(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1))
     assert plan.commit == CommitAccepted("k6", "d6")
     assert plan.identities == {"a/s"}
 
@@ -110,16 +116,14 @@ def test_a_member_that_is_no_voter_may_have_committed_too(header):
     headers = [header("a", held=held, ballot=1), header("b", held=held, ballot=1), header("c", ballot=1, failures=1)]
     assert meaning(*headers).plan == CommitAccepted("k6", "d6")
     new = header("new", held=held, ballot=1, voter=False)
-    assert isinstance(meaning(*headers, new).plan, FormGroup)
+    formed(*headers, new)
 
 
 def test_without_a_wait_only_voters_begin_a_generation(header):
     new = header("new", voter=False)
-    plan = meaning(header("a"), new).plan
-    assert isinstance(plan, NewGeneration)
+    plan = turned(header("a"), new)
     assert plan.identities == {"a/s"}
-    plan = meaning(header("a", seen=0, wait_expired=True), new).plan
-    assert isinstance(plan, NewGeneration)
+    plan = turned(header("a", seen=0, wait_expired=True), new)
     assert plan.identities == {"a/s", "new/s"}
 
 
@@ -128,12 +132,11 @@ def test_the_newest_of_two_results_counts(header):
     headers = [header("a", held=HELD, ballot=2), *(header(name, held=newer, ballot=2) for name in "bc")]
     plan = meaning(*headers[1:]).plan
     assert plan == CommitAccepted("k6b", "d6b")
-    assert isinstance(meaning(*headers).plan, FormGroup)  # all that may have committed it are here and did not
+    formed(*headers)  # all that may have committed it are here and did not
 
 
 def test_half_of_the_voters_begin_a_generation_with_a_witness(header):
-    plan = meaning(header("a"), id=8).plan
-    assert isinstance(plan, NewGeneration)
+    plan = turned(header("a"), id=8)
     assert (plan.generation.number, plan.identities, plan.commit, plan.waited) == (2, {"a/s"}, None, False)
 
 
@@ -143,18 +146,15 @@ def test_half_of_the_voters_begin_a_generation_with_a_witness(header):
     ids=lambda changes: str(changes),
 )
 def test_half_of_the_voters_wait_first_without_a_witness(header, changes):
-    waiting = meaning(header("a", **changes), id=8).plan
-    assert isinstance(waiting, Wait)
+    waiting = waits(header("a", **changes), id=8)
     assert waiting.missing
-    waited = meaning(header("a", **changes, wait_expired=True), id=8).plan
-    assert isinstance(waited, NewGeneration)
+    waited = turned(header("a", **changes, wait_expired=True), id=8)
     assert waited.waited
 
 
 def test_more_than_half_of_the_voters_wait_too_without_a_witness(header):
-    assert isinstance(meaning(header("a", seen=0), header("b", seen=0), id=1).plan, Wait)
-    everyone = meaning(*(header(name, seen=0) for name in "abc"), id=1).plan
-    assert isinstance(everyone, FormGroup)
+    waits(header("a", seen=0), header("b", seen=0), id=1)
+    formed(*(header(name, seen=0) for name in "abc"), id=1)
 
 
 def test_the_generation_with_more_rounds_wins(header):
@@ -177,16 +177,15 @@ def test_another_configuration_or_version_is_refused(header):
 
 def test_members_that_do_not_reach_each_other_are_left_out_after_two_failures(header):
     first = [header("a", failures=1, unreachable=("c",)), header("b"), header("c", failures=1, unreachable=("a", "b"))]
-    assert isinstance(plan := meaning(*first).plan, FormGroup)
+    plan = formed(*first)
     assert len(plan.members) == 3
     second = [header("a", failures=2, unreachable=("c",)), header("b"), header("c", failures=2, unreachable=("a", "b"))]
-    assert isinstance(plan := meaning(*second).plan, FormGroup)
+    plan = formed(*second)
     assert [peer.name for peer in plan.members] == ["a", "b"]
 
 
 def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
-    plan = meaning(header("a"), header("b"), header("c", leaving=True, used=33)).plan
-    assert isinstance(plan, FormGroup)
+    plan = formed(header("a"), header("b"), header("c", leaving=True, used=33))
     assert plan.voters == 2
     assert plan.leaving == {"c/s"}
     assert ("c", "s", 33, True, 1) in plan.reports
@@ -194,25 +193,24 @@ def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
 
 def test_in_lockstep_a_round_waits_for_all_live_members(header):
     headers = (header("a"), header("b", ready=False), header("c"))
-    assert isinstance(decide(View(7, headers), Rules()).plan, FormGroup)
-    assert isinstance(decide(View(7, headers), Rules(lockstep=True)).plan, Wait)
+    formed(*headers)
+    waits(*headers, lockstep=True)
 
 
 def test_a_round_waits_for_a_member_that_would_be_behind_again(header):
     healing = header("d", round=3, digest="d3", voter=False, healing=True)
     three = (header("a"), header("b"), header("c"))
-    assert isinstance(meaning(*three, healing).plan, FormGroup)
-    assert isinstance(meaning(*three, fresh(header, "d", healing=True, hold_rounds=True)).plan, Wait)
+    formed(*three, healing)
+    waits(*three, fresh(header, "d", healing=True, hold_rounds=True))
 
 
 def test_a_view_that_lacks_voters_is_requested_once_more(header):
     """They may live and be late: the coordinator counts its patience from the oldest ask, also from a joiner's."""
     joiner = header("j", round=4, voter=False)
-    plan = meaning(header("a", retried=False), header("b"), joiner).plan
-    assert isinstance(plan, Wait)
+    plan = waits(header("a", retried=False), header("b"), joiner)
     assert plan.lacking
-    assert isinstance(meaning(header("a"), header("b"), joiner).plan, FormGroup)
-    assert isinstance(meaning(header("a", retried=False), header("b"), header("c")).plan, FormGroup)
+    formed(header("a"), header("b"), joiner)
+    formed(header("a", retried=False), header("b"), header("c"))
 
 
 def test_a_fleet_restored_from_checkpoints_waits_for_as_many_members_as_a_new_one(header):
@@ -229,10 +227,7 @@ def test_a_fleet_restored_from_checkpoints_waits_for_as_many_members_as_a_new_on
 
 def test_outlier_and_nonfinite_messages_contribute_nothing(header):
     usual = Size(1.0, 10.0)
-    plan = meaning(
-        *(header(name, norm=norm, usual=usual) for name, norm in (("a", 1.0), ("b", 90.0), ("c", None)))
-    ).plan
-    assert isinstance(plan, FormGroup)
+    plan = formed(*(header(name, norm=norm, usual=usual) for name, norm in (("a", 1.0), ("b", 90.0), ("c", None))))
     assert plan.weights == (10.0, 0.0, 0.0)
     assert plan.left_out.keys() == {"b", "c"}
     assert plan.size == Size(1.0, 10.0)
@@ -256,25 +251,22 @@ def test_after_more_failures_one_of_two_separated_halves_continues(header):
 def test_a_round_keeps_the_minimum_of_members_despite_failures(header):
     bad = {"failures": 2, "unreachable": ("c",)}
     group = header("a", **bad), header("b", **bad), header("c", failures=2, unreachable=("a", "b"))
-    plan = meaning(*group, minimum=3).plan
-    assert isinstance(plan, FormGroup)
+    plan = formed(*group, minimum=3)
     assert len(plan.members) == 3
 
 
 def test_members_are_excluded_in_turn_when_no_failure_names_one(header):
     groups = set()
     for ballot in range(3):
-        plan = meaning(*(header(name, failures=SPLIT_AFTER, ballot=ballot) for name in "abc")).plan
-        assert isinstance(plan, FormGroup)
+        plan = formed(*(header(name, failures=SPLIT_AFTER, ballot=ballot) for name in "abc"))
         groups.add("".join(peer.name for peer in plan.members))
     assert groups == {"ab", "ac", "bc"}
 
 
 def test_islands_without_data_get_new_leases(header):
     changes = {"weight": 0.0, "starved": True}
-    assert isinstance(meaning(header("a"), *(header(name, **changes) for name in "bc")).plan, FormGroup)
+    formed(header("a"), *(header(name, **changes) for name in "bc"))
     wait = meaning(header("a", weight=0.0), *(header(name, **changes) for name in "bc")).plan
     assert isinstance(wait, Wait)  # a will bring something
-    plan = meaning(*(header(name, **changes) for name in "abc")).plan
-    assert isinstance(plan, NewGeneration)
+    plan = turned(*(header(name, **changes) for name in "abc"))
     assert [report.name for report in plan.reports] == ["a", "b", "c"]

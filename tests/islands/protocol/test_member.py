@@ -1,11 +1,13 @@
 """One member, event by event."""
 
+import random
 from dataclasses import replace
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import View, seed
+from gregale.islands.protocol.decision import decide
+from gregale.islands.protocol.headers import Header, Peer, View, seed
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.settings import LAN, Rules
 
 
@@ -27,12 +29,23 @@ def view(*members, id=1):
     return m.ViewReceived(View(id, tuple(each.header for each in members)))
 
 
+def all_see(*members, id=1):
+    """Each member receives the view with the present headers of all; returns the actions of each."""
+    seen = view(*members, id=id)
+    return [each.handle(seen) for each in members]
+
+
+def ready(*members, weight=1.0, used=1):
+    """Each member has made its steps of round 0, and has its message."""
+    for each in members:
+        each.handle(m.RoundDue())
+        each.handle(m.MessageReady(0, weight, used))
+
+
 def begun(*members):
     for each in members:
         each.handle(m.Tick(0.0))
-    seen = view(*members)
-    for each in members:
-        assert "Publish" in kinds(each.handle(seen))
+    assert all("Publish" in kinds(actions) for actions in all_see(*members))
     return members
 
 
@@ -42,16 +55,13 @@ def test_a_round_of_two():
     assert kinds(b.handle(m.RoundDue(0))) == ["RequestMessage"]
     assert kinds(b.handle(m.MessageReady(0, 0.0, 0))) == ["RequestView"]
     assert kinds(a.handle(m.MessageReady(0, 8.0, 2))) == ["RequestView"]
-    seen = view(a, b)
-    reduce = only(a.handle(seen), m.Reduce)
-    assert only(b.handle(seen), m.Reduce) == reduce
+    (reduce,) = {only(actions, m.Reduce) for actions in all_see(a, b)}
     assert reduce.weights == (8.0, 0.0)
     for each in (a, b):
         assert kinds(each.handle(m.Reduced(reduce.key, "d1"))) == ["RequestView"]
-    seen = view(a, b)
-    commit = only(a.handle(seen), m.Commit)
+    commit, other = (only(actions, m.Commit) for actions in all_see(a, b))
     assert (commit.key, commit.weight, commit.outer.round, commit.outer.digest) == (reduce.key, 8.0, 1, "d1")
-    assert only(b.handle(seen), m.Commit).outer == commit.outer
+    assert other.outer == commit.outer
     assert commit.outer.ledger.lease("a", "s")
 
 
@@ -74,8 +84,7 @@ def test_the_grace_is_the_longest_step_that_is_reported():
 
 def test_a_reduce_that_times_out_has_failed():
     (a,) = begun(member("a", reduce_seconds=4.0))
-    a.handle(m.RoundDue())
-    a.handle(m.MessageReady(0, 1.0, 1))
+    ready(a)
     reduce = only(a.handle(view(a)), m.Reduce)
     assert a.next_tick() == 4.0
     assert kinds(a.handle(m.Tick(4.0)))[0] == "DropGroup"
@@ -87,8 +96,7 @@ def test_a_reduce_that_times_out_has_failed():
 def test_a_view_with_a_request_seen_before_is_ignored():
     a, b = begun(member("a"), member("b"))
     old = b.header
-    a.handle(m.RoundDue())
-    a.handle(m.MessageReady(0, 1.0, 1))
+    ready(a)
     assert kinds(a.handle(m.ViewReceived(View(1, (a.header, old))))) == ["RequestView"]
 
 
@@ -120,14 +128,11 @@ def test_a_leaver_returns_its_unused_examples():
         b.handle(m.MessageReady(number, 1.0, 7 * number, final=final))
         for each in (a, b):
             each.handle(m.Tick(float(number + 1)))
-        seen = view(a, b)
-        key = only(a.handle(seen), m.Reduce).key
-        b.handle(seen)
-        a.handle(m.Reduced(key, f"d{number}"))
-        b.handle(m.Reduced(key, f"d{number}"))
-        seen = view(a, b)
-        ledger = only(a.handle(seen), m.Commit).outer.ledger
-        last = b.handle(seen)
+        key = only(all_see(a, b)[0], m.Reduce).key
+        for each in (a, b):
+            each.handle(m.Reduced(key, f"d{number}"))
+        committed, last = all_see(a, b)
+        ledger = only(committed, m.Commit).outer.ledger
     assert only(last, m.LeaveDone).clean
     assert b.done
     assert [lease.name for lease in ledger.leases] == ["a"]
@@ -148,9 +153,7 @@ def test_a_member_with_another_configuration_ends_with_one_line():
 def test_a_member_with_a_different_state_heals_with_a_warning():
     a, b, c = begun(member("a"), member("b"), member("c"))
     c.outer = replace(c.outer, digest="broken memory")
-    for each in (a, b, c):
-        each.handle(m.RoundDue())
-        each.handle(m.MessageReady(0, 1.0, 1))
+    ready(a, b, c)
     actions = c.handle(view(a, b, c))
     assert only(actions, m.LogLine).loud
     assert only(actions, m.Heal).digest == a.outer.fingerprint()
@@ -213,8 +216,7 @@ def test_a_member_whose_peers_are_all_dead_continues_at_once():
         a.handle(m.Tick(at))
         return a.handle(view(a, id=5))
 
-    a.handle(m.RoundDue())
-    a.handle(m.MessageReady(0, 1.0, 1))
+    ready(a)
     assert seen(0.0) == []  # they may only be late
     find = only(seen(retry), m.ProbePeers)
     assert [peer.identity for peer in find.peers] == ["b/s", "c/s"]
@@ -229,8 +231,7 @@ def test_a_member_whose_peers_are_all_dead_continues_at_once():
 def test_a_member_that_saw_every_view_while_it_waited_is_a_witness():
     """Each death changes the view's id: waiting views in between are no gap."""
     a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
-    a.handle(m.RoundDue())
-    a.handle(m.MessageReady(0, 1.0, 1))
+    ready(a)
     assert a.handle(view(a, id=2)) == []  # the others may only be late
     a.handle(m.Tick(a.timing.retry_seconds))
     turned = a.handle(view(a, id=3))
@@ -275,8 +276,7 @@ def test_a_member_without_contribution_hands_over_another_message_after_its_peer
 
 def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
     a, b = begun(member("a"), member("b"))
-    a.handle(m.RoundDue())
-    a.handle(m.MessageReady(0, 8.0, 2))
+    ready(a, weight=8.0)
     assert "RequestMessage" not in kinds(a.handle(m.RoundDue()))  # a view that it waits for may begin a reduce with it
     b.handle(m.RoundDue(0))
     b.handle(m.MessageReady(0, 1.0, 2))
@@ -292,18 +292,21 @@ def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
     for each, norm, weight in zip(members, norms, weights, strict=True):
         each.handle(m.RoundDue())
         messages[each.identity.name] = each.handle(m.MessageReady(0, weight, 2, norm=norm))
-    seen = view(*members)
-    (found,) = {only(each.handle(seen), m.Reduce) for each in members}
+    (found,) = {only(actions, m.Reduce) for actions in all_see(*members)}
     return members, found
+
+
+def committed(members, reduce):
+    """The actions of each member that follow from the reduce's result."""
+    for each in members:
+        each.handle(m.Reduced(reduce.key, "d1"))
+    return all_see(*members)
 
 
 def test_all_members_report_an_outlier_message_and_its_island_restarts():
     members, reduce = reduced({}, (1.0, 1.0, 50.0))
     assert reduce.weights == (8.0, 8.0, 0.0)
-    for each in members:
-        each.handle(m.Reduced(reduce.key, "d1"))
-    seen = view(*members)
-    actions = [each.handle(seen) for each in members]
+    actions = committed(members, reduce)
     (text,) = {only(done, m.LogLine).text for done in actions}
     assert text.startswith("round 1: the message of island c has the norm 50, more than 10 times the 1 expected")
     assert ["Reset" in kinds(done) for done in actions] == [False, False, True]
@@ -318,10 +321,7 @@ def test_a_nonfinite_message_has_no_weight_and_its_island_restarts_before_the_ro
     assert {"LogLine", "Reset"} <= set(kinds(said["c"]))
     assert members[2].header.weight == 0
     assert reduce.weights == (8.0, 8.0, 0.0)
-    for each in members:
-        each.handle(m.Reduced(reduce.key, "d1"))
-    seen = view(*members)
-    actions = [each.handle(seen) for each in members]
+    actions = committed(members, reduce)
     assert all("not finite" in only(done, m.LogLine).text for done in actions)
     assert not any("Reset" in kinds(done) for done in actions)  # it has done so already
 
@@ -333,9 +333,7 @@ def test_after_a_nonfinite_outer_step_all_members_repeat_the_round():
         assert "Reset" in kinds(actions)
         assert each.header.weight == 0
         each.handle(m.RoundDue())
-    seen = view(*members)
-    for each in members:
-        assert "RequestMessage" in kinds(each.handle(seen))
+    assert all("RequestMessage" in kinds(actions) for actions in all_see(*members))
 
 
 def test_the_stall_reason_names_the_cause():
@@ -364,31 +362,58 @@ def test_a_member_with_failing_reduces_pauses_for_a_time_that_doubles():
     """It heals from them and fails them again: each time the others stand still for two reduces."""
     members = begun(*(member(name) for name in "abc"))
     *others, bad = members
-    for each in members:
-        each.handle(m.RoundDue())
-        each.handle(m.MessageReady(0, 1.0, 1))
+    ready(*members)
     for number in (1, 2):
-        seen = view(*members, id=1)
-        for each in members:
-            reduce = only(each.handle(seen), m.Reduce)
+        (reduce,) = {only(actions, m.Reduce) for actions in all_see(*members)}
         for each in members:
             each.handle(m.ReduceFailed(reduce.key, ("a", "b") if each is bad else ("c",)))
         assert bad._failures == number
-    seen = view(*members)
-    for each in others:
-        assert len(only(each.handle(seen), m.Reduce).members) == 2
-    assert kinds(bad.handle(seen)) == ["RequestView"]
+    *reduces, pause = all_see(*members)
+    assert [len(only(actions, m.Reduce).members) for actions in reduces] == [2, 2]
+    assert kinds(pause) == ["RequestView"]
     go_on = [replace(each.header, round=1, digest="d1", voters=2) for each in others]
-    now, pauses = 0.0, []
-    for number in range(400):
+    now, actions = 0.0, []
+    while "Heal" not in kinds(actions) and now < 100:
         now += LAN.retry_seconds
         bad.handle(m.Tick(now))
-        headers = [replace(each, asked=10 + number) for each in go_on]
-        actions = bad.handle(m.ViewReceived(View(2 + number, (*headers, bad.header))))
-        if "Heal" in kinds(actions):
-            pauses.append(now)
-            break
-    assert LAN.turnover_seconds <= pauses[0] < LAN.turnover_seconds + 2 * LAN.retry_seconds
+        headers = [replace(each, asked=10 + round(now / LAN.retry_seconds)) for each in go_on]
+        actions = bad.handle(m.ViewReceived(View(2 + round(now / LAN.retry_seconds), (*headers, bad.header))))
+    assert LAN.turnover_seconds <= now < LAN.turnover_seconds + 2 * LAN.retry_seconds
     bad._failures = 2
     bad._pause_if_excluded()
     assert bad._paused_until == now + 2 * LAN.turnover_seconds
+
+
+def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
+    rng, islands = random.Random(0), "abcdefgh"
+    numbers = dict.fromkeys(islands, 0)
+    members = {name: MemberState(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
+    views = {name: set() for name in islands}
+    repeats = 0
+    for number in range(400):
+        present = sorted(rng.sample(islands, rng.randrange(1, 9)))
+        for name in present:
+            numbers[name] += rng.random() < 0.9  # else an older ask comes again
+        asked = {name: max(1, numbers[name] - (rng.random() < 0.1)) for name in present}
+        headers = (Header(name, "s", asked[name], "", "", (name,)) for name in present)
+        decision = decide(View(number, tuple(headers)), Rules())
+        for name in present:
+            expected = any(
+                (who, later) in views[name] for who, ask in asked.items() for later in range(ask, number + 2)
+            )
+            assert members[name]._note_asks(decision) == expected
+            views[name] |= asked.items()
+            repeats += expected
+    assert repeats > 100
+
+
+def test_missing_members_of_a_group(header):
+    a, b = Peer("a", "s", ("a:1",)), Peer("b", "s", ("b:1",))
+    decision = decide(View(7, (header("a"), header("c"))), Rules())
+    assert decision.missing((a, b)) == (b,)
+    assert decision.missing((a,)) == ()
+
+
+def test_a_request_expires_after_the_longest_answer_time_of_a_coordinator():
+    timing = replace(LAN, heartbeat_seconds=30.0)
+    assert timing.ask_seconds > timing.heartbeat_seconds + timing.join_seconds

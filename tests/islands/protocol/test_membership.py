@@ -1,7 +1,5 @@
 """The coordinator's rules: the table of `membership`, event by event, in a time of our own."""
 
-from __future__ import annotations
-
 from gregale.islands.protocol.membership import Answer, Ask, Membership
 
 JOIN_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0

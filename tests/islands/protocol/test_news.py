@@ -1,7 +1,5 @@
 """What a lighthouse tells of its fleet."""
 
-from __future__ import annotations
-
 from gregale.islands.protocol.news import News
 
 HERE = {"oslo": "s", "turin": "s"}

@@ -1,7 +1,5 @@
 """When an island is told to hand over a message, to mix a round in, and to wait."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.islands.protocol import messages as m

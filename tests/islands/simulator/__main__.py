@@ -7,64 +7,50 @@ schedule step by step.
 
 import argparse
 import sys
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.schedules import Outcome, run
 
-AT_ONCE = 500
-
-
-def replay(number: int) -> int:
-    """Prints what happens in schedule `number`; 1 where an invariant breaks."""
-    trace: list[str] = []
-    end = outcome_of(number, trace)
-    print("\n".join([*trace, f"BROKEN: {end}" if isinstance(end, str) else str(end)]))
-    return int(isinstance(end, str))
+CHUNK = 100  # schedules
 
 
 def outcome_of(number: int, trace: list[str] | None = None) -> Outcome | str:
-    """What a schedule came to, or what broke in it."""
+    """Return the outcome of a schedule, or what broke in it."""
     try:
         return run(number, trace=trace)
     except BrokenError as error:
         return str(error)
 
 
-def outcomes_from(first: int, count: int) -> list[tuple[int, Outcome | str]]:
-    """The outcomes of `count` schedules, by number."""
-    return [(number, outcome_of(number)) for number in range(first, first + count)]
+def replay(number: int) -> int:
+    """Print what happens in a schedule; return 1 where an invariant breaks."""
+    trace: list[str] = []
+    end = outcome_of(number, trace)
+    print("\n".join([*trace, f"BROKEN: {end}" if isinstance(end, str) else str(end)]))
+    return int(isinstance(end, str))
 
 
 def run_all(first: int, schedules: int, processes: int) -> int:
-    """Runs many schedules and prints what they came to; 1 where an invariant breaks."""
-    totals: Counter[str] = Counter()
-    longest = 0.0
-    starts = range(first, first + schedules, AT_ONCE)
-    counts = [min(AT_ONCE, first + schedules - start) for start in starts]
+    """Run many schedules and print their outcomes; return 1 where an invariant breaks."""
+    numbers, outcomes = range(first, first + schedules), list[Outcome]()
     with ProcessPoolExecutor(processes) as pool:
-        for outcomes in pool.map(outcomes_from, starts, counts):
-            for number, outcome in outcomes:
-                totals["schedules"] += 1
-                if isinstance(outcome, str):
-                    totals["broken"] += 1
-                    print(f"\nschedule {number}: {outcome}")
-                else:
-                    totals["rounds"] += outcome.rounds
-                    totals["forked"] += outcome.forked
-                    longest = max(longest, outcome.longest_wait)
-            print(f"\r{totals['schedules']:,} schedules", end="", flush=True, file=sys.stderr)
+        for number, outcome in zip(numbers, pool.map(outcome_of, numbers, chunksize=CHUNK), strict=True):
+            if isinstance(outcome, str):
+                print(f"schedule {number}: {outcome}")
+            else:
+                outcomes.append(outcome)
     print(
-        f"\n{totals['schedules']:,} schedules and {totals['rounds']:,} rounds: {totals['broken']} broken; in "
-        f"{totals['forked']:,} a generation began without knowing of all others; the longest wait for a round after "
-        f"the last fault was {longest:.0%} of what the timing allows"
+        f"{schedules:,} schedules and {sum(each.rounds for each in outcomes):,} rounds: "
+        f"{schedules - len(outcomes)} broken; in {sum(each.forked for each in outcomes):,} a generation began without "
+        "knowing of all others; the longest wait for a round after the last fault was "
+        f"{max((each.longest_wait for each in outcomes), default=0.0):.0%} of what the timing allows"
     )
-    return int(totals["broken"] > 0)
+    return int(len(outcomes) < schedules)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where nothing broke."""
+    """Return 0 if nothing broke."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)

@@ -71,7 +71,6 @@ class Invariants:
         return set(self._line(one)) ^ set(self._line(other))
 
     def consume(self, example: int, who: str) -> None:
-        """A trainer uses an example."""
         if example in self.consumed and not self.forked:
             raise BrokenError(f"example {example} is used by {self.consumed[example]} and by {who}")
         self.consumed[example] = who

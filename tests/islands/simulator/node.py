@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import random
 import re
 
 from gregale.islands.protocol import messages as m
@@ -73,6 +72,10 @@ class Node:
         """Nothing happens but that time has passed."""
         self.tell(m.Tick(self.world.now))
 
+    @property
+    def hears(self) -> bool:
+        return self.alive and not self.paused
+
     def _wake_in_time(self) -> None:
         """The member hears of the time when it needs to, if nothing else happens before."""
         at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
@@ -117,7 +120,6 @@ class Node:
         self.world.reduce(self, action)
 
     def reduced(self, key: str, digest: str | None, unreachable: tuple[str, ...]) -> None:
-        """The engine's reduce ended."""
         if self.reducing != key or not self.alive:
             return
         self.reducing = None
@@ -153,11 +155,6 @@ class Node:
     def _take_over(self, outer: OuterRecord) -> None:
         self.trainer.leased(outer, self.member.holder)
 
-    @property
-    def hears(self) -> bool:
-        """Whether it lives and is not stopped."""
-        return self.alive and not self.paused
-
     def _do_probe_peers(self, action: m.ProbePeers) -> None:
         self.world.later(
             self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.PeersDead(self.world.dead(self.name, action.peers)))
@@ -175,8 +172,3 @@ class Node:
     def _do_leave_done(self, action: m.LeaveDone) -> None:
         self.alive = False
         self.cut_off_at = self.world.now
-
-
-def shuffled(rng: random.Random, values: list) -> list:
-    """A copy in random order."""
-    return rng.sample(values, len(values))

@@ -18,13 +18,8 @@ CALM_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule came to."""
-
     rounds: int
-    generations: int
     forked: bool
-    seconds: float
-    recovery_seconds: float
     longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`
 
 
@@ -185,8 +180,7 @@ def _demand_progress(world: World) -> Outcome:
         if all(state.round >= max(newest - 1, 0) for state in states) and newest >= start + CALM_ROUNDS:
             generations = {state.generation for state in states if state.round == newest}
             if len(generations) <= 1:
-                recovery, done = world.now - began, world.invariants
-                return Outcome(done.rounds, len(done.lines), done.forked, world.now, recovery, longest / most)
+                return Outcome(world.invariants.rounds, world.invariants.forked, longest / most)
     raise BrokenError(
         f"{longest:.0f} s without a round after the last fault (at most {most:.0f}), {newest - start} rounds in all: "
         + ", ".join(f"{node.name} {world.states[node.identity].round}" for node in staying(world))

@@ -1,7 +1,5 @@
 """A model of an island's training loop: steps on leased examples, and between them what the real `TrainerSide` says."""
 
-from __future__ import annotations
-
 from gregale.islands.data_leases import DataLeases
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import OuterRecord
@@ -9,6 +7,7 @@ from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand
 
 BATCH = 2  # examples of a step
+DOWN_SECONDS = 0.1  # for a message from the devices to the host, at most
 LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens
 
 
@@ -23,7 +22,7 @@ class Trainer:
 
     def __init__(self, node, pace: RoundPacing, step_seconds: float):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
-        self.side: TrainerSide = node.world.side_class(pace, node.member.handover, node.world.now)
+        self.side = TrainerSide(pace, node.member.handover, node.world.now)
         self._leases = DataLeases(node.name, node.member.holder, BATCH)
         self._tokens = [0.0] * pace.schedule.fragments  # since this island contributed to each
         self._batches = self._looks = 0
@@ -32,7 +31,6 @@ class Trainer:
         self.factor: float | None = 1.0
 
     def leased(self, outer: OuterRecord, holder: str) -> None:
-        """The record of the outer state is this one."""
         self._leases.update(outer.ledger, holder)
 
     def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
@@ -106,10 +104,9 @@ class Trainer:
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
         shot = m.MessageReady(number, weight, used, self._step_seconds, self._is_final, norm)
-        node.world.later(node.world.rng.random() * node.world.down_seconds, lambda: self._down(count, shot))
+        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot))
 
     def _down(self, count: int, shot: m.MessageReady) -> None:
-        """The message has come down to the host."""
         if count == self._node.member.handover.count:
             self.message = f"{self._node.identity} {count}"
             self._node.tell(shot)

@@ -20,12 +20,11 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
 from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
-from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.round_timeout import REDUCES
+from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants
-from tests.islands.simulator.node import SEED, Node, hashed, shuffled
+from tests.islands.simulator.node import SEED, Node, hashed
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -54,15 +53,12 @@ class Weather:
 
 
 class World:
-    """One schedule. `member_class` and `side_class` let tests plant mistakes.
+    """One schedule. `member_class` lets tests plant mistakes.
 
     - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
     - `heal_seconds`: that a transfer of the state takes, at most; in some worlds rounds are faster
     - `is_silent`: nobody can tell which island it is that does not answer in a reduce
     """
-
-    down_seconds = 0.1  # for a message from the devices to the host, at most
-    side_class: type[TrainerSide] = TrainerSide
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
         self.now, self._count = 0.0, 0
@@ -121,7 +117,6 @@ class World:
     # Processes.
 
     def start(self, name: str) -> None:
-        """A process starts, without any memory."""
         self.starts += 1
         rng = self.rng
         self._beat()
@@ -132,7 +127,6 @@ class World:
         node.tick()
 
     def kill(self, name: str) -> None:
-        """A process dies."""
         self.log(f"{name} dies")
         self.nodes[name].alive = False
         self.nodes[name].cut_off_at = self.now
@@ -178,7 +172,6 @@ class World:
     # The coordinator.
 
     def ask(self, node: Node, header: Header) -> None:
-        """A member asks for a view."""
         self.send(node.name, COORDINATOR, lambda: self._asked(header))
 
     def _asked(self, header: Header) -> None:
@@ -232,13 +225,11 @@ class World:
             self.send(COORDINATOR, header.name, hear)
 
     def stop_coordinator(self) -> None:
-        """It dies; its memory with it."""
         self.log("the coordinator dies")
         self.up = False
         self.restarts += 1
 
     def start_coordinator(self) -> None:
-        """It is back, without memory."""
         if not self.up:
             self.log("the coordinator starts")
             self.up, self.up_since = True, self.now
@@ -291,8 +282,7 @@ class World:
         return frozenset(peer.identity for peer, node in found if node.identity != peer.identity or not node.alive)
 
     def heal(self, node: Node, action: m.Heal) -> None:
-        """A member fetches the state of a peer."""
-        sources = shuffled(self.rng, list(action.sources))
+        sources = self.rng.sample(action.sources, len(action.sources))
         self.later(self.rng.uniform(0.05, self.heal_seconds), lambda: self._healed(node, action, sources))
 
     def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
@@ -308,7 +298,6 @@ class World:
     # What is agreed.
 
     def committed(self, node: Node, action: m.Commit, digest: str) -> None:
-        """A member commits a result."""
         outer = action.outer
         spec, there, parent = self.reduces[action.key]
         true = hashed(parent, spec.members, spec.weights, sorted(there.items()))
@@ -322,7 +311,6 @@ class World:
         self.states[node.identity] = outer
 
     def installed(self, node: Node, outer: OuterRecord) -> None:
-        """A member took over a peer's state."""
         self.invariants.publish(outer)
         self.invariants.install(self.states[node.identity], outer)
         node.previous = self.states[node.identity] = outer

@@ -1,7 +1,6 @@
 """Real servers on loopback; time limits are far above what anything here takes."""
 
-from __future__ import annotations
-
+import socket
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
@@ -24,9 +23,9 @@ def make_server() -> Iterator[Callable[..., Server]]:
     """`make_server(on_message=..., ...)`: a server that ends with the test; its complaints are in `complaints`."""
     servers = []
 
-    def make(token: bytes = TOKEN, **options) -> Server:
+    def make(token: bytes = TOKEN, bind: str = "127.0.0.1", **options) -> Server:
         lines: list[str] = []
-        server = Server("127.0.0.1", token, complain=lines.append, **{"on_message": dict, **options})
+        server = Server(bind, token, complain=lines.append, **{"on_message": dict, **options})
         server.complaints = lines  # type: ignore[attr-defined]
         servers.append(server)
         return server
@@ -34,3 +33,11 @@ def make_server() -> Iterator[Callable[..., Server]]:
     yield make
     for server in servers:
         server.close()
+
+
+def exchange(address: str, content: bytes) -> bytes:
+    """Return all that a server answers to these bytes."""
+    host, _, port = address.partition("/")[0].partition(":")
+    with socket.create_connection((host, int(port)), 20.0) as connection:
+        connection.sendall(content)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))

@@ -1,7 +1,5 @@
 """The engine alone imports PyTorch, and only when it is used; the lighthouse needs neither that nor JAX."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

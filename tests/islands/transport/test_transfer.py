@@ -1,13 +1,11 @@
 """Healing: fetching a state from peers that die, stall, lie or go on training meanwhile."""
 
-from __future__ import annotations
-
 import copy
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +14,10 @@ import pytest
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
-from gregale.islands.transport.server import Server, Snapshot
+from gregale.islands.transport.server import Handler, Server
 from gregale.islands.transport.signing import canonical
-from gregale.islands.transport.snapshot_store import ServedArray
-from gregale.islands.transport.transfer import Fetched, Fetcher, TransferFailed, fetch
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
+from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.transport.conftest import TOKEN
 
 CHUNK_BYTES = 1 << 16
@@ -31,7 +29,7 @@ def small_chunks(monkeypatch):
     """Use chunks of 64 kB, and short timeouts."""
     for module in (snapshot_store, transfer, manifest):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(transfer, "STALL_SECONDS", 1.0)
+    monkeypatch.setattr(transfer, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
 
@@ -47,6 +45,7 @@ def leaves(seed: int = 0, version: int = 4) -> dict[str, ServedArray]:
 
 
 STATE = leaves()
+TOTAL = sum(leaf.array.nbytes for leaf in STATE.values())
 EXPECTED = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in STATE.items()}
 
 
@@ -62,95 +61,71 @@ def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
 def sources(make_server) -> list[Server]:
     servers = [make_server() for _ in range(3)]
     for server in servers:
-        server.publish(Snapshot(1, 4, STATE, {"position": 17}))
+        server.outer.publish(Snapshot(1, 4, STATE, {"position": 17}))
     return servers
 
 
-class Way:
-    """What lies between a source and who fetches: hands bytes on until it meddles with what comes back."""
+@pytest.fixture
+def spoilt(monkeypatch) -> Callable[..., str]:
+    """`spoilt(server, how)`: the address of the server, which sends `how(chunk, number)` for a chunk; None: it ends."""
+    send, spoilers, counts = Handler._send_all, {}, Counter()
 
-    def __init__(self, source: Server, meddle: Callable[[bytes, int], bytes | None]):
-        """`meddle(content, offset)`: what arrives of the bytes from `offset` on; None: the connection ends."""
-        self._source, self._meddle = source, meddle
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}/{source.recipient}"
-        threading.Thread(target=self._accept, daemon=True).start()
+    def send_all(handler: Handler, content) -> None:
+        address = handler.owner.address
+        if handler.path == "/pieces" and address in spoilers:
+            counts[address] += 1
+            whole, content = content, spoilers[address](bytes(content), counts[address])
+            if content is None:
+                send(handler, whole[:100])
+                raise ConnectionError
+        send(handler, content)
 
-    def close(self) -> None:
-        self._listener.close()
+    def install(server: Server, how: Callable[[bytes, int], bytes | None]) -> str:
+        spoilers[server.address] = how
+        return server.address
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection((self._source.host, self._source.port))
-            threading.Thread(target=self._copy, args=(near, far, lambda content, offset: content), daemon=True).start()
-            threading.Thread(target=self._copy, args=(far, near, self._meddle), daemon=True).start()
+    monkeypatch.setattr(Handler, "_send_all", send_all)
+    return install
 
-    def _copy(self, origin: socket.socket, target: socket.socket, meddle) -> None:
-        offset = 0
-        try:
-            while content := origin.recv(1 << 14):
-                arrives = meddle(content, offset)
-                if arrives is None:
-                    break
-                target.sendall(arrives)
-                offset += len(content)
-        except OSError:
-            pass
-        for connection in (origin, target):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+
+def corrupt(content: bytes, number: int) -> bytes:
+    return bytes(byte ^ 1 for byte in content[:100]) + content[100:]
+
+
+def cut_short(content: bytes, number: int) -> None:
+    return None
+
+
+def slow(seconds: float) -> Callable[[bytes, int], bytes]:
+    def wait(content: bytes, number: int) -> bytes:
+        time.sleep(seconds)
+        return content
+
+    return wait
 
 
 @pytest.fixture
-def way() -> Iterator[Callable[..., str]]:
-    """`way(server, meddle)`: the address of a way to a server."""
-    ways = []
+def after_chunks(monkeypatch) -> Callable[[Callable[[int], None]], None]:
+    """`after_chunks(action)`: calls `action` with the number of received bytes after each chunk."""
 
-    def make(server: Server, meddle) -> str:
-        ways.append(Way(server, meddle))
-        return ways[-1].address
+    def install(action: Callable[[int], None]) -> None:
+        put = Assembly.put
 
-    yield make
-    for each in ways:
-        each.close()
+        def put_and_act(assembly: Assembly, *arguments) -> bool:
+            result = put(assembly, *arguments)
+            action(assembly.received_bytes)
+            return result
 
+        monkeypatch.setattr(Assembly, "put", put_and_act)
 
-AFTER = 20_000  # the manifest and a part of the first chunks
-
-
-def corrupt(content: bytes, offset: int) -> bytes:
-    return content if offset < AFTER else bytes(byte ^ 1 for byte in content[:100]) + content[100:]
-
-
-def cut_short(content: bytes, offset: int) -> bytes | None:
-    return content if offset < AFTER else None
-
-
-def stall(content: bytes, offset: int) -> bytes:
-    if offset >= AFTER:
-        time.sleep(3)
-    return content
-
-
-def dribble(content: bytes, offset: int) -> bytes:
-    if offset >= AFTER:
-        time.sleep(0.3)
-    return content
+    return install
 
 
 def test_fetching_from_one_and_from_several_sources(sources):
-    progress = []
     for count in (1, 3):
-        chosen = [server.address for server in sources[:count]]
-        fetched = Fetcher(TOKEN, EXPECTED, progress=lambda *done: progress.append(done)).fetch(chosen, 10.0)
+        fetched = fetch([server.address for server in sources[:count]], TOKEN, EXPECTED, 10.0)
         assert_is(fetched, STATE)
-        total = sum(leaf.array.nbytes for leaf in STATE.values())
-        assert progress[-1] == (total, total)
-        assert fetched.received_bytes == total
+        assert fetched.received_bytes == TOTAL
         assert (fetched.generation, fetched.round, fetched.facts) == (1, 4, {"position": 17})
         assert fetched.complaints == []
 
@@ -159,7 +134,7 @@ def test_many_small_arrays_take_few_requests(make_server):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
     many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
-    server.publish(Snapshot(1, 4, many))
+    server.outer.publish(Snapshot(1, 4, many))
     requests, lend = [], server.outer.lend
     server.outer.lend = lambda names: requests.append(names) or lend(names)
     expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
@@ -167,59 +142,46 @@ def test_many_small_arrays_take_few_requests(make_server):
     assert len(requests) <= transfer.STREAMS
 
 
-@pytest.mark.parametrize("meddle", [corrupt, cut_short, stall])
-def test_a_bad_source_is_replaced(sources, way, meddle):
-    bad = way(sources[0], meddle)
-    fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
-    assert_is(fetched, STATE)
-    for line in fetched.complaints:
-        assert bad.partition("/")[0] in line
-
-
 @pytest.mark.parametrize(
-    ("meddle", "reason"),
+    ("how", "reason"),
     [
         (corrupt, "do not have the hash that it gave"),
         (cut_short, r"cannot be reached: .*(ended in the middle|without response|IncompleteRead|reset|idle)"),
-        (stall, "cannot be reached: timed out"),
+        (slow(1.0), "cannot be reached: timed out"),
     ],
 )
-def test_without_a_good_source_the_error_has_reasons_and_a_retry_works(sources, way, meddle, reason):
+def test_a_bad_source_is_named_and_replaced(sources, spoilt, how, reason):
+    bad = spoilt(sources[0], how)
+    fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
+    assert_is(fetched, STATE)
+    assert all(bad.partition("/")[0] in line for line in fetched.complaints)
     fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed, match=reason) as failed:
-        fetcher.fetch([way(sources[0], meddle)], 10.0)
+        fetcher.fetch([bad], 10.0)
     assert "\n" not in str(failed.value)
-    # What has come has the right bytes, and is not fetched again.
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
-def test_chunks_fetched_before_a_failure_are_kept(sources, way):
-    def late_cut(content: bytes, offset: int) -> bytes | None:
-        return content if offset < 3 * CHUNK_BYTES else None
-
+def test_chunks_fetched_before_a_failure_are_kept(sources, spoilt):
     fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed):
-        fetcher.fetch([way(sources[0], late_cut)], 10.0)
+        fetcher.fetch([spoilt(sources[0], lambda content, number: content if number < 5 else None)], 10.0)
     fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
     assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * CHUNK_BYTES
 
 
-def test_a_slow_source_does_not_hold_up_the_end(sources, way):
-    slow = way(sources[0], dribble)
+def test_a_slow_source_does_not_hold_up_the_end(sources, spoilt):
+    address = spoilt(sources[0], slow(0.3))
     begin = time.monotonic()
-    assert_is(fetch([slow, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
-    # Its first chunk alone would take it 4 x 0.3 s a connection, and it would have half of eleven.
-    assert time.monotonic() - begin < 3.0
+    assert_is(fetch([address, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
+    # It would have half of eleven chunks, on two connections.
+    assert time.monotonic() - begin < 1.5
 
 
-def test_a_source_that_dies_in_the_middle(sources):
-    def kill_the_first(here: int, total: int) -> None:
-        if here > total // 3:
-            sources[0].close()
-
-    fetched = Fetcher(TOKEN, EXPECTED, progress=kill_the_first).fetch([server.address for server in sources], 10.0)
-    assert_is(fetched, STATE)
+def test_a_source_that_dies_in_the_middle(sources, after_chunks):
+    after_chunks(lambda received: sources[0].close() if received > TOTAL // 3 else None)
+    assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), STATE)
 
 
 def test_no_sources_and_no_state(make_server):
@@ -233,15 +195,15 @@ def test_no_sources_and_no_state(make_server):
             fetch([address], TOKEN, EXPECTED, 5.0)
 
 
-def test_the_timeout_is_kept(sources, way):
+def test_the_timeout_is_kept(sources, spoilt):
     with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
-        fetch([way(sources[0], dribble)], TOKEN, EXPECTED, 0.5)
+        fetch([spoilt(sources[0], slow(0.3))], TOKEN, EXPECTED, 0.5)
 
 
 def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
-    server.publish(Snapshot(1, 4, STATE))
+    server.outer.publish(Snapshot(1, 4, STATE))
     server.outer.expect(60.0)
     fetcher = Fetcher(TOKEN, EXPECTED)
     before = fetcher.fetch([server.address], 10.0)
@@ -252,7 +214,7 @@ def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     )
     joins.start()
     after = STATE | {"half|0": leaves(seed=1)["half|0"]}
-    server.publish(Snapshot(1, 5, after))
+    server.outer.publish(Snapshot(1, 5, after))
     joins.join()
     assert (found[0].round, found[0].settled) == (5, True)
     assert_is(found[0], after)
@@ -273,49 +235,55 @@ def test_only_missing_chunks_are_fetched(sources):
     np.testing.assert_array_equal(changed, before)
 
 
-def test_a_round_committed_during_a_fetch(sources, monkeypatch):
+def test_a_round_committed_during_a_fetch(sources, monkeypatch, after_chunks):
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, after = sources[0], leaves(seed=1, version=5)
     after["matrix|0"] = STATE["matrix|0"]
 
-    def commit(here: int, total: int) -> None:
-        if total // 3 < here and server.outer._snapshot.round == 4:
-            server.publish(Snapshot(1, 5, after))
+    def commit(received: int) -> None:
+        if received > TOTAL // 3 and server.outer._snapshot.round == 4:
+            server.outer.publish(Snapshot(1, 5, after))
 
-    fetched = Fetcher(TOKEN, EXPECTED, progress=commit).fetch([server.address], 10.0)
+    after_chunks(commit)
+    fetched = fetch([server.address], TOKEN, EXPECTED, 10.0)
     assert fetched.round == 5
     assert_is(fetched, after)
 
 
 def test_the_newest_state_wins_and_then_the_majority(sources):
-    sources[0].publish(Snapshot(1, 5, leaves(seed=1)))
+    sources[0].outer.publish(Snapshot(1, 5, leaves(seed=1)))
     assert fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0).round == 5
-    sources[1].publish(Snapshot(1, 5, leaves(seed=2)))
-    sources[2].publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[1].outer.publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[2].outer.publish(Snapshot(1, 5, leaves(seed=2)))
     assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), leaves(seed=2))
 
 
-def no_allocation(shape, dtype):
-    pytest.fail("something was allocated")
+@pytest.fixture
+def no_allocation(monkeypatch) -> Callable[[], None]:
+    """Fails the test where arrays of a state are allocated, until it is called."""
+    monkeypatch.setattr(transfer, "Assembly", lambda *_: pytest.fail("something was allocated"))
+    return lambda: monkeypatch.setattr(transfer, "Assembly", Assembly)
 
 
-def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources):
+def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources, no_allocation):
     offered = copy.deepcopy(sources[0].outer.manifest())
     liar = sources[1]
     offered["leaves"]["large|0"]["shape"] = [250_000_000_000]
     liar.outer.manifest = lambda wait_seconds: offered
     with pytest.raises(TransferFailed, match=r"offers large\|0 as float32\[250000000000\].*; here it is float32"):
-        Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([liar.address], 10.0)
+        fetch([liar.address], TOKEN, EXPECTED, 10.0)
+    no_allocation()
     fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
     assert len(fetched.complaints) == 1
 
 
-def test_a_reply_that_never_ends_is_not_read(make_server, way):
+@pytest.mark.usefixtures("no_allocation")
+def test_a_reply_that_never_ends_is_not_read(make_server):
     endless = make_server()
     endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
-        Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([endless.address], 10.0)
+        fetch([endless.address], TOKEN, EXPECTED, 10.0)
 
 
 def test_a_manifest_fits_into_the_expected_size(sources):
@@ -343,9 +311,3 @@ def test_manifests_that_are_not_as_expected(sources, change, reason):
     change(offered)
     with pytest.raises(RequestRejected, match=reason):
         read_manifest("it", offered, EXPECTED)
-
-
-def test_another_token(sources):
-    with pytest.raises(TransferFailed, match=r"it has another token"):
-        Fetcher(b"another token here", EXPECTED, allocate=no_allocation).fetch([sources[0].address], 5.0)
-    assert canonical({"b": 1, "a": [None]}) == b'{"a":[null],"b":1}'

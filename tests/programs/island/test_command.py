@@ -1,7 +1,5 @@
 """What `gregale island` makes sure of before it joins a fleet."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,14 +1,46 @@
-"""Which rounds an island keeps on its disk or in its store."""
+"""Between the steps of an island: its batches, its turns to save, its checkpoints and its rounds.jsonl."""
 
-from __future__ import annotations
+import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from haliax import Axis
 
 from gregale.checkpoint.store import Checkpoints
-from gregale.programs.island.loop import rounds_of
-from gregale.storage import StoreError
+from gregale.methods.schedule import Schedule
+from gregale.programs.island.loop import CheckpointStagger, IslandResources, LeasedBatches, rounds_of
+from gregale.programs.island.stepper import without_nonfinite
+from gregale.programs.runtime.batches import Placement
+from gregale.runs.history import ROUNDS
+from gregale.storage import StoreError, write_bytes
+from gregale.storage.jsonl_reader import read_entries
+from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from tests.mesh.support import layout_of
 from tests.stores import Fault, proxied
+
+SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 5 steps
+
+
+class Counting:
+    """Example i is the row [i, i]."""
+
+    def batch(self, first: int, size: int, rows: list[int]) -> dict[str, np.ndarray]:
+        del size
+        return {"tokens": np.stack([np.full(2, first + row, np.int32) for row in rows])}
+
+
+def test_batches_follow_the_leases():
+    firsts = [0, 4, 100]
+    placement = Placement((Axis("batch", 4), Axis("position", 2)), layout_of(data=2))
+    with LeasedBatches(Counting(), placement, lambda: firsts.pop(0) if firsts else None) as batches:
+        seen = [np.asarray(next(batches)["tokens"].array)[:, 0].tolist() for _ in range(3)]
+        assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103]]
+        assert next(batches, None) is None
+        firsts.append(8)  # a committed round has leased more
+        assert np.asarray(next(batches)["tokens"].array)[0, 0] == 8
 
 
 def test_no_round_of_a_checkpoint_is_forgotten_while_the_store_does_not_tell(s3, s3_endpoint, monkeypatch):
@@ -22,3 +54,77 @@ def test_no_round_of_a_checkpoint_is_forgotten_while_the_store_does_not_tell(s3,
         proxy.faults[:] = [Fault("denied", 1000, "GET", "metadata.json")]
         with Checkpoints(s3 / "checkpoints") as checkpoints, pytest.raises(StoreError):
             rounds_of(checkpoints)
+
+
+def resources(run, last: int) -> IslandResources:
+    controller: Any = SimpleNamespace(close=lambda: None)
+    nothing: Any = None
+    return IslandResources(
+        nothing, nothing, controller, run, [], lines_at(run / ROUNDS, ResumePoint("round", last), print)
+    )
+
+
+@pytest.mark.parametrize("place", ["tmp_path", "s3"])
+def test_rounds_after_the_checkpoint_go_and_others_follow(request, place):
+    def numbers() -> list[int]:
+        return [each["round"] for each in read_entries(run / ROUNDS, number="round").entries]
+
+    run = request.getfixturevalue(place)
+    lines = b"".join(json.dumps({"round": number}).encode() + b"\n" for number in range(1, 6))
+    write_bytes(run / ROUNDS, lines + b'{"round": 2, "be')
+    island = resources(run, 3)
+    island.rounds.add({"round": 4, "members": ["a", "b"], "healed": False})
+    island.flush()
+    assert numbers() == [1, 2, 3, 4]
+    island.rounds.add({"round": 5})
+    island.close(print)
+    assert numbers() == [1, 2, 3, 4, 5]
+
+
+def test_an_island_ends_as_ever_when_the_store_takes_no_more(s3, s3_endpoint, monkeypatch):
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        said: list[str] = []
+        island = resources(s3, 0)
+        island.rounds.add({"round": 1})
+        proxy.faults[:] = [Fault("expired", 100, "PUT")]
+        island.close(said.append)
+        assert len(said) == 1
+        assert said[0].startswith(f"{s3}/{ROUNDS} lacks its last 1 lines. {s3}/{ROUNDS}: the store refused access (Exp")
+
+
+def saved(turns: CheckpointStagger, place: float, rounds: range) -> list[int]:
+    """The steps of the schedule after which a checkpoint is written; every round is asked about at three steps."""
+    asked = [number for number in rounds for _ in range(3)]
+    return [SCHEDULE.round_step(number) for number in asked if turns.is_due(number, place)]
+
+
+@pytest.mark.parametrize(
+    ("place", "rounds", "steps"),
+    [
+        (0.0, range(24), [40, 80, 120]),
+        (0.25, range(24), [10, 50, 90]),
+        (0.5, range(12, 20), [100]),  # the first after a restart, after step 65
+    ],
+)
+def test_each_island_saves_at_its_place(place, rounds, steps):
+    assert saved(CheckpointStagger(40, SCHEDULE), place, rounds) == steps
+
+
+def test_a_missed_or_moved_turn_is_late_and_taken_once():
+    turns = CheckpointStagger(40, SCHEDULE)
+    assert saved(turns, 0.0, range(3)) == []
+    assert saved(turns, 0.0, range(9, 20)) == [50, 80]
+    moved = CheckpointStagger(40, SCHEDULE)
+    assert saved(moved, 0.0, range(9)) == [40]
+    assert saved(moved, 0.75, range(9, 24)) == [110]
+    for every, arrived in ((None, 7), (40, None)):
+        assert not CheckpointStagger(every, SCHEDULE).is_due(arrived, 0.0)
+
+
+def test_only_what_is_finite_of_a_diverged_optimizer_stays():
+    moments = {"mu": jnp.array([1.0, jnp.nan, -2.0]), "nu": jnp.array([jnp.inf]), "count": jnp.array(7)}
+    found = without_nonfinite(moments)
+    np.testing.assert_array_equal(found["mu"], [1.0, 0.0, -2.0])
+    np.testing.assert_array_equal(found["nu"], [0.0])
+    assert found["count"] == 7

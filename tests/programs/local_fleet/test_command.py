@@ -1,7 +1,5 @@
 """What `gregale islands` and `gregale train` refuse before anything is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

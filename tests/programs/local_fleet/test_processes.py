@@ -1,7 +1,5 @@
 """The token of a fleet, and processes that end when they are told to."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

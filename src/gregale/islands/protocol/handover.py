@@ -1,7 +1,5 @@
 """The state of the current round's message: not due, wanted, on its way, or available."""
 
-from __future__ import annotations
-
 from gregale.islands.protocol.messages import MessageReady
 
 

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
 from gregale.islands.protocol.outliers import Size, median
-
-NO_ROUND = -1
-
-
-class GarbageError(ValueError):
-    """A header or record of a peer does not have the format of this version."""
+from gregale.islands.protocol.wire import NO_ROUND, GarbageError, decode
 
 
 class Generation(NamedTuple):
@@ -57,29 +52,24 @@ class OuterRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, for a manifest or a checkpoint."""
-        return {
-            "generation": list(self.generation),
-            "round": self.round,
-            "digest": self.digest,
-            "last": self.last,
-            "voters": self.voters,
-            "ledger": self.ledger.to_json(),
-            "sizes": [list(size) for size in self.sizes],
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> "OuterRecord":
         """Return the record of `to_json`; raise `GarbageError` for anything else."""
         if isinstance(value, dict):
             value = {"sizes": [], **value}  # records of earlier versions lack this field
-        fields = _fields(value, _OUTER, "record of an outer state")
-        fields["generation"] = _generation(fields["generation"])
-        fields["sizes"] = tuple(_size(size) for size in fields["sizes"])
-        try:
-            fields["ledger"] = Ledger.from_json(fields["ledger"])
-        except ValueError as error:
-            raise GarbageError(str(error)) from None
-        return cls(**fields)
+        found: OuterRecord = decode(cls, value, "record of an outer state")
+        spans = [*found.ledger.free, *(span for lease in found.ledger.leases for span in lease.spans)]
+        if any(start >= stop for start, stop in spans):
+            raise GarbageError("a ledger of leases is not one that Gregale writes")
+        _check_sizes(found.sizes)
+        return found
+
+
+def _check_sizes(sizes: tuple[Size, ...]) -> None:
+    if not all(size.norm > 0 and size.weight > 0 for size in sizes):
+        raise GarbageError("the size of a message is not two numbers above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,95 +160,14 @@ class Header:
             value = json.loads(text)
         except (ValueError, RecursionError):
             raise GarbageError("a header is not JSON") from None
-        fields = _fields(value, _HEADER, "header")
-        fields["generation"] = _generation(fields["generation"])
-        for name in ("hosts", "unreachable"):
-            fields[name] = _strings(fields[name])
-        if fields["held"] is not None:
-            held = _fields(fields["held"], _HELD, "held result")
-            fields["held"] = AcceptedResult(
-                held["key"], held["ballot"], held["digest"], _strings(held["members"]), _strings(held["electors"])
-            )
-        if not (0 <= fields["weight"] < float("inf") and 0 <= fields["step_seconds"] < float("inf")):
-            raise GarbageError("a header's weight or step_seconds is not a number")
-        if fields["usual"] is not None:
-            fields["usual"] = _size(fields["usual"])
-        if fields["norm"] is not None and not 0 <= fields["norm"] < float("inf"):
-            raise GarbageError("a header's norm is not a number")
-        return cls(**fields)
+        found: Header = decode(cls, value, "header")
+        _check_sizes((found.usual,) if found.usual else ())
+        return found
 
     @property
     def identity(self) -> str:
         """Name and session as one word."""
         return f"{self.name}/{self.session}"
-
-
-_HELD: dict[str, Any] = {"key": str, "ballot": int, "digest": str, "members": list, "electors": list}
-_OUTER: dict[str, Any] = {
-    "generation": list,
-    "round": int,
-    "digest": str,
-    "last": str,
-    "voters": int,
-    "ledger": dict,
-    "sizes": list,
-}
-_STRINGS = ("name", "session", "agreement", "version", "digest", "last", "holder")
-_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used", "batch")
-_HEADER: dict[str, Any] = {
-    **dict.fromkeys(_STRINGS, str),
-    **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(
-        (
-            "voter",
-            "ready",
-            "starved",
-            "healing",
-            "hold_rounds",
-            "wait_expired",
-            "from_checkpoint",
-            "retried",
-            "leaving",
-        ),
-        bool,
-    ),
-    **dict.fromkeys(("hosts", "unreachable", "generation"), list),
-    "weight": (int, float),
-    "norm": (int, float, type(None)),
-    "usual": (list, type(None)),
-    "step_seconds": (int, float),
-    "held": (dict, type(None)),
-}
-
-
-def _fields(value: object, kinds: dict[str, Any], what: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
-        raise GarbageError(f"a {what} does not have the fields of this version of Gregale")
-    for name, kind in kinds.items():
-        right = isinstance(value[name], kind) and (kind is bool or not isinstance(value[name], bool))
-        if not right or (kind is int and value[name] < NO_ROUND):
-            raise GarbageError(f"a {what} has no usable {name!r}")
-    return dict(value)
-
-
-def _strings(value: list[object]) -> tuple[str, ...]:
-    if not all(isinstance(each, str) for each in value):
-        raise GarbageError("a list in a header is not one of strings")
-    return tuple(str(each) for each in value)
-
-
-def _generation(value: list[object]) -> Generation:
-    if len(value) == 2 and type(value[0]) is int and value[0] >= 0 and isinstance(value[1], str):
-        return Generation(value[0], value[1])
-    raise GarbageError("a generation is not a number and a name")
-
-
-def _size(value: object) -> Size:
-    if isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value):
-        size = Size(float(value[0]), float(value[1]))
-        if 0 < size.norm < float("inf") and 0 < size.weight < float("inf"):
-            return size
-    raise GarbageError("the size of a message is not two numbers above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ saved holders. `used` counts all examples that a holder has used; it never decre
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 Span = tuple[int, int]
 
@@ -49,8 +49,7 @@ class LeaseReport(NamedTuple):
     batch: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """The examples of `holder` of island `name`: `spans`, in this order, after the `used` examples that it reported."""
 
     name: str
@@ -72,7 +71,7 @@ class Lease:
             use -= taken
             if start + taken < stop:
                 spans.append((start + taken, stop))
-        return replace(self, used=used, spans=tuple(spans))
+        return self._replace(used=used, spans=tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,49 +87,9 @@ class Ledger:
         """Return the lease of an island, if it has one."""
         return next((lease for lease in self.leases if (lease.name, lease.holder) == (name, holder)), None)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        leases = [[each.name, each.holder, each.used, [list(s) for s in each.spans]] for each in self.leases]
-        free = [list(span) for span in self.free]
-        return {"next": self.next, "free": free, "leases": leases, "skipped": self.skipped}
-
     def digest(self) -> str:
         """Return a digest of the whole ledger."""
-        return digest_of(self.to_json())
-
-    @classmethod
-    def from_json(cls, value: object) -> "Ledger":
-        """Return the ledger of `to_json`.
-
-        Raises:
-            ValueError: the value has another format.
-        """
-        try:
-            if not isinstance(value, dict) or value.keys() != {"next", "free", "leases", "skipped"}:
-                raise ValueError
-            leases = [Lease(_text(n), _text(h), _count(u), _spans(s)) for n, h, u, s in value["leases"]]
-            return cls(_count(value["next"]), _spans(value["free"]), tuple(leases), _count(value["skipped"]))
-        except (TypeError, ValueError):
-            raise ValueError("a ledger of leases is not one that Gregale writes") from None
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _spans(value: Iterable[Sequence[object]]) -> tuple[Span, ...]:
-    spans = tuple((_count(start), _count(stop)) for start, stop in value)
-    if any(start >= stop for start, stop in spans):
-        raise ValueError
-    return spans
+        return digest_of(asdict(self))
 
 
 def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeasePolicy) -> Ledger:
@@ -151,7 +110,7 @@ def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeaseP
             store.free.extend(lease.spans)
             continue
         if lease.left() < lease_policy.low * report.batch:
-            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lease_policy.size * report.batch))))
+            lease = lease._replace(spans=_joined((*lease.spans, *store.take(lease_policy.size * report.batch))))
         leases[report.name] = lease
     free = _joined(sorted(store.free))
     return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped)

@@ -9,10 +9,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
+from gregale.islands.protocol.wire import NO_ROUND
+
 ROUNDS = 15  # in the median
 LATE = 3.0  # times the median
 FIRST_ROUND_SECONDS = 60.0  # limit for the first round, in place of three medians
-NO_ROUND = -1
 
 
 class Progress:

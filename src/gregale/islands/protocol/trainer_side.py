@@ -3,15 +3,18 @@
 The driver and the simulator use it. It has no clock: callers pass the time.
 """
 
-from __future__ import annotations
-
+import math
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND
-from gregale.islands.round_timeout import RoundTimeout
-from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage
+from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
+
+TIMED_ROUNDS = 15  # in the median
+LATE = 2.0  # times the median
+REDUCES = 4  # the longest wait for a round, in units of the limit of one reduce
 
 
 class TrainerSide:
@@ -24,11 +27,11 @@ class TrainerSide:
 
     def __init__(self, pace: RoundPacing, handover: Handover, now: float = 0.0, steps: int = 0):
         self._pace, self._handover = pace, handover
-        self._arrivals: deque[ApplyRound | LoadOuterState] = deque()
+        self._arrivals: deque[Arrival] = deque()
         self._since = steps  # steps since the last message, or since the state was replaced
         self._before = 0  # steps in the current message
         self._begun: float | None = None  # the time of the current round's announcement or message
-        self._timeout = RoundTimeout(pace.timeout_seconds)
+        self._round_seconds: deque[float] = deque(maxlen=TIMED_ROUNDS)  # from announcements or messages to decisions
         self._steps, self._stepped_at = 0, now  # since the last measurement of the step time
 
     def stepped(self) -> None:
@@ -62,16 +65,16 @@ class TrainerSide:
         self._begin(now)
         return self._handover.depart()
 
-    def round_decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
+    def round_decided(self, arrival: Arrival, now: float) -> None:
         """Queue a committed round, or an outer state that replaces the parameters and all queued rounds."""
         begun, self._begun = self._begun, None
         if isinstance(arrival, LoadOuterState):
             self._arrivals.clear()
         elif begun is not None:
-            self._timeout.learn(now - begun)
+            self._round_seconds.append(now - begun)
         self._arrivals.append(arrival)
 
-    def arrival(self, is_last: bool) -> ApplyRound | LoadOuterState | None:
+    def arrival(self, is_last: bool) -> Arrival | None:
         """Return the round or state to mix in now, if any; `is_last`: no step comes before, so nothing is early."""
         if not self._arrivals:
             return None
@@ -144,4 +147,13 @@ class TrainerSide:
         # missing. After the timeout, also without any decisions (no coordinator, too few islands), the island trains
         # on, as far as its lease allows.
         late = self._since >= self._pace.interval(number + 1)
-        return late and self._begun is not None and now - self._begun < self._timeout.seconds
+        return late and self._begun is not None and now - self._begun < self._timeout_seconds()
+
+    def _timeout_seconds(self) -> float:
+        """Return the time after which the island no longer waits for a round, from the duration of recent rounds.
+
+        A network slower than H steps makes all rounds long, and the timeout grows with them. A round that takes much
+        longer than the others has lost a member. Detecting that takes seconds, in which the island continues to train.
+        """
+        usual = median(self._round_seconds) if self._round_seconds else math.inf
+        return min(self._pace.timeout_seconds, LATE * usual)

@@ -1,11 +1,10 @@
 """Signed requests to peers' servers, with signed replies."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
@@ -14,6 +13,7 @@ from gregale.distributed.signing import is_signed, sign
 from gregale.islands.transport.signing import canonical, digest
 
 LARGEST_REPLY_BYTES = 1 << 20
+STATUS_PATH = "/status"
 IDLE_SECONDS = 5.0  # less than a server's IDLE_SECONDS
 
 
@@ -137,24 +137,13 @@ class PeerClient:
         return PeerUnreachable(f"{self.address} cannot be reached: {os_error_text(error)}")
 
 
-def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
+def call(address: str, token: bytes, message: dict, timeout_seconds: float, path: str = "/message") -> dict:
     """Send a small JSON object to a peer; return its reply. Raises PeerUnreachable or RequestRejected."""
-    return post(address, token, "/message", message, timeout_seconds)
-
-
-def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: float) -> dict:
-    """Send JSON to a path of a peer's server; return the reply. Raises PeerUnreachable or RequestRejected."""
-    peer = PeerClient(address, token, timeout_seconds)
-    try:
+    with closing(PeerClient(address, token, timeout_seconds)) as peer:
         return peer.request("POST", path, canonical(message))
-    finally:
-        peer.close()
 
 
 def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
     """Return a peer's `status`. Raises PeerUnreachable or RequestRejected."""
-    peer = PeerClient(address, token, timeout_seconds)
-    try:
-        return peer.request("GET", "/status")
-    finally:
-        peer.close()
+    with closing(PeerClient(address, token, timeout_seconds)) as peer:
+        return peer.request("GET", STATUS_PATH)

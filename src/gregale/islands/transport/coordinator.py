@@ -9,8 +9,6 @@
 `protocol.membership` defines when a view forms, and its members.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import threading
@@ -20,15 +18,13 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
-from gregale.islands.protocol.news import NO_ROUND
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned
+from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
-from gregale.islands.transport.server import STATUS_PATH
 from gregale.islands.transport.signing import canonical
 
 CONNECT_SECONDS = 2.0
 NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
-KEPT_SECONDS = 5.0  # less than a server's IDLE_SECONDS: it closes an idle connection
 MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
@@ -142,7 +138,7 @@ class ConnectionPool:
         self.has_met = False
         self._address, self._token = address, token
         self._recipient: str | None = None  # the server's random name, since its last start
-        self._kept: deque[tuple[float, PeerClient]] = deque()
+        self._kept: deque[PeerClient] = deque()
         self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
@@ -172,7 +168,7 @@ class ConnectionPool:
         """Close the connections that no request uses."""
         with self._lock:
             kept, self._kept = self._kept, deque()
-        for _, peer in kept:
+        for peer in kept:
             peer.close()
 
     def _take(self) -> PeerClient:
@@ -181,27 +177,20 @@ class ConnectionPool:
             self.close()
             recipient = self._recipient = self._fetch_recipient()
         with self._lock:
-            while self._kept:
-                used, peer = self._kept.popleft()
-                if time.monotonic() - used < KEPT_SECONDS:
-                    return peer
-                peer.close()
+            if self._kept:
+                return self._kept.popleft()
         return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
 
     def _fetch_recipient(self) -> str:
         """Return the random name that the server drew at its start."""
-        peer = PeerClient(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
-        try:
-            recipient = str(peer.request("GET", STATUS_PATH).get("recipient"))
-        finally:
-            peer.close()
+        recipient = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient")
         self.has_met = True
-        return recipient
+        return str(recipient)
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:
             if len(self._kept) < MAX_KEPT:
-                self._kept.append((time.monotonic(), peer))
+                self._kept.append(peer)
                 return
         peer.close()
 

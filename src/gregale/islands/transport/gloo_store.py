@@ -1,13 +1,11 @@
 """The rendezvous of a group's sockets: a PyTorch store over the authenticated servers."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gregale.islands.transport.client import PeerUnreachable, RequestRejected, post
+from gregale.islands.transport.client import PeerUnreachable, RequestRejected, call
 from gregale.islands.transport.server import Server
 
 RETRY_SECONDS = 0.1
@@ -61,7 +59,7 @@ def make_gloo_store(
             peer = peers[name]
             while True:
                 try:
-                    post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
+                    call(peer, server.token, message, max(deadline - time.monotonic(), RETRY_SECONDS), "/store")
                     return
                 except (PeerUnreachable, RequestRejected) as error:
                     if time.monotonic() >= deadline or server.mailbox.is_cancelled(group):

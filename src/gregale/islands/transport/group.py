@@ -2,7 +2,7 @@
 
     group = Group.build(key, rank, hosts, server, timeout_seconds=10.0)   # hosts: addresses of the members' Servers
     work = group.send(peer, message, tag=3)                               # uint8, contiguous; returns at once
-    other = group.receive(peer, buffer, tag=3)
+    other = group.recv(peer, buffer, tag=3)
     other.wait(5.0); work.wait(5.0)                                       # GroupFailed, also when a peer dies
     group.drop()                                                          # all others notice within a second
 
@@ -26,6 +26,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -101,11 +102,23 @@ def drop_all() -> None:
         group.drop()
 
 
+@dataclass
+class Count:
+    """Bytes that a host has sent and received."""
+
+    sent: int = 0
+    received: int = 0
+
+
 class Group:
-    """Members `0 .. size - 1` that can send to each other. `failure`: why it cannot be used any more, or empty."""
+    """Members `0 .. size - 1` that can send to each other: the link of a reducer.
+
+    - `failure`: why it cannot be used any more, or empty
+    - `count`: of the bytes of its messages
+    """
 
     def __init__(self, gloo: Any, torch: Any, rank: int, names: Sequence[str]):
-        self.rank, self.size, self.failure = rank, len(names), ""
+        self.rank, self.size, self.failure, self.count = rank, len(names), "", Count()
         self._gloo, self._torch, self._names = gloo, torch, list(names)
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
@@ -150,14 +163,16 @@ class Group:
             connecting.join(POLL_SECONDS)
         return connecting.result()
 
-    def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
+    def send(self, peer: int, data: np.ndarray, tag: int = 0) -> Work:
         """Send a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
-        return self._begin("send", peer, array, tag, f"sending to {self._names[peer]}")
+        self.count.sent += data.nbytes
+        return self._begin("send", peer, data, tag, f"sending to {self._names[peer]}")
 
-    def receive(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
-        """Receive exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
-        assert array.flags.writeable
-        return self._begin("recv", peer, array, tag, f"receiving from {self._names[peer]}")
+    def recv(self, peer: int, data: np.ndarray, tag: int = 0) -> Work:
+        """Receive exactly `data.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
+        assert data.flags.writeable
+        self.count.received += data.nbytes
+        return self._begin("recv", peer, data, tag, f"receiving from {self._names[peer]}")
 
     def drop(self) -> None:
         """Close the sockets, so that every other member's waits fail at once. Safe from any thread, and twice.

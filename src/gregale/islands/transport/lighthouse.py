@@ -8,8 +8,6 @@ Clients (`coordinator`) send signed requests to the server; a request to `ALIAS`
 answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gregale.errors import UserError
-from gregale.islands.protocol.membership import Answer, Ask, Formed, Membership
+from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
@@ -121,9 +119,15 @@ class Lighthouse:
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
             waiting = self._waiting.pop(answer.ask)
-            waiting.reply = replies.setdefault(answer.view, reply_of(answer.view)) if answer.view else refusal(answer)
+            if (view := answer.view) is not None:
+                if view not in replies:  # one text for all its members
+                    headers = [ask.header for ask in view.asks]
+                    replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
+                waiting.reply = replies[view]
+            elif answer.refused:
+                waiting.reply = {"refused": answer.refused}
+                refused.add(answer.ask.name)
             waiting.answered.set()
-            refused |= {answer.ask.name} if answer.refused else set()
         self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
         self._tell(self._news.changes(self._membership.healthy, now), self._say_change)
         self._tell(self._news.stall(self._membership.pending, now), self._say)
@@ -149,16 +153,6 @@ def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = 
     if not (colon and host and port.isdecimal() and int(port) < 2**16):
         raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
     return Lighthouse(bind, token, quorum, say)
-
-
-def reply_of(view: Formed) -> bytes:
-    """Return the answer for all members of a view."""
-    return canonical({"view": {"id": view.id, "headers": [ask.header for ask in view.asks]}})
-
-
-def refusal(answer: Answer) -> dict:
-    """Return the answer to a request that is in no view."""
-    return {"refused": answer.refused} if answer.refused else {}
 
 
 def text_of(message: dict, key: str, longest: int) -> str:

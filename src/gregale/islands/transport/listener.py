@@ -5,8 +5,6 @@ A connection is *unidentified* until it has sent a request with the token's sign
 full, a new connection ends the oldest one of the address that has the most.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The mailbox for rendezvous values of a group, which may arrive before this host starts to build the group."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The manifest of a source's state, checked against the expected arrays before anything is allocated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

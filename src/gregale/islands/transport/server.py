@@ -1,7 +1,7 @@
 """The server of each host: serves its state to joiners, accepts small messages and returns its status. HTTP, signed.
 
     server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
-    server.publish(Snapshot(generation=0, round=4, leaves={"wte|0": ServedArray(array, version=3)}, facts={...}))
+    server.outer.publish(Snapshot(generation=0, round=4, leaves={"wte|0": ServedArray(array, version=3)}, facts={...}))
     server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
     call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns the result of the peer's on_message
     ask_status(peer, token, timeout_seconds=2.0)
@@ -32,20 +32,17 @@ from typing import Any, cast
 
 from gregale.distributed.signing import is_signed, sign
 from gregale.errors import UserError
-from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
+from gregale.islands.transport.client import STATUS_PATH, RequestRejected
 from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
 from gregale.islands.transport.signing import canonical, digest
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, chunk_span
-
-__all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
+from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
-STATUS_PATH = "/status"
 
 
 class Server:
@@ -87,10 +84,6 @@ class Server:
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
-
-    def publish(self, snapshot: Snapshot) -> None:
-        """Replace the served state. A joiner that has begun with the previous one may finish it."""
-        self.outer.publish(snapshot)
 
     def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
         return Handler(request, client_address, listener, self)
@@ -144,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
                 "/manifest": lambda body: self._manifest(self.owner.outer, 0.0),
                 "/manifest/settled": lambda body: self._manifest(self.owner.outer, SETTLE_SECONDS),
                 "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
-                "/status": lambda body: self.owner.status(),
+                STATUS_PATH: lambda body: self.owner.status(),
             }
         )
 

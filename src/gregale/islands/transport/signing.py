@@ -1,7 +1,5 @@
 """Canonical JSON and digests, for signatures and comparisons of islands' messages."""
 
-from __future__ import annotations
-
 import json
 from hashlib import blake2b
 

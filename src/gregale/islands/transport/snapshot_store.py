@@ -4,8 +4,6 @@ The state is cut into chunks of `CHUNK_BYTES`, each with its hash, so that a joi
 separately, from any source. A leaf's name on the wire is the hash of its chunks' hashes.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Collection

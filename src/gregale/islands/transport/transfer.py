@@ -63,22 +63,13 @@ class Fetcher:
 
     - `expected`: shape and dtype of every array; a manifest that differs is rejected before any byte is allocated
     - `held`: arrays that are here already: chunks with the right hash are not fetched
-    - `progress`: called with (bytes here, bytes in all) after each chunk, from several threads in turn
 
     Connections stay open between two fetches, and a failed fetch keeps its chunks.
     """
 
-    def __init__(
-        self,
-        token: bytes,
-        expected: Expected,
-        held: Mapping[str, np.ndarray] | None = None,
-        allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.zeros,
-        progress: Callable[[int, int], None] = lambda received, total: None,
-    ):
+    def __init__(self, token: bytes, expected: Expected, held: Mapping[str, np.ndarray] | None = None):
         self._token, self._expected = token, expected
         self._local = LocalArrays(dict(held or {}), {})
-        self._allocate, self._progress = allocate, progress
         self._links: dict[str, list[PeerClient]] = {}
 
     def fetch(self, sources: Sequence[str], timeout_seconds: float, manifest: str = "/manifest") -> Fetched:
@@ -102,7 +93,7 @@ class Fetcher:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")
             chosen = choose(offers)
             offer = chosen[0]
-            assembly = Assembly(offer, self._expected, self._local, self._allocate, self._progress)
+            assembly = Assembly(offer, self._expected, self._local)
             run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
             self._local, received = assembly.local(), received + assembly.received_bytes
             if assembly.is_complete:
@@ -209,40 +200,31 @@ class LocalArrays(NamedTuple):
 class Assembly:
     """The arrays that are being filled, and their missing and requested chunks."""
 
-    def __init__(
-        self,
-        offer: StateManifest,
-        expected: Expected,
-        local: LocalArrays,
-        allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],
-        progress: Callable[[int, int], None],
-    ):
+    def __init__(self, offer: StateManifest, expected: Expected, local: LocalArrays):
         self.names = {name: leaf_hash(list(chunks)) for name, chunks in offer.chunks.items()}
         self.arrays: dict[str, np.ndarray] = {}
         self.received_bytes = 0
-        self._offer, self._progress = offer, progress
+        self._offer = offer
         self._lock = threading.Lock()
         self._missing: list[Chunk] = []
         self._under_way: dict[Chunk, dict[str, float]] = {}
         for name, (shape, dtype) in expected.items():
             held = local.arrays.get(name)
             if held is not None and (held.shape, held.dtype) == (tuple(shape), dtype):
-                self._keep(name, held, local.chunks.get(name) or tuple(chunk_hashes(held)), allocate)
+                self._keep(name, held, local.chunks.get(name) or tuple(chunk_hashes(held)))
             else:
-                self.arrays[name] = allocate(tuple(shape), dtype)
+                self.arrays[name] = np.empty(tuple(shape), dtype)
                 self._missing += [(name, index) for index in range(len(offer.chunks[name]))]
         self._missing.reverse()  # the last is taken first
-        self._total = sum(array.nbytes for array in self.arrays.values())
-        self._local = self._total - sum(self.size_of(chunk) for chunk in self._missing)
         self._left = set(self._missing)
 
-    def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...], allocate: Callable) -> None:
+    def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...]) -> None:
         """Keep a correct array, or copy the correct chunks of another; `held` is never written to."""
         wanted = self._offer.chunks[name]
         if found == wanted:
             self.arrays[name] = held
             return
-        array = self.arrays[name] = allocate(held.shape, held.dtype)
+        array = self.arrays[name] = np.empty(held.shape, held.dtype)
         target = bytes_of(array)
         for index, hashed in enumerate(wanted):
             if found[index] == hashed:
@@ -303,9 +285,7 @@ class Assembly:
                 start = index * CHUNK_BYTES
                 bytes_of(self.arrays[name])[start : start + len(content)] = content
                 self._left.remove(chunk)
-                self._local += len(content)
                 self.received_bytes += len(content)
-                self._progress(self._local, self._total)
         return True
 
     def release(self, chunks: Sequence[Chunk], source: str) -> None:

@@ -1,7 +1,5 @@
 """The settings that the islands of a fleet must have in common. All others may differ from island to island."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gregale.data.preparation import Corpus

@@ -1,7 +1,5 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -38,19 +36,17 @@ from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
-from gregale.islands.protocol.settings import Rules
-from gregale.islands.round_timeout import REDUCES
+from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
+from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
-from gregale.islands.transport import shm
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.server import Server
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.loop import IslandLoop, IslandResources, Recorder
+from gregale.programs.island.loop import IslandLoop, IslandResources
 from gregale.programs.island.status import StatusTracker
-from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.command import describe, hold_run, is_writer, summary
@@ -58,12 +54,15 @@ from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
+from gregale.runs.history import ROUNDS
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
+from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
+from gregale.training.stepper import Stepper
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
@@ -151,7 +150,7 @@ def train(
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
             resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-            stack.callback(resources.close)
+            stack.callback(resources.close, console.message)
             console.begin(config.steps, start.step)
             info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
             status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
@@ -187,7 +186,7 @@ def join(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, shm.empty)
+    outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
@@ -204,13 +203,14 @@ def join(
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
-    compile_programs(setup, start.state, outer)
+    stepper = setup.stepper()
+    compile_programs(setup, stepper, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
-        return IslandResources(outer, follower, folder, seen)
+        return IslandResources(stepper, outer, follower, folder, seen)
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
@@ -221,13 +221,11 @@ def join(
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
     lease_policy = LeasePolicy(size=held, low=-(-held // 2))
-    rules, used = (
-        Rules(
-            islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
-        ),
-        saved["used"] if saved else 0,
+    used = saved["used"] if saved else 0
+    rules = Rules(
+        islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
     )
-    recorder = Recorder(run.path, record.round, say)
+    rounds = lines_at(run.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=CoordinatorClient(
@@ -238,7 +236,7 @@ def join(
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=recorder,
+        record=rounds.add,
         note_stalled=lambda line: note_stalled(run, line),
         stop_asked=lambda: stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
@@ -246,7 +244,7 @@ def join(
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return IslandResources(outer, driver, folder, seen, recorder)
+    return IslandResources(stepper, outer, driver, folder, seen, rounds)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
@@ -286,12 +284,12 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
     return record
 
 
-def compile_programs(setup: Setup, state: TrainState, outer: HostOuter) -> None:
+def compile_programs(setup: Setup, stepper: Stepper, state: TrainState, outer: HostOuter) -> None:
     """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
     island = setup.method
     assert isinstance(island, Island)
     outer.compile()
-    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
+    stepper.program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
     for index in range(island.schedule.fragments):
         theta, fragment = outer.theta(index), island.fragment(index)
         jax.block_until_ready(island.depart(state.method, theta, fragment))

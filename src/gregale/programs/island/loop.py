@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from haliax import NamedArray
 
@@ -19,6 +18,7 @@ from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
+from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
@@ -28,10 +28,10 @@ from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.runs.history import ROUNDS
 from gregale.storage import StoragePath, StoreError
-from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import TrainState
+from gregale.training.stepper import Stepper
 
 THREADS = 4
 BATCHES_AHEAD = 8  # made before they are requested; limits the memory
@@ -41,29 +41,34 @@ BATCHES_AHEAD = 8  # made before they are requested; limits the memory
 class IslandResources:
     """The parts of an island beside the state of its devices.
 
+    - `step`: takes the inner steps; its program is compiled
     - `outer`: theta and the outer optimizer, in host memory
     - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
     - `folder`: the folder of the outer checkpoints
     - `seen`: tokens by fragment since the island last contributed to it, at the start
-    - `record`: the log of rounds; None: another host of this island keeps it
+    - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
     """
 
+    step: Stepper
     outer: HostOuter
     controller: Driver | Follower
     folder: StoragePath
     seen: list[float]
-    record: Recorder | None = None
+    rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
 
     def flush(self) -> None:
-        """Write the buffered lines of the record; raise `StoreError` if that fails."""
-        if self.record is not None:
-            self.record.flush()
+        """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
+        if self.rounds is not None:
+            self.rounds.flush()
 
-    def close(self) -> None:
-        """Leave the fleet."""
+    def close(self, report: Callable[[str], None]) -> None:
+        """Leave the fleet, and write the remaining rounds: neither a full disk nor an unreachable store ends a run."""
         self.controller.close()
-        if self.record is not None:
-            self.record.close()
+        try:
+            if self.rounds is not None:
+                self.rounds.close()
+        except UserError as error:
+            report(str(error))
 
 
 class IslandLoop(Loop):
@@ -79,11 +84,15 @@ class IslandLoop(Loop):
 
         `complete` is true in the first case. The state is saved in both cases.
         """
-        config, setup, controller = self._setup.config, self._setup, self._resources.controller
+        config, setup, resources = self._setup.config, self._setup, self._resources
+        controller = resources.controller
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
-        stepper = IslandStepper(setup, self._resources.outer, controller, self._resources.seen, step)
+        assert isinstance(setup.method, Island)
+        stepper = IslandStepper(
+            setup.method, self._resources.step, self._resources.outer, controller, self._resources.seen, step
+        )
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
@@ -161,10 +170,8 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
-                "steps": controller.undecided_steps,
-                "holder": controller.holder,
-                "used": controller.used(stepper.batches),
                 "complete": self.complete,
+                **controller.to_save(stepper.batches),
             },
         }
 
@@ -194,33 +201,6 @@ def rounds_of(checkpoints: Checkpoints) -> set[int]:
         except (UserError, KeyError):
             continue
     return found
-
-
-class Recorder:
-    """The log of this island's rounds. It deletes lines after round `last`, which a killed process wrote.
-
-    A line that cannot be written is buffered: neither a full disk nor an unreachable store ends a run.
-
-    - `report`: receives a line for the user
-    """
-
-    def __init__(self, run: StoragePath, last: int, report: Callable[[str], None]):
-        self._report = report
-        self._lines = lines_at(run / ROUNDS, ResumePoint("round", last), report)
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        self._lines.add(values)
-
-    def flush(self) -> None:
-        """Write the buffered lines; raise `StoreError` if a store does not accept them."""
-        self._lines.flush()
-
-    def close(self) -> None:
-        """Write the remaining lines; report a failure."""
-        try:
-            self._lines.close()
-        except UserError as error:
-            self._report(str(error))
 
 
 class LeasedBatches(Iterator[dict[str, NamedArray]]):

@@ -1,7 +1,5 @@
 """An island's status for clients with the fleet's secret, and the small messages that it accepts."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -52,8 +50,8 @@ class StatusTracker:
         return {
             "round": driver.round,
             "members": len(driver.members),
-            "waiting_seconds": driver.seconds.waiting,
-            "healing_seconds": driver.seconds.healing,
+            "waiting_seconds": driver.waiting_seconds,
+            "healing_seconds": driver.healing_seconds,
             "network_bytes_sent": driver.worker.count.sent,
             "network_bytes_received": driver.worker.count.received,
             "goodput": max(0.0, 1 - lost / elapsed) if elapsed > 0 else 1.0,
@@ -61,7 +59,7 @@ class StatusTracker:
 
     def _lost(self) -> float:
         """Return the seconds of waiting and of healing so far."""
-        return self._driver.seconds.waiting + self._driver.seconds.healing if self._driver is not None else 0.0
+        return self._driver.waiting_seconds + self._driver.healing_seconds if self._driver is not None else 0.0
 
     def status(self) -> dict[str, Any]:
         """Return the newest metrics, with the names of the members."""

@@ -1,7 +1,5 @@
 """The steps of an island, and the commands between two of them: messages depart, fragments arrive."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -18,8 +16,8 @@ from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Fi
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.programs.runtime.setup import Setup
 from gregale.training.state import StepReport, TrainState
+from gregale.training.stepper import Stepper
 
 Tree = Any
 
@@ -33,15 +31,21 @@ class IslandStepper:
     - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, controller: Driver | Follower, seen: list[float], step: int):
+    def __init__(
+        self,
+        island: Island,
+        take_step: Stepper,
+        outer: HostOuter,
+        controller: Driver | Follower,
+        seen: list[float],
+        step: int,
+    ):
         """Create the stepper.
 
         - `seen`: tokens by fragment since this island last contributed to it
         - `step`: steps done before
         """
-        assert isinstance(setup.method, Island)
-        self._island, self._outer, self._controller = setup.method, outer, controller
-        self._step = setup.stepper()
+        self._island, self._step, self._outer, self._controller = island, take_step, outer, controller
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
         self.step, self.batches = step, 0

@@ -1,8 +1,7 @@
 """`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
-from __future__ import annotations
-
 import signal
+import subprocess
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,9 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
+from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.island.timing import timing_of
-from gregale.programs.local_fleet.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
+from gregale.programs.local_fleet.processes import Member, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
 from gregale.programs.watch.run_poller import RunPoller
@@ -65,7 +64,7 @@ class Fleet:
         self._stopped: str | None = None
         self._config = self._write_config(config)
         self._members: list[Member] = []
-        self._lighthouse: LighthouseHandle | None = None
+        self._lighthouse: subprocess.Popen | None = None
         self._name = config.name
         self._runs: StoragePath = storage_path(expand(config.runs, "runs"))
         self._followers: dict[str, RunPoller] = {}  # pollers of the started runs, by the island's name
@@ -85,7 +84,7 @@ class Fleet:
         """End the running processes, the islands first."""
         end([member.process for member in self._members])
         if self._lighthouse is not None:
-            end([self._lighthouse.process])
+            end([self._lighthouse])
 
     def _stop(self, number: int, _) -> None:
         """Note the first signal, which ends the fleet after its checkpoints; a second Ctrl-C ends at once."""
@@ -103,24 +102,23 @@ class Fleet:
 
     def _start(self) -> None:
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(self._token, timing_of(self._islands), output)
+        self._lighthouse, address = start_lighthouse(self._token, timing_of(self._islands), output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
         for name in names:
-            self._members.append(self._start_island(name))
+            self._members.append(self._start_island(name, address))
         self._screen.message(
-            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
+            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {address}. "
             f"The output of each is in {self._folder}/<island>.log."
         )
 
-    def _start_island(self, name: str) -> Member:
-        assert self._lighthouse is not None
+    def _start_island(self, name: str, address: str) -> Member:
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
-            *("--islands.lighthouse", self._lighthouse.address),
+            *("--islands.lighthouse", address),
             *("--islands.bind", "127.0.0.1"),
             *(["--fresh"] if self._options.fresh else []),
         ]
@@ -137,7 +135,9 @@ class Fleet:
             if self._stopped and not asked:
                 asked = True
                 self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
-                _signal_all(self._members, signal.SIGTERM)
+                for member in self._members:
+                    if member.process.poll() is None:
+                        member.process.terminate()
             self._report_ended(reported)
             if time.monotonic() - shown >= seconds:
                 shown = time.monotonic()
@@ -167,9 +167,9 @@ class Fleet:
             if code < 0:
                 self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
             elif code and not self._stopped:
-                self._screen.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
+                self._screen.message(f"{member.name} ended with exit code {code}: {end_of(member.output)}")
             else:
-                self._screen.message(f"{member.name}: {member.last_lines(1)}")
+                self._screen.message(f"{member.name}: {end_of(member.output, 1)}")
 
     def _finish(self) -> int:
         codes = [member.process.returncode for member in self._members]
@@ -184,12 +184,6 @@ class Fleet:
             self._screen.message(f"Stopped by {self._stopped}; the same command goes on.")
             return 128 + signal.Signals[self._stopped]
         return max((abs(code) for code in codes), default=0) and 1
-
-
-def _signal_all(members: list[Member], number: int) -> None:
-    for member in members:
-        if member.process.poll() is None:
-            member.process.send_signal(number)
 
 
 COMMAND = Command(main=main, options=IslandsOptions, config=TrainConfig, positional=("config",))

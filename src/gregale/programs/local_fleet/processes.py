@@ -1,7 +1,5 @@
 """The processes of a fleet on this machine: a lighthouse and its islands, started, watched and ended together."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -40,10 +38,6 @@ class Member:
     output: Path
     process: subprocess.Popen
 
-    def last_lines(self, count: int = 3) -> str:
-        """Return the end of its output; see `end_of`."""
-        return end_of(self.output, count)
-
 
 def end_of(output: Path, count: int = 3) -> str:
     """Return the end of a process's output: its error without the prefix, otherwise its last `count` lines."""
@@ -51,14 +45,6 @@ def end_of(output: Path, count: int = 3) -> str:
     errors = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
     found = lines[errors[-1] :] if errors else lines[-count:]
     return " ".join(found).removeprefix(_ERROR)
-
-
-@dataclass
-class LighthouseHandle:
-    """The coordinator's process and its address."""
-
-    address: str
-    process: subprocess.Popen
 
 
 def start(command: Sequence[str], output: Path) -> subprocess.Popen:
@@ -76,8 +62,8 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen:
         )
 
 
-def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHandle:
-    """Start the coordinator and wait until it listens; raise `UserError` if it does not."""
+def start_lighthouse(token: Path, timing: Timing, output: Path) -> tuple[subprocess.Popen, str]:
+    """Start the coordinator; return its process and address once it listens. Raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
     command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
@@ -85,7 +71,7 @@ def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHan
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         if found := _LISTENS.search(output.read_bytes()):
-            return LighthouseHandle(found[1].decode(), process)
+            return process, found[1].decode()
         if process.poll() is not None:
             break
         time.sleep(0.05)

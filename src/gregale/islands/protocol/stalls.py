@@ -1,0 +1,70 @@
+"""Stall lines for one island: the first after three median rounds, each next after twice the time."""
+
+from collections import deque
+from statistics import median
+
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.trainer_side import TrainerSide
+
+ROUNDS = 15  # in the median
+LATE = 3  # times the median
+LEAST_SECONDS = 1.0  # shortest silence that is reported
+AGAIN = 2  # factor between the times of two lines
+
+
+class Stalls:
+    """The rounds of one member. Before its first, a round counts as late from when it is due, by `Timing`.
+
+    - `line`: the last stall line, while no round is committed
+    """
+
+    def __init__(self, member: Member, trainer: TrainerSide):
+        self._member, self._trainer = member, trainer
+        self._took: deque[float] = deque(maxlen=ROUNDS)
+        self._since: float | None = None  # the last round, or the time at which the first one was due
+        self._next = 0.0  # seconds after which the next line is due
+        self._has_rounds = False
+        self.line: str | None = None
+
+    def _late_seconds(self) -> float:
+        usual = median(self._took) if self._took else self._member.timing.first_round_seconds
+        return max(LATE * usual, LEAST_SECONDS)
+
+    def went_on(self, now: float, outer: OuterRecord, is_healed: bool = False) -> str | None:
+        """Record a committed or fetched state; return a line if it ends a stall."""
+        seconds = now - self._since if self._since is not None else 0.0
+        if self._has_rounds and not is_healed:
+            self._took.append(seconds)
+        was_stalled, self.line = self.line is not None, None
+        self._has_rounds, self._since = True, now
+        self._next = self._late_seconds()
+        return f"Rounds go on: round {outer.round} after {format_seconds(seconds)}." if was_stalled else None
+
+    def look(self, now: float) -> str | None:
+        """Return the stall line that is due now, if any."""
+        member = self._member
+        if member.done:
+            return None
+        if self._since is None:
+            if member.handover.due or member.outer.round == NO_ROUND:
+                self._since, self._next = now, self._late_seconds()
+            return None
+        seconds = now - self._since
+        if seconds < self._next:
+            return None
+        self._next = AGAIN * seconds
+        self.line = f"No round for {format_seconds(seconds)}: {self._why()}."
+        return self.line
+
+    def _why(self) -> str:
+        number = self._member.outer.round
+        if number == NO_ROUND:
+            return self._member.stall_reason() or "the fleet has not begun"
+        made, needed = self._trainer.progress(number)
+        why = self._member.stall_reason() or f"this island has made {made} of the {needed} steps of a round"
+        return f"{why}; all data leased to this island is used" if self._member.handover.starved else why
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

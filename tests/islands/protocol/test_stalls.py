@@ -1,0 +1,85 @@
+"""When an island reports that rounds have stopped, and why."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gregale.islands.protocol.handover import Handover
+from gregale.islands.protocol.headers import NO_ROUND, seed
+from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.stalls import Stalls
+
+
+@pytest.fixture
+def member() -> Any:
+    return SimpleNamespace(
+        timing=LAN, handover=Handover(), outer=seed("d"), done=False, stall_reason=lambda: "b is missing"
+    )
+
+
+@pytest.fixture
+def stalls(member) -> Stalls:
+    trainer: Any = SimpleNamespace(progress=lambda number: (3, 10))
+    return Stalls(member, trainer)
+
+
+def lines(stalls: Stalls, until: float, start: float = 0.0) -> list[tuple[float, str]]:
+    """When a line is reported, and the line."""
+    found = [(float(at), stalls.look(at)) for at in range(int(start), int(until) + 1)]
+    return [(at, line) for at, line in found if line]
+
+
+def went_on(stalls: Stalls, now: float, number: int, is_healed: bool = False) -> str | None:
+    return stalls.went_on(now, replace(seed("d"), round=number), is_healed)
+
+
+def rounds(stalls: Stalls, count: int) -> float:
+    for number in range(count):
+        assert went_on(stalls, 10.0 * number, number) is None
+    return 10.0 * (count - 1)
+
+
+def test_a_stall_is_reported_after_three_median_rounds_and_then_ever_more_rarely(stalls):
+    start = rounds(stalls, 5)
+    expected = [(start + at, f"No round for {at} s: b is missing.") for at in (30, 60, 120, 240)]
+    assert lines(stalls, start + 250, start) == expected
+    assert stalls.line == "No round for 240 s: b is missing."
+    assert went_on(stalls, start + 250, 6) == "Rounds go on: round 6 after 250 s."
+    assert stalls.line is None
+    assert went_on(stalls, start + 260, 7) is None
+    assert lines(stalls, start + 290, start + 261) == [(start + 290, "No round for 30 s: b is missing.")]
+
+
+def test_before_the_first_round_the_stall_time_starts_when_one_is_due(stalls, member):
+    member.outer = replace(member.outer, round=0)
+    assert lines(stalls, 1000) == []
+    member.handover.want()
+    expected = 3 * (LAN.join_seconds + LAN.reduce_seconds)
+    assert [at for at, _ in lines(stalls, 1030, 1000)] == [1000 + expected]
+
+
+def test_a_fetched_state_ends_a_stall_but_does_not_change_the_median(stalls):
+    last = rounds(stalls, 3)
+    went_on(stalls, last + 1.0, 9, is_healed=True)
+    assert [at for at, _ in lines(stalls, last + 40, last + 1)] == [last + 31]
+
+
+@pytest.mark.parametrize(
+    ("number", "starved", "why"),
+    [
+        (NO_ROUND, False, "the fleet has not begun"),
+        (4, False, "this island has made 3 of the 10 steps of a round"),
+        (4, True, "this island has made 3 of the 10 steps of a round; all data leased to this island is used"),
+    ],
+)
+def test_the_island_itself_may_be_the_reason(stalls, member, number, starved, why):
+    member.stall_reason, member.outer, member.handover.starved = lambda: "", replace(seed("d"), round=number), starved
+    rounds(stalls, 2)
+    assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
+
+
+def test_a_member_that_has_left_reports_nothing(stalls, member):
+    member.done = True
+    assert lines(stalls, 100) == []
