@@ -1,7 +1,5 @@
 """Pages in a real browser without a window: Playwright drives the system's Chromium."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -50,6 +48,14 @@ class Tab:
         """What a script comes to, as JSON; fails if it throws."""
         return self.page.evaluate(script)
 
+    def wait(self, condition: str) -> None:
+        """Until a condition holds; fails after a minute."""
+        self.value(
+            "new Promise((done, fail) => { const last = Date.now() + 60000, look = () => {"
+            f"if ({condition}) done(1); else if (Date.now() < last) setTimeout(look, 20);"
+            f"else fail(new Error({json.dumps(condition)})); }}; look(); }})"
+        )
+
     def hover(self, x: float, y: float) -> None:
         self.page.mouse.move(x - 2, y)
         self.page.mouse.move(x, y)
@@ -80,7 +86,7 @@ class Tab:
         )
         self.settle()
 
-    def __enter__(self) -> Tab:
+    def __enter__(self) -> "Tab":
         return self
 
     def __exit__(self, *_: object) -> None:

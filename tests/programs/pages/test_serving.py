@@ -1,6 +1,5 @@
 """The page of a run that goes on, over the loopback interface."""
 
-import json
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,7 +9,7 @@ from gregale.programs.watch.web import HERE, Server
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from tests.programs.pages.looking import box, figure_of
-from tests.programs.pages.made_up import figures, write_run
+from tests.programs.pages.made_up import figures, write_metrics, write_run
 
 
 @pytest.fixture
@@ -19,8 +18,7 @@ def folder(tmp_path):
 
 
 def grow(folder, steps: int) -> None:
-    lines = figures(steps, 0)
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_metrics(folder, figures(steps, 0))
 
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):
@@ -40,8 +38,7 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
         assert 20 < chosen[0] < 30 < chosen[1] < 60
         tab.value(f"{norm}.setSeries(1, {{show: false}})")
         grow(folder, 150)
-        longer = f"{norm}.data[0].at(-1) > 100"
-        tab.value(f"new Promise(done => {{ const look = () => {longer} ? done(1) : setTimeout(look, 50); look(); }})")
+        tab.wait(f"{norm}.data[0].at(-1) > 100")
         assert tab.value(zoomed) == chosen
         assert tab.value(scales) == chosen[1], "all charts over the same axis follow"
         tab.value("document.getElementById('reset').click()")
@@ -58,21 +55,20 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     folder = write_run(tmp_path / "new", steps=0)
     (folder / "samples.txt").unlink()
     page = LivePage([RunPaths(folder)], live_seconds=0.1)
-    until = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
     with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
         with training(folder, print):
-            tab.value(until.format("document.body.textContent.includes('is being trained')"))
+            tab.wait("document.body.textContent.includes('is still training')")
             assert "tokens" not in tab.value(controls)
             (folder / "samples.txt").write_text("--- step 25\nearly\n")
             grow(folder, 50)
-            tab.value(until.format("document.querySelector('option[value=bytes]')"))
+            tab.wait("document.querySelector('option[value=bytes]')")
             assert tab.value(controls)[:6] == ["steps", "tokens", "seconds", "bytes", "logx", "logy"]
             assert tab.value(opened) == ["Step 25"]
-        tab.value(until.format("!document.body.textContent.includes('is being trained')"))
+        tab.wait("!document.body.textContent.includes('is still training')")
         (folder / "samples.txt").write_text("--- step 25\nearly\n--- step 50\nlate\n")
-        tab.value(until.format("document.querySelector('summary').textContent === 'Step 50'"))
+        tab.wait("document.querySelector('summary').textContent === 'Step 50'")
         assert tab.value(opened) == ["Step 50"], "an older sample is folded as it was"
         tab.choose("x", "tokens")
         scale = f"gregale.drawn({figure_of('figures-loss')}).scales.x"
@@ -90,10 +86,9 @@ def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
         port = urlsplit(server.address).port or 0
         tab = browser.open(server.address)
     with tab:
-        wait = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
-        tab.value(wait.format(told))
+        tab.wait(told)
         with Server(page.now, alone, port):
-            tab.value(wait.format(f"!{told}"))
+            tab.wait(f"!{told}")
 
 
 def test_a_page_is_made_again_only_when_its_run_has_written(folder):
