@@ -59,7 +59,7 @@ class Server:
             raise UserError(
                 f"address {host}, port {port}: nothing can listen there: {why}. Give another one."
             ) from None
-        self._thread = Thread(target=self._server.serve_forever, daemon=True, name="web")
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="web")
 
     @property
     def address(self) -> str:
