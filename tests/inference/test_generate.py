@@ -47,6 +47,12 @@ def prompted(sampling: Sampling, tokens: list[int] = PROMPT) -> Prompt:
     return Prompt(tokens, sampling.seed)
 
 
+def tokens_of(generator: Generator, model, prompt: Prompt, count: int, sampling: Sampling) -> list[int]:
+    """The tokens that continue one prompt, before one that ends the text."""
+    tokens = np.concatenate(list(generator.blocks(model, [prompt], count, sampling, cycle([BLOCK]))), axis=1)[0]
+    return tokens[: next(iter(np.flatnonzero(np.isin(tokens, generator._ends))), count)].tolist()
+
+
 def generator_and_model(name: str, end: int = NO_END):
     """On one device, with the blocks of the model apart."""
     run = one_device(weights_ready=True)
@@ -56,7 +62,7 @@ def generator_and_model(name: str, end: int = NO_END):
 @pytest.fixture(scope="module")
 def llama3():
     generator, model = generator_and_model("llama3")
-    return generator, model, list(generator.tokens(model, prompted(DRAWN), 40, DRAWN))
+    return generator, model, tokens_of(generator, model, prompted(DRAWN), 40, DRAWN)
 
 
 CASES = [("mistral", GREEDY), *((name, DRAWN) for name in ("llama3", "qwen2", "qwen3", "olmo2", "gemma"))]
@@ -65,7 +71,7 @@ CASES = [("mistral", GREEDY), *((name, DRAWN) for name in ("llama3", "qwen2", "q
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_tokens_are_those_of_full_passes(name, sampling):
     generator, model = generator_and_model(name)
-    found = list(generator.tokens(model, prompted(sampling), 12, sampling))
+    found = tokens_of(generator, model, prompted(sampling), 12, sampling)
     assert found == by_full_passes(made(name), PROMPT, 12, sampling)
 
 
@@ -76,7 +82,7 @@ def test_blocks_of_any_size_give_the_same_tokens(llama3):
         blocks = list(generator.blocks(model, [prompted(DRAWN)], 40, DRAWN, cycle(sizes)))
         assert [block.shape for block in blocks[:2]] == [(1, 1), (1, sizes[0])]
         assert np.concatenate(blocks, axis=1)[0].tolist() == expected
-    assert list(generator.tokens(model, prompted(DRAWN), 1, DRAWN)) == expected[:1]
+    assert tokens_of(generator, model, prompted(DRAWN), 1, DRAWN) == expected[:1]
 
 
 @pytest.mark.parametrize("place", [0, 7])
@@ -84,7 +90,7 @@ def test_it_ends_before_the_end(llama3, place):
     _, model, expected = llama3
     end = expected[place]
     generator = Generator(one_device(weights_ready=True), VOCABULARY, [NO_END, end])
-    assert list(generator.tokens(model, prompted(DRAWN), 40, DRAWN)) == expected[: expected.index(end)]
+    assert tokens_of(generator, model, prompted(DRAWN), 40, DRAWN) == expected[: expected.index(end)]
 
 
 def test_caches_that_grow_change_nothing(monkeypatch):
@@ -92,11 +98,11 @@ def test_caches_that_grow_change_nothing(monkeypatch):
     monkeypatch.setattr(generate, "FIRST_SLOTS", 64)
     generator, model = generator_and_model("llama2")
     prompt = prompted(GREEDY, [(7 * place) % VOCABULARY for place in range(63)])
-    tokens = list(generator.tokens(model, prompt, 80, GREEDY))
+    tokens = tokens_of(generator, model, prompt, 80, GREEDY)
     assert len(tokens) == 80
     monkeypatch.undo()
     assert generate.slots_for(64, 144, None) == 192
-    assert list(generator.tokens(model, prompt, 80, GREEDY)) == tokens
+    assert tokens_of(generator, model, prompt, 80, GREEDY) == tokens
 
 
 def test_attention_goes_over_twice_the_tokens_at_most():
@@ -119,7 +125,7 @@ def test_a_sliding_window_keeps_no_more_slots_than_it_needs():
     slots = generate.slots_for(ids.shape[1], ids.shape[1] + count, model.config.sliding_window)
     _, caches = jax.eval_shape(lambda: generator.read(model, ids, rows, slots=slots, sampling=GREEDY))
     assert {leaf.shape[0] for leaf in jax.tree.leaves(caches)} == {64}
-    found = list(generator.tokens(model, prompted(DRAWN, prompt), count, DRAWN))
+    found = tokens_of(generator, model, prompted(DRAWN, prompt), count, DRAWN)
     assert found == by_full_passes(made("mistral"), prompt, count, DRAWN)
 
 
@@ -134,7 +140,7 @@ def rows_of(blocks) -> list[list[int]]:
 def alone(llama3):
     """What each prompt gives by itself."""
     generator, model, _ = llama3
-    return [list(generator.tokens(model, prompt, 20, DRAWN)) for prompt in PROMPTS]
+    return [tokens_of(generator, model, prompt, 20, DRAWN) for prompt in PROMPTS]
 
 
 def test_a_row_knows_nothing_of_the_others(llama3, alone):

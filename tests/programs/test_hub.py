@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -30,9 +30,9 @@ from gregale.programs.exporting import write_beside
 from gregale.programs.runtime.lazy_model import opened
 from gregale.programs.runtime.model_card import Exported
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, set_up_run
+from gregale.programs.tokenize import TokenizeOptions
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import Settings
 from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import losses, write_config
@@ -444,14 +444,9 @@ def test_without_the_library_the_extra_is_named(gregale, tmp_path, monkeypatch, 
 def configured(*arguments: str) -> TrainConfig:
     """The configuration that a program gets."""
     found = []
-    command = Command(main=lambda _, config: found.append(config) or 0, options=Nothing, config=TrainConfig)
+    command = Command(main=lambda _, config: found.append(config) or 0, options=TokenizeOptions, config=TrainConfig)
     assert invoke("train", replace(command, positional=("config",)), ["tiny.yaml", *arguments]) == 0
     return found[0]
-
-
-@dataclass(frozen=True)
-class Nothing(Settings):
-    """No options."""
 
 
 def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, monkeypatch):

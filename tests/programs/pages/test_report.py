@@ -15,7 +15,8 @@ from gregale.programs.report.runs import accumulated, shown
 from gregale.runs.history import Column, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
-from gregale.web import Lines, Page, Series
+from gregale.web.charts import Lines, Series
+from gregale.web.document import Page
 from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run

@@ -11,7 +11,9 @@ from gregale.programs.report.metric_charts import groups_of, silent, without_num
 from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
 from gregale.runs.history import History
-from gregale.web import Html, Page, Spans, element, notice, section
+from gregale.web.charts import Spans
+from gregale.web.document import Page
+from gregale.web.markup import Html, element, notice, section
 
 
 def report_page(
@@ -75,7 +77,7 @@ def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[st
         ("Samples", run_panels.samples_of),
         ("Machine", lambda run: [run_panels.machine(run)]),
         ("Changed settings", lambda run: [run_panels.changes(run)]),
-        ("Configuration", lambda run: [run_panels.configuration(run, opened=False)]),
+        ("Configuration", lambda run: [run_panels.configuration(run)]),
     ):
         parts: list[Html | None] = []
         for run in runs:

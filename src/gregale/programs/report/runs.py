@@ -12,7 +12,7 @@ import numpy as np
 
 from gregale.runs.history import Column, History
 from gregale.storage.jsonl_reader import HIGHEST_STEP
-from gregale.web import Axis, Run
+from gregale.web.document import Axis, Run
 
 MAX_KNOTS = 1000
 AXES = (

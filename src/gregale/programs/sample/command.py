@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TextIO, cast
 
 from gregale.axes.mesh import MeshConfig
 from gregale.data.special import taken_as_text
@@ -17,12 +17,14 @@ from gregale.inference.generate import BLOCK, Prompt, multiple_of
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
-from gregale.programs.sample.output import Results, Screen, Status, ThroughputMeter, results_to, say
+from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to, say
 from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
 from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import shown, whole
+from gregale.streams import ResilientStream
+from gregale.terminal import Console
 
 ONE_DEVICE = MeshConfig(data=1)
 
@@ -178,13 +180,13 @@ def continue_all(
     sampler, model, rows = opened(options, form)
     counts = [0] * len(prompts)
     meter, done, before = ThroughputMeter(), 0, 0
-    with Status() as status:
+    with Console(file=cast(TextIO, ResilientStream(sys.stderr))).status("", spinner="line") as status:
         for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
             batch = sampler.filled_up([prompts[number] for number in numbers], rows)
             texts = [Continuation(form, options.tokens, options.stop) for _ in numbers]
             for _ in sampler.pieces(model, batch, texts, options.sampling, chain([1], repeat(BLOCK))):
                 meter.at(before + sum(text.tokens for text in texts))
-                status.show(f"{done:,} of {len(prompts):,} prompts, {meter.tokens:,} tokens")
+                status.update(f"{done:,} of {len(prompts):,} prompts, {meter.tokens:,} tokens")
             done, before = done + len(numbers), meter.tokens
             for number, text in zip(numbers, texts, strict=True):
                 results.add(number, result_of(requests[number], text))

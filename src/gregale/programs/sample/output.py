@@ -129,24 +129,6 @@ class ThroughputMeter:
         return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
 
 
-class Status:
-    """Status line on standard error, which a terminal redraws; other streams get none."""
-
-    def __init__(self):
-        self._is_shown, self._stream = sys.stderr.isatty(), ResilientStream(sys.stderr)
-
-    def show(self, words: str) -> None:
-        if self._is_shown:
-            self._stream.write(f"\r\x1b[K{words}")
-            self._stream.flush()
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.show("")
-
-
 def say(words: str) -> None:
     """Write a line to standard error; ignore a closed stream."""
     stream = ResilientStream(sys.stderr)
