@@ -20,7 +20,7 @@ from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, loa
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
-from gregale.huggingface.hub_model_config import shape_and_tokenizer
+from gregale.huggingface.hub import shape_and_tokenizer
 from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig

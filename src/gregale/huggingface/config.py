@@ -140,7 +140,6 @@ def _scaling(rope: Mapping[str, Any], source: str) -> RotaryScaling | None:
 
 
 def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """Return the sliding window, and the layers without it."""
     none = {"sliding_window": None, "full_layers": ()}
     window = given.get("sliding_window") if family.window is not None and given.get(family.window) else None
     kinds = given.get("layer_types") if family.has_layer_types else None

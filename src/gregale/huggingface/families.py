@@ -89,7 +89,6 @@ class Family:
 
     @property
     def has_layer_types(self) -> bool:
-        """Return whether some layers may have a window and others none."""
         return self.window == "use_sliding_window" or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:

@@ -47,7 +47,6 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the hub's tensor."""
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(prod(sizes[name] for name in group) for group in self.groups)
 
@@ -77,7 +76,6 @@ class Slot:
 
 
 def path_of(path: Any) -> str:
-    """Return a tree path in the format of a slot."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -133,7 +133,6 @@ def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def files_as(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the files of an index."""
     return {
         file: [name for name in weight_map if weight_map[name] == file] for file in sorted(set(weight_map.values()))
     }

@@ -12,8 +12,6 @@ from gregale.settings import Range, Settings, at_least, whole
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """The settings for drawing the next token from the model's probabilities."""
-
     temperature: float = field(
         default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
     )

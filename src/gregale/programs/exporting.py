@@ -70,8 +70,6 @@ SHARD_GIGABYTES = 5.0
 
 @dataclass(frozen=True)
 class ExportOptions(Settings):
-    """Options of the command."""
-
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = field(
@@ -234,7 +232,6 @@ def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, 
 
 
 def files_for(sizes: Mapping[str, int], gigabytes: float | None, imported: ImportedFiles) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file."""
     if gigabytes is None and imported.config:
         weight_map = imported.index.get("weight_map")
         if weight_map is None:

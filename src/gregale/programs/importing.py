@@ -38,8 +38,6 @@ MAX_SEQUENCE_LENGTH = 4096  # tokens; limit of the written configuration, not of
 
 @dataclass(frozen=True)
 class ImportOptions(Settings):
-    """Options of the command."""
-
     source: str = field(metadata={"help": "the model's folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
     target: str = field(metadata={"help": "the folder to make; a bare name is in the current folder, not under runs/"})
     end_of_document: str | None = field(
@@ -128,7 +126,6 @@ def context_of(folder: Folder) -> int:
 
 
 def abstract_model(config: TrainConfig, Vocab: Axis):
-    """Return the abstract model, which allocates no arrays."""
     return jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
 
 

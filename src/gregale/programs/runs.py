@@ -30,8 +30,6 @@ DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 @dataclass(frozen=True)
 class RunsOptions(Settings):
-    """Options of the command."""
-
     folder: str = field(default="runs", metadata={"help": "the folder or URL of the runs, or one of them"})
     state: list[str] = field(
         default_factory=list, metadata={"help": "only runs in one of these states", "choices": tuple(State)}

@@ -30,7 +30,6 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
 
 
 def print_sizes(corpus: Corpus) -> None:
-    """Print the token counts of the corpus."""
     for name, stream in corpus.train_streams.items():
         say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
     for name, stream in corpus.validation_streams.items():

@@ -66,8 +66,6 @@ class Lines:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row, with begin, end, kind and text."""
-
     begin: float
     end: float
     kind: int
@@ -76,8 +74,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of spans."""
-
     label: str
     spans: Sequence[Span]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.programs.watch.sparkline import BARS, NONE, sparkline
+from gregale.programs.watch.view import BARS, GAP, sparkline
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -40,4 +40,4 @@ def test_a_loss_has_a_shape_after_its_first_steps():
 def test_whatever_the_values_each_has_a_bar_or_a_gap(values, width):
     line = sparkline(np.array(values, float), width)
     assert len(line) == min(len(values), width)
-    assert set(line) <= {*BARS, NONE}
+    assert set(line) <= {*BARS, GAP}

@@ -24,8 +24,6 @@ from gregale.web.files import check_page_path, write_page
 
 @dataclass(frozen=True)
 class ReportOptions(Settings):
-    """Options of the command."""
-
     runs: tuple[str, ...] = field(
         metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
     )

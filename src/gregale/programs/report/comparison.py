@@ -48,7 +48,6 @@ class Measure:
 
 
 def reduced(name: str, fold: Callable[[np.ndarray], float]) -> Value:
-    """Return a function that reduces the finite values of a metric."""
     return lambda run: _reduced(run.column(name), fold)
 
 
@@ -127,7 +126,6 @@ MEASURES = (
 
 
 def overview(runs: Sequence[ReportRun]) -> Html:
-    """Return a table with a row for each run."""
     return _table(runs, [measure for measure in MEASURES if any(measure.of(run) is not None for run in runs)], True)
 
 
@@ -160,7 +158,6 @@ def differences(runs: Sequence[ReportRun]) -> Html | None:
 
 
 def labelled(run: ReportRun) -> Html:
-    """Return a run's label with the colour of its lines."""
     return element("span", swatch(colour_of(run.place)), run.label)
 
 

@@ -17,7 +17,6 @@ MAX_CHARACTERS = 4000  # of a text
 
 
 def glance(run: ReportRun) -> Html:
-    """Return the cards with the main metrics."""
     steps = run.config("steps")
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
     found = [(each, each.of(run)) for each in MEASURES if each.heading != "steps"]
@@ -39,7 +38,6 @@ def samples_of(run: ReportRun) -> list[Html]:
 
 
 def configuration(run: ReportRun) -> Html | None:
-    """Return all settings of a run."""
     rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
     title = f"The {len(rows)} settings of {run.label}"
     return folded(title, table(["setting", "value"], rows, label=title)) if rows else None
@@ -112,7 +110,6 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
 
 
 def _memory_names(run: ReportRun) -> list[str]:
-    """Return the names of metrics of a device's memory."""
     return [name for name in run.history.figures if "memory" in name and "host" not in name]
 
 

@@ -31,8 +31,6 @@ ONE_DEVICE = MeshConfig(data=1)
 
 @dataclass(frozen=True)
 class SampleOptions(Sampling):
-    """Options of the command."""
-
     run: str = field(default="", metadata={"help": "the run: its directory or URL, or its name under runs/"})
     prompt: str = field(default="", metadata={"help": "the text to continue"})
     prompts: str | None = field(
@@ -196,7 +194,6 @@ def continue_all(
 
 
 def result_of(request: PromptRequest, text: Continuation) -> dict[str, Any]:
-    """Return the result of a prompt as a JSON object."""
     drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended}
     return {**request.named, "prompt": request.prompt, **drawn, "seed": request.seed}
 

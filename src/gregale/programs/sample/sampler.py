@@ -122,7 +122,6 @@ class Sampler:
 
 
 def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
-    """Return the sampler of a training run."""
     return Sampler(setup, TextFormat(tokenizer), beside_training(setup))
 
 

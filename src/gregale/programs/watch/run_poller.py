@@ -38,7 +38,6 @@ class RunStatus:
 
     @property
     def start(self) -> Entry:
-        """Return the newest start."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -131,7 +130,6 @@ def evaluated_step(figures: Figures) -> int:
 
 
 def state_sentence(summary: Summary) -> str:
-    """Return a sentence with the state of a run."""
     at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
     if summary.state is State.COMPLETE:
         return f"{summary.name} is complete, {at}."

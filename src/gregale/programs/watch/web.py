@@ -41,8 +41,6 @@ TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 
 
 class Server:
-    """Serves one page."""
-
     def __init__(self, content: Content, host: str, port: int):
         """
         - `host`: the address to listen on
@@ -63,7 +61,6 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Return the URL of the page."""
         address, port = self._server.server_address[:2]
         host = socket.gethostname() if address in ("0.0.0.0", "::") else str(address)
         shown = f"[{host}]" if ":" in host else host
@@ -108,7 +105,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds without data on a connection; each connection ends after its answer
 
     def do_GET(self) -> None:
-        """Answer with the page."""
         if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"This page is for the names of this machine only, such as 127.0.0.1.")
             return
