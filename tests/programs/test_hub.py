@@ -338,7 +338,7 @@ def test_a_llama_tokenizer_has_the_ids_of_transformers(gregale, tmp_path, capsys
     assert ours != as_in_file.encode(" the").tolist()
 
 
-def test_a_run_of_ones_own_has_no_tokens_of_the_family(imported, tmp_path):
+def test_a_run_of_ones_own_has_no_tokens_of_the_family_and_a_longer_context_is_told(imported, tmp_path):
     """OLMo 2 and Gemma have ids of filling, where config.json names none: a token that would not be trained on."""
     run, folder = find_run(str(imported)), tmp_path / "out"
     family = FAMILIES["olmo2"]
@@ -350,14 +350,10 @@ def test_a_run_of_ones_own_has_no_tokens_of_the_family(imported, tmp_path):
     write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257, "float32")
     found = transformers.AutoConfig.from_pretrained(folder)
     assert (found.pad_token_id, found.bos_token_id, found.eos_token_id) == (None, None, 256)
-
-
-def test_a_longer_context_is_told_to_who_loads_the_model(imported, tmp_path):
-    run = find_run(str(imported))
     config = on_devices(run.read_config(), 1)
-    setup = set_up_run(run, replace(config, batch=replace(config.batch, sequence_length=4 * CONTEXT)))
-    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257, "float32")
-    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
+    longer = set_up_run(run, replace(config, batch=replace(config.batch, sequence_length=4 * CONTEXT)))
+    write_beside(folder, Exported(run, longer, 0, FAMILIES["qwen3"], "float32"), 257, "float32")
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
 
 
 def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, tmp_path, capsys):

@@ -1,7 +1,5 @@
 """`gregale tokenize`: the token store, ahead of training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

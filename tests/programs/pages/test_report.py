@@ -211,56 +211,43 @@ def test_an_injected_script_would_not_run(browser, one, tmp_path):
         assert "Content Security Policy" in tab.errors[0]
 
 
-def test_a_run_without_a_step_is_told_and_has_a_page(browser, tmp_path):
-    write_run(tmp_path / "young", steps=0)
-    page = page_of(tmp_path / "young")
-    assert "young has no metrics yet" in text_of(page)
-    (tmp_path / "young.html").write_text(page, encoding="utf-8")
-    check_looks(browser, tmp_path / "young.html")
-
-
-def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
+def test_damage_gaps_and_a_run_without_a_step_are_told(browser, tmp_path):
     folder = write_run(tmp_path / "odd", steps=100)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n{"step": 101, "loss": null}\n{"step": 102, "loss": NaN}\n{"step": 103, "lo')
     (folder / "changes.jsonl").write_text('{"step": 50, "changes": {"steps": [100, 200]}}\n[]\n')
     (folder / "config.yaml").write_text("steps: [")
-    page = page_of(folder)
+    page = page_of(folder, write_run(tmp_path / "young", steps=0))
     text = text_of(page)
     assert "lines are damaged, the first is line 109" in text
     assert "changes.jsonl: 1 of 2 lines are damaged" in text
     assert "not readable as YAML" in text
+    assert "young has no metrics yet" in text
     assert "odd: `loss` is no number at 2 of its 102 steps, first at step 101." in text
     (tmp_path / "odd.html").write_text(page, encoding="utf-8")
     check_looks(browser, tmp_path / "odd.html")
 
 
-def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path):
+def test_figures_have_charts_with_their_names_units_and_meaning(tmp_path):
     folder = write_run(tmp_path / "deep", steps=3)
-    line = {"step": 2, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1, "nobody.knows": 7}
+    line = {"step": 3, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1}
+    line |= {"acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
     write_metrics(folder, [line])
     page = page_of(folder)
     charts = data_of(page)["charts"]
-    assert [each["label"] for each in charts["figures-grad_norm/layer.0"]["series"]] == ["layer.0", "layer.1"]
-    assert [each["label"] for each in charts["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    for chart, labels in {"grad_norm/layer.0": ["layer.0", "layer.1"], "acc.a": ["acc.a", "acc.b"]}.items():
+        assert [each["label"] for each in charts[f"figures-{chart}"]["series"]] == labels
+    units = {"acc.a": "share", "acc_stderr.a": "share", "perplexity.c": ""}
+    assert {name: charts[f"figures-{name}"]["unit"] for name in units} == units
     assert "Of the step's update." in unescape(text_of(page))
+    assert "<h2>More</h2>" not in page
+    write_metrics(folder, [{"step": 3, "nobody.knows": 7}])
+    page = page_of(folder)
+    assert "<h2>More</h2>" in page
+    assert [each["label"] for each in data_of(page)["charts"]["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    write_metrics(folder, [line])
     several = data_of(page_of(folder, write_run(tmp_path / "other", steps=3)))["charts"]
     assert "figures-grad_norm/layer.0" not in several
-
-
-def test_tasks_stand_together_in_percent(tmp_path):
-    folder = write_run(tmp_path / "run", steps=3)
-    line = {"step": 3, "acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
-    write_metrics(folder, [line])
-    page = page_of(folder)
-    charts = data_of(page)["charts"]
-    assert [each["label"] for each in charts["figures-acc.a"]["series"]] == ["acc.a", "acc.b"]
-    assert {name: charts[f"figures-{name}"]["unit"] for name in ("acc.a", "acc_stderr.a", "perplexity.c")} == {
-        "acc.a": "share",
-        "acc_stderr.a": "share",
-        "perplexity.c": "",
-    }
-    assert "<h2>More</h2>" not in page
 
 
 def test_a_run_that_goes_on_is_told(tmp_path):
@@ -327,22 +314,19 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
     assert "<h1>small</h1>" in (tmp_path / "old" / "small" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["report"], "RUNS is missing"),
-        (["report", "nowhere"], "nowhere is not a run directory"),
-        (["report", "small", "--output", "page.pdf"], "its name has to end with .html"),
-        (["report", "small", "--output", "no/page.html"], "there is no folder 'no'"),
-        (["report", "small", "--plan", "none.json"], "there is no file none.json"),
-        (["report", "small", "--plan", "small/config.yaml"], "is not the output of `gregale plan CONFIG --json`"),
-    ],
-)
-def test_mistakes_are_told(tmp_path, monkeypatch, capsys, arguments, said):
+def test_mistakes_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "small", steps=2)
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    for arguments, said in {
+        (): "RUNS is missing",
+        ("nowhere",): "nowhere is not a run directory",
+        ("small", "--output", "page.pdf"): "its name has to end with .html",
+        ("small", "--output", "no/page.html"): "there is no folder 'no'",
+        ("small", "--plan", "none.json"): "there is no file none.json",
+        ("small", "--plan", "small/config.yaml"): "is not the output of `gregale plan CONFIG --json`",
+    }.items():
+        assert main(["report", *arguments]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_plan_stands_beside_what_was_measured(tmp_path):
@@ -374,13 +358,10 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
     assert run.axes["bytes"].values.tolist() == [5.0, 10.0, 30.0, 40.0]
 
 
-def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
+def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     write_metrics(folder, [{"step": 100, "loss": 2.5}, {"step": 150, "eval_loss": 3.0}])
-    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5
-
-
-def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
+    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5, "of the last line that has one"
     for name, last in (("short", 200), ("long", 400)):
         folder = write_run(tmp_path / name, steps=0)
         lines = [{"step": s, "loss": 9 - s / 50, "tokens": s**2, "step_seconds": 1 + s / 9} for s in range(1, last + 1)]
