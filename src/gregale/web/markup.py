@@ -32,9 +32,10 @@ def joined(children: Iterable[object]) -> Html:
     )
 
 
-def section(title: str, *children: object) -> Html:
-    """Return a part of the page with a heading."""
-    return element("section", element("h2", title), *children)
+def section(title: str, *children: object) -> Html | None:
+    """Return a part of the page with a heading; None if there are no children but None."""
+    known = [child for child in children if child is not None]
+    return element("section", element("h2", title), *known) if known else None
 
 
 def folded(title: object, *children: object, opened: bool = False) -> Html:

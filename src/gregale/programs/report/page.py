@@ -37,8 +37,8 @@ def report_page(
         page.add(run_panels.glance(runs[0]))
     else:
         page.add(section("Side by side", comparison.overview(runs)))
-        page.add(_section("At the same point", comparison.at_the_same_point(runs)))
-        page.add(_section("Different settings", comparison.differences(runs)))
+        page.add(section("At the same point", comparison.at_the_same_point(runs)))
+        page.add(section("Different settings", comparison.differences(runs)))
     for group, charts in groups_of(runs):
         page.add(section(group, page.charts(*charts)))
     if zeros := silent(runs):
@@ -72,7 +72,7 @@ def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
 
 def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[str, Any]]) -> None:
     beside = [run_panels.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
-    page.add(_section("Plan and run", *beside))
+    page.add(section("Plan and run", *beside))
     for what, of in (
         ("Samples", run_panels.samples_of),
         ("Machine", lambda run: [run_panels.machine(run)]),
@@ -83,14 +83,9 @@ def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[st
         for run in runs:
             own = [part for part in of(run) if part is not None]
             parts += [*([element("h3", comparison.labelled(run))] if own and len(runs) > 1 else []), *own]
-        page.add(_section(what, *parts))
+        page.add(section(what, *parts))
 
 
 def is_of(plan: Mapping[str, Any], run: ReportRun, runs: int) -> bool:
     """Return whether a plan is for a run: it has the configuration's name, or there is only one run."""
     return runs == 1 or plan.get("name") == run.config("name", run.history.name)
-
-
-def _section(title: str, *parts: Html | None) -> Html | None:
-    known = [part for part in parts if part is not None]
-    return section(title, *known) if known else None

@@ -18,6 +18,7 @@ from gregale.streams import ResilientStream, printable
 
 # Control characters that a terminal would execute, with their visible symbols; tabs and line ends stay.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
+COMPILED_BLOCKS = 2  # each runs a program for the first time
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
@@ -112,14 +113,14 @@ class ThroughputMeter:
         tokens: the number of tokens so far.
     """
 
-    def __init__(self, compiled_blocks: int = 2):
+    def __init__(self):
         self._began, self._first_s, self._first_tokens = perf_counter(), 0.0, 0
-        self._blocks, self._compiled_blocks, self.tokens, self._s = 0, compiled_blocks, 0, 0.0
+        self._blocks, self.tokens, self._s = 0, 0, 0.0
 
     def at(self, tokens: int) -> None:
         """Record a new block; `tokens` is the total number so far."""
         self.tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
-        if self._blocks <= self._compiled_blocks:
+        if self._blocks <= COMPILED_BLOCKS:
             self._first_s, self._first_tokens = self._s, tokens
 
     def __str__(self) -> str:
