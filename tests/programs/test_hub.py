@@ -222,11 +222,11 @@ def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def not_a_number(folder: Path) -> None:
+def set_first(folder: Path, value: float) -> None:
     tensor = next(iter(read_header(first_file(folder)).values()))
     with open(tensor.path, "r+b") as file:
         file.seek(tensor.begin)
-        file.write(np.float32(np.nan).tobytes())
+        file.write(np.float32(value).tobytes())
 
 
 def large_id(folder: Path) -> None:
@@ -247,7 +247,7 @@ def large_id(folder: Path) -> None:
             {"tie_word_embeddings": True},
             "lm_head.weight is another tensor than model.embed_tokens.weight, though tie_word",
         ),
-        (not_a_number, "holds NaN or infinity"),
+        (lambda folder: set_first(folder, np.nan), "holds NaN or infinity"),
         (lambda folder: first_file(folder).unlink(), "lacks model-00001-of-.*a download that was cut off"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (large_id, r"tokenizer.json: the token 'zz' has the id 2,000,000,000; ids up to 16,777,215 work"),
@@ -358,10 +358,7 @@ def test_a_run_of_ones_own_has_no_tokens_of_the_family_and_a_longer_context_is_t
 
 def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, tmp_path, capsys):
     shutil.copytree(imported, tmp_path / "mine")
-    tensor = next(iter(read_header(first_file(tmp_path / "mine" / "huggingface")).values()))
-    with open(tensor.path, "r+b") as file:
-        file.seek(tensor.begin)
-        file.write(np.float32(1e6).tobytes())
+    set_first(tmp_path / "mine" / "huggingface", 1e6)
     assert gregale("export", tmp_path / "mine", tmp_path / "out", "--dtype", "float16") == 2
     assert "too large for float16" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -437,31 +434,27 @@ def test_without_the_library_the_extra_is_named(gregale, tmp_path, monkeypatch, 
     assert f"needs the extra `hf`. {install_hint('hf')}\n" in capsys.readouterr().err
 
 
-def configured(*arguments: str) -> TrainConfig:
+def configured(file: str, *arguments: str) -> TrainConfig:
     """The configuration that a program gets."""
     found = []
     command = Command(main=lambda _, config: found.append(config) or 0, options=TokenizeOptions, config=TrainConfig)
-    assert invoke("train", replace(command, positional=("config",)), ["tiny.yaml", *arguments]) == 0
+    assert invoke("train", replace(command, positional=("config",)), [file, *arguments]) == 0
     return found[0]
 
 
 def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, monkeypatch):
     monkeypatch.chdir(inputs)
-    tiny = configured("--data.tokenizer.type", "bytes")
-    (inputs / "shape.yaml").write_text((inputs / "tiny.yaml").read_text())
-    write_config(inputs, "tiny.yaml", model={"type": "huggingface", "path": str(hub)})
-    try:
-        config = configured()
-        assert config.model == open_folder(hub).model
-        assert config.data.tokenizer == FileConfig(str(hub / "tokenizer.json"), "<|end_of_document|>")
-        assert replace(config, model=tiny.model, data=tiny.data) == tiny
-        assert configured("--model.with_tokenizer", "false").data == tiny.data
-        bpe = configured("--data.tokenizer.type", "bpe", "--model.path", "org/tiny")
-        assert (bpe.model, bpe.data.tokenizer) == (config.model, BpeConfig())
-        with pytest.raises(UserError, match=r"model\.path: org/tiny@v3 is no folder here"):
-            configured("--model.path", "org/tiny@v3")
-    finally:
-        (inputs / "shape.yaml").rename(inputs / "tiny.yaml")
+    tiny = configured("tiny.yaml", "--data.tokenizer.type", "bytes")
+    write_config(inputs, "shape.yaml", model={"type": "huggingface", "path": str(hub)})
+    config = configured("shape.yaml")
+    assert config.model == open_folder(hub).model
+    assert config.data.tokenizer == FileConfig(str(hub / "tokenizer.json"), "<|end_of_document|>")
+    assert replace(config, model=tiny.model, data=tiny.data) == tiny
+    assert configured("shape.yaml", "--model.with_tokenizer", "false").data == tiny.data
+    bpe = configured("shape.yaml", "--data.tokenizer.type", "bpe", "--model.path", "org/tiny")
+    assert (bpe.model, bpe.data.tokenizer) == (config.model, BpeConfig())
+    with pytest.raises(UserError, match=r"model\.path: org/tiny@v3 is no folder here"):
+        configured("shape.yaml", "--model.path", "org/tiny@v3")
 
 
 def test_a_disk_that_fills_up_leaves_nothing(gregale, imported, tmp_path, monkeypatch, capsys):
