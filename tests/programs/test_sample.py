@@ -16,7 +16,6 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Generator
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.trained_model import on_devices, open_trained, set_up_run
-from gregale.programs.sample import output
 from gregale.programs.sample.sampler import steady, training_sampler
 from gregale.runs.config import BatchConfig
 from gregale.runs.run_directory import RunDirectory
@@ -182,13 +181,11 @@ def test_devices_need_not_divide_the_sequences_of_a_step(whole):
 
 
 def test_a_text_ends_before_a_stop_string(gregale, inputs, whole, sampler, capsys, tmp_path):
-    """Of bytes, so that the string spans several tokens; alone and in a batch with one that it does not end."""
+    """Of bytes, so that the string spans several tokens; in a batch with one that it does not end."""
     full = sampler.text(PROMPT, 24, GREEDY)
     stop = full[9:13]
     expected = full[: full.index(stop)]
     options = ["--temperature", "0", "--tokens", "24", "--stop", json.dumps([stop, "never"])]
-    assert gregale("sample", "whole", PROMPT, *options) == 0
-    assert capsys.readouterr().out == PROMPT + expected + "\n"
     (inputs / "two.txt").write_text(f"{PROMPT}\nq\n")
     assert gregale("sample", "whole", "--prompts", "two.txt", *options) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -219,23 +216,6 @@ def test_ctrl_c_ends_with_what_is_there(gregale, whole, sampler, monkeypatch, ca
     assert len(shown) > len(PROMPT) + 1
     assert shown.endswith("\n")
     assert capsys.readouterr().err == "gregale: interrupted\n"
-
-
-def test_ctrl_c_keeps_the_results_that_are_there(gregale, whole, four, one_by_one, tmp_path, monkeypatch):
-    """Between two batches of one prompt."""
-    added, add = [], output.Results.add
-
-    def interrupted(self, number: int, result: dict) -> None:
-        add(self, number, result)
-        added.append(number)
-        if len(added) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(output.Results, "add", interrupted)
-    out = tmp_path / "out.jsonl"
-    assert gregale("sample", "whole", "--prompts", "four.jsonl", "--out", out, "--batch", "1", *DRAWN) == 130
-    assert [line["text"] for line in results(out)] == one_by_one[:2]
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake(gregale, whole, monkeypatch, capsys):
