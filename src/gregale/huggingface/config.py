@@ -1,7 +1,5 @@
 """Provides the conversion of `config.json` to `LlamaConfig`, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """Provides the table of model families that a `LlamaConfig` supports."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

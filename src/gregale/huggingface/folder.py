@@ -1,7 +1,5 @@
 """Provides a model's folder in the hub's format: its configuration, its tensor files, and the files beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ which downloads missing files with the user's token (`hf auth login`, or HF_TOKE
 the cache.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Provides tokenizers of hub folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Provides the read of a folder's tensors into the shards of a mesh, one shard of a parameter at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

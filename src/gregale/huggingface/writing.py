@@ -1,7 +1,5 @@
 """Provides the write of parameters on a mesh to safetensors files; each shard goes directly to its byte range."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """Generate text with a key/value cache: a batch of prompts, a block of tokens per call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

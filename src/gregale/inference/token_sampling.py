@@ -1,7 +1,5 @@
 """Draw the next token from a model's logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax

@@ -1,7 +1,5 @@
 """Provides `gregale export`, which writes a run's model as a folder that transformers and compatible tools load."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -120,7 +118,7 @@ class ImportedFiles:
     dtypes: Dtypes
 
     @staticmethod
-    def of(run: RunDirectory) -> ImportedFiles:
+    def of(run: RunDirectory) -> "ImportedFiles":
         paths = [run.huggingface / name for name in (CONFIG, INDEX)]
         config, index = (read_json(path) if path.is_file() else {} for path in paths)
         tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}

@@ -1,7 +1,5 @@
 """Provides `gregale import`, which turns a folder of a hub model into a folder to train from, sample and evaluate."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field

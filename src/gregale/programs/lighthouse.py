@@ -1,7 +1,5 @@
 """`gregale lighthouse`: the coordinator of islands. It tracks live islands, and knows nothing of their training."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from contextlib import suppress

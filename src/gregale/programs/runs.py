@@ -1,7 +1,5 @@
 """Provides `gregale runs`, which lists the runs in a folder with state and results."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Provides `gregale tokenize`, which builds the token store of a configuration before a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gregale.data.preparation import Corpus, prepare

@@ -1,7 +1,5 @@
 """The data of a page's charts: lines over an axis, and spans of time in rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An HTML page in one file: styles, scripts, data, markup, and a security policy that blocks everything else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """HTML elements with automatic escaping: a child that is not `Html` is escaped."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 

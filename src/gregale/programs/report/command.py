@@ -1,7 +1,5 @@
 """Provides `gregale report`, which writes one HTML page about one or more runs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Provides the comparison of runs: their results, their losses at a common point, and their different settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

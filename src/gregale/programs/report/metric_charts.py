@@ -1,7 +1,5 @@
 """Provides the charts of metrics: their groups, their headings, and the points that they show."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Provides the page of one or more runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any

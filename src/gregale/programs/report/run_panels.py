@@ -1,7 +1,5 @@
 """Provides the parts of a run's page besides its charts: main metrics, samples, configuration, machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Provides the runs of a page, with distinct labels and the axes of their charts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

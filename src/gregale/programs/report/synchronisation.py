@@ -1,7 +1,5 @@
 """Provides the charts of synchronisation: the logged rounds of islands, and the schedule of replicas in one mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provides `gregale sample`, which continues a prompt, or the prompts of a file, with a trained model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field

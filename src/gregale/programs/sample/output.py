@@ -1,7 +1,5 @@
 """Provides the output of `gregale sample`: text during sampling, results as JSON lines, and the throughput."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Provides samples of a model, and the devices that compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat

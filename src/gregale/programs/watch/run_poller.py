@@ -1,7 +1,5 @@
 """Provides the poller of a run: its files, its state, and its events since the last poll."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

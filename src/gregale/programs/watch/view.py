@@ -1,7 +1,5 @@
 """Provides the terminal view of a run or of the islands of a fleet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ loopback the server therefore accepts only loopback host names. On any other add
 browser that has the current page gets a short "not modified" answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress
@@ -66,7 +64,7 @@ class Server:
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}{self._prefix}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         self._thread.start()
         return self
 
