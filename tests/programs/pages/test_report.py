@@ -17,8 +17,7 @@ from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from gregale.web.charts import Lines, Series
 from gregale.web.document import Page
-from tests.programs.pages.browser import PHONE
-from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
+from tests.programs.pages.browser import PHONE, box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
 
 HALF = '\ud800\r\0"<'  # what no file in UTF-8 takes, and HTML another way

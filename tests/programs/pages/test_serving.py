@@ -8,7 +8,7 @@ from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import HERE, Server
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
-from tests.programs.pages.looking import box, figure_of
+from tests.programs.pages.browser import box, figure_of
 from tests.programs.pages.made_up import figures, write_metrics, write_run
 
 
