@@ -204,13 +204,9 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":
         fields["use_sliding_window"] = window is not None
-        fields["max_window_layers"] = config.layers if window is None else _first_sliding(full)
+        first = next(layer for layer in count() if layer not in full)  # with a window
+        fields["max_window_layers"] = config.layers if window is None else first
     return fields
-
-
-def _first_sliding(full: tuple[int, ...]) -> int:
-    """Return the number of first layers that see all tokens."""
-    return next(layer for layer in count() if layer not in full)
 
 
 def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:

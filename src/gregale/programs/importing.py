@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from haliax import Axis
 
 from gregale.data.config import DataConfig
 from gregale.data.progress import progress_bars
@@ -60,7 +59,7 @@ def main(options: ImportOptions) -> int:
             "tokens that were added."
         )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
-    model = abstract_model(config, vocabulary)
+    model = jax.eval_shape(partial(init_model, config.model, vocabulary), jax.random.key(0))
     folder.check(slots_of(model, folder.family))
     size = sum(file.stat().st_size for file in folder.files)
     with made_whole(target, size) as partial_target, progress_bars() as report:
@@ -70,7 +69,8 @@ def main(options: ImportOptions) -> int:
         if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
         if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # for `export` of a run
-            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
+            dtype = str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))  # holds all values
+            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype})
         check_tied(folder)
         done = 0
         for file in folder.files:
@@ -111,20 +111,11 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
     )
 
 
-def dtype_of(folder: Folder) -> str:
-    """Return the dtype that represents the values of all tensors."""
-    return str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))
-
-
 def context_of(folder: Folder) -> int:
     context = folder.saved.get("max_position_embeddings", MAX_SEQUENCE_LENGTH)
     if not isinstance(context, int) or context < 1:
         raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
     return context
-
-
-def abstract_model(config: TrainConfig, Vocab: Axis):
-    return jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
 
 
 COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))

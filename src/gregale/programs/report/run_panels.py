@@ -73,7 +73,8 @@ def changes(run: ReportRun) -> Html | None:
 def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     """Return the plan's estimates beside the run's measurements."""
     seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
-    memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
+    names = [name for name in run.history.figures if "memory" in name and "host" not in name]  # of a device
+    memory = max((value for name in names if (value := last(name)(run)) is not None), default=None)
     sent = run.axes.get("bytes")
     sent_a_step = None if sent is None else sent.values[-1] / max(sent.steps[-1], 1)
     bound, estimate = plan.get("roofline") or {}, plan.get("estimate") or {}
@@ -107,21 +108,14 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     )
 
 
-def _memory_names(run: ReportRun) -> list[str]:
-    return [name for name in run.history.figures if "memory" in name and "host" not in name]
-
-
 def _ratio(measured: float | None, estimated: float | None) -> str:
     return NONE if not measured or not estimated else f"{measured / estimated:.2f}"
 
 
 def _sample(sample: Sample, opened: bool) -> Html:
-    texts = (element("pre", _shortened(text), class_="text") for text in sample.texts)
+    shortened = (text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…" for text in sample.texts)
+    texts = (element("pre", text, class_="text") for text in shortened)
     return folded(f"Step {sample.step:,}", *texts, opened=opened)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def _sizes(mesh: Any) -> str:

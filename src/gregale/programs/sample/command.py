@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from gregale.axes.mesh import MeshConfig
 from gregale.data.special import taken_as_text
@@ -90,7 +90,12 @@ def main(options: SampleOptions) -> int:
         requests = read_prompts(options.prompts, options.seed)
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in requests]
     context = context_of(run)
-    check_lengths(requests, prompts, context)
+    for each, prompt in zip(requests, prompts, strict=True):
+        if len(prompt.tokens) > context:
+            raise UserError(
+                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
+                "saw a longer text. Shorten it."
+            )
     if note := taken_as_text([each.prompt for each in requests], form.tokenizer, "prompts"):
         say(note)
     if options.prompts is None:
@@ -99,7 +104,11 @@ def main(options: SampleOptions) -> int:
         with results_to(options.out) as results:
             counts = continue_all(options, form, requests, prompts, results)
     lengths = [len(prompt.tokens) + count for prompt, count in zip(prompts, counts, strict=True)]
-    report_lengths(lengths, context)
+    if longer := sum(length > context for length in lengths):
+        say(
+            f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
+            "never saw a longer one: what stands behind may be poor."
+        )
     return 0
 
 
@@ -108,25 +117,6 @@ def context_of(run: RunDirectory) -> int:
     path = run.huggingface / CONFIG
     length = read_json(path).get("max_position_embeddings") if path.is_file() else None
     return length if isinstance(length, int) else run.read_config().batch.sequence_length
-
-
-def check_lengths(requests: Sequence[PromptRequest], prompts: Sequence[Prompt], context: int) -> None:
-    """Raise `UserError` for a prompt that is longer than the context."""
-    for each, prompt in zip(requests, prompts, strict=True):
-        if len(prompt.tokens) > context:
-            raise UserError(
-                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
-                "saw a longer text. Shorten it."
-            )
-
-
-def report_lengths(lengths: Sequence[int], context: int) -> None:
-    """Report the number of texts that are longer than the context; `lengths` are in tokens."""
-    if longer := sum(length > context for length in lengths):
-        say(
-            f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
-            "never saw a longer one: what stands behind may be poor."
-        )
 
 
 def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:
@@ -185,15 +175,12 @@ def continue_all(
                 status.update(f"{done:,} of {len(prompts):,} prompts, {meter.tokens:,} tokens")
             done, before = done + len(numbers), meter.tokens
             for number, text in zip(numbers, texts, strict=True):
-                results.add(number, result_of(requests[number], text))
+                request = requests[number]
+                drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended, "seed": request.seed}
+                results.add(number, {**request.named, "prompt": request.prompt, **drawn})
                 counts[number] = text.tokens
     say(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {meter}")
     return counts
-
-
-def result_of(request: PromptRequest, text: Continuation) -> dict[str, Any]:
-    drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended}
-    return {**request.named, "prompt": request.prompt, **drawn, "seed": request.seed}
 
 
 COMMAND = Command(main=main, options=SampleOptions, positional=("run", "prompt"))

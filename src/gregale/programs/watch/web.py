@@ -87,7 +87,7 @@ class _Listening(ThreadingHTTPServer):
 
     def __init__(self, content: Content, prefix: str, is_local: bool, address: tuple[str, int]):
         self.content, self.prefix, self.is_local = content, prefix, is_local
-        self.address_family = _family(address[0])
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -143,7 +143,3 @@ def _names_loopback(host: str) -> bool:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
