@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from step import cpu_seconds, plain
 from gregale.axes.mesh import make_mesh
 from gregale.data.examples import Examples, make_example
 from gregale.distributed.malloc_tuning import keep_memory
-from gregale.inference.generate import Generator, Prompt
+from gregale.inference.generate import BLOCK, Generator, Prompt
 from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
 from gregale.model.llama import Llama, parameter_count
@@ -97,7 +98,9 @@ class Ours:
         self._evaluate = Evaluator(case.setup, EvaluationText(case.examples), np.ones(vocabulary))
 
     def tokens(self, count: int) -> list[int]:
-        return list(self._generator.tokens(self._apart, Prompt(self._prompt), count, Sampling(temperature=0)))
+        prompts, greedy = [Prompt(self._prompt)], Sampling(temperature=0)
+        blocks = self._generator.blocks(self._apart, prompts, count, greedy, repeat(BLOCK))
+        return np.concatenate(list(blocks), axis=1)[0].tolist()
 
     def loss(self) -> float:
         return self._evaluate(self._model, None)["eval_loss"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Pages that are carried out from begin to end, their commands too (`test_walks`).
+# Pages that are carried out from begin to end, their commands too (`test_snippets`).
 WALKS = [ROOT / "docs" / "huggingface.md"]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 

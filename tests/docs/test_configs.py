@@ -44,15 +44,11 @@ def check(path: Path, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_is_set_up(path):
+def test_it_is_set_up_and_annotated(path):
     check(path)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_begins_with_what_it_is(path):
     first, *rest = path.read_text().splitlines()
     assert first.startswith("# ")
-    assert any("#" in line and not line.startswith("#") for line in rest), "keys are annotated"
+    assert any("#" in line and not line.startswith("#") for line in rest)
 
 
 def test_one_that_does_not_divide_is_refused():

@@ -1,21 +1,24 @@
-"""What the pages show works: Python runs, commands and YAML are what `gregale` reads, links lead somewhere."""
+"""What the pages show works: Python runs, commands and YAML are what `gregale` reads, links lead somewhere.
+
+A page of WALKS is carried out as a reader would do it: Python, configurations and commands, one after the other.
+"""
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
 
 import pytest
 
-from gregale.cli import PROGRAMS
+from gregale.cli import PROGRAMS, main
 from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, name, pages_with
+from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
+from tests.forked import run
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
 
@@ -25,10 +28,29 @@ def test_python_runs_as_a_reader_would_run_it(page, tmp_path):
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(blocks(page.read_text(), "python")))
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    result = run([sys.executable, script.name], cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("page", WALKS, ids=name)
+def test_a_page_is_carried_out(page, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    said = {}  # by the last block of each language
+    for language, body in fences(page.read_text()):
+        if language == "yaml":
+            (tmp_path / body.partition("\n")[0].removeprefix("# ")).write_text(body)
+        elif language == "python":
+            exec(compile(body, name(page), "exec"), {})
+        else:
+            assert language == "bash"
+            for line in commands(f"```bash\n{body}```"):
+                program, *arguments = shlex.split(line)
+                assert program == "gregale"
+                assert main(arguments) == 0, line
+        said[language] = capsys.readouterr().out
+    assert "temperature 0" in page.read_text()
+    assert said["python"] == said["bash"] != "", "transformers and Gregale say the same"
 
 
 def check_command(line: str) -> None:
@@ -73,10 +95,16 @@ def test_yaml_is_a_configuration_or_a_part_of_one(page, block, tmp_path):
     load(TrainConfig, file, given)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
-    for target in LINK.findall(page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in LINK.findall(page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+
+
+def test_pictures_have_no_white_background_and_no_black():
+    """They fit light and dark pages."""
+    for path in (ROOT / "docs" / "figures").glob("*.svg"):
+        assert not re.search('style="fill: #ffffff"|#000000', path.read_text()), path
 
 
 def test_make_targets_exist():

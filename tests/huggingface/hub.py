@@ -31,14 +31,18 @@ LLAMA3 = {
 }
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama2": (
+        "llama",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
     "olmo2": ("olmo2", {}),
-    "qwen2-mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "gemma2": (
         "gemma2",
         {

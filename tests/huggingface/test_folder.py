@@ -57,10 +57,17 @@ def test_an_index_names_files_beside_it_with_each_tensor_once(tmp_path, weight_m
         open_folder(tmp_path)
 
 
-def test_a_file_is_no_folder(tmp_path):
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "1.safetensors"])
+def test_a_named_pipe_is_refused_unread(tmp_path, name):
     (tmp_path / "model.gguf").write_text("GGUF")
     with pytest.raises(UserError, match=r"model.gguf is a file; a model is a folder with config.json"):
         open_folder(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text(CONFIG)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is a named pipe, and no file"):
+        open_folder(tmp_path)
 
 
 def test_a_place_on_this_machine_never_asks_the_network(tmp_path, monkeypatch):
@@ -71,11 +78,7 @@ def test_a_place_on_this_machine_never_asks_the_network(tmp_path, monkeypatch):
         assert model_folder(given) == Path(given)
     with pytest.raises(UserError, match=r"models/small is no folder, though there is a folder models here.*small@main"):
         model_folder("models/small")
-
-
-def test_a_name_that_no_repository_can_have_is_told(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="a/b--c is no folder here, and a/b--c cannot be the name of a repository"):
         model_folder("a/b--c")
 

@@ -13,13 +13,8 @@ LOGITS = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(1.0), [0.5, 0.3, 0.15, 0.05]),
         (Sampling(0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
-        (Sampling(1.0, top_k=2), [0.625, 0.375, 0, 0]),
-        (Sampling(1.0, top_k=9), [0.5, 0.3, 0.15, 0.05]),
-        (Sampling(1.0, top_p=0.6), [0.625, 0.375, 0, 0]),
-        (Sampling(1.0, top_p=0.85), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
-        (Sampling(1.0, top_k=3, top_p=0.5), [1, 0, 0, 0]),
+        (Sampling(1.0, top_k=3, top_p=0.6), [0.625, 0.375, 0, 0]),
         (Sampling(0), [1, 0, 0, 0]),
     ],
     ids=str,

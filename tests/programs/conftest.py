@@ -1,7 +1,6 @@
 """Runs of the real programs in this process, on its eight devices."""
 
-from __future__ import annotations
-
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +23,19 @@ def gregale(inputs, monkeypatch) -> Callable[..., int]:
     return lambda *arguments: main([str(argument) for argument in arguments])
 
 
-@pytest.fixture(scope="module")
-def whole(inputs) -> Path:
-    """The run directory of the undisturbed run."""
+@pytest.fixture(scope="session")
+def whole_anywhere(tmp_path_factory) -> Path:
+    """The folder in which the undisturbed run was trained."""
+    folder = write_inputs(tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(inputs)
+        patch.chdir(folder)
         assert main(["train", "tiny.yaml", "--name", "whole", *EVALUATE]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, whole_anywhere) -> Path:
+    """The run directory of the undisturbed run."""
+    for name in ("runs/whole", "cache"):
+        shutil.copytree(whole_anywhere / name, inputs / name, dirs_exist_ok=True)
     return inputs / "runs" / "whole"

@@ -1,6 +1,4 @@
-"""A pipelined run through the command line: it goes on with another pipeline, and is evaluated and sampled."""
-
-from __future__ import annotations
+"""A pipelined run through the command line: it goes on without a pipeline, and is evaluated and sampled."""
 
 import json
 import shutil
@@ -19,20 +17,20 @@ from tests.programs.tiny import checkpoint_steps, lines, losses
 
 STEPS, STOP = 4, 2
 COMMON = [f"--steps={STEPS}", "--checkpoint.every=2", "--batch.microbatches=1", "--model.layers=4", "--mesh.model=1"]
-TWO_STAGES = [*COMMON, "--mesh.stage=2", "--pipeline.repeats=2"]
-FOUR_STAGES = [*COMMON, "--mesh.replica=1", "--mesh.stage=4", "--pipeline.repeats=1", "--pipeline.gather=once"]
 
 
 @pytest.fixture(scope="module")
 def run(inputs) -> Path:
-    """The directory of the undisturbed run, with two stages."""
+    """The directory of the undisturbed run, in two stages of layers 0 and 2, 1 and 3."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        assert main(["train", "tiny.yaml", "--name", "pipelined", *TWO_STAGES]) == 0
+        assert (
+            main(["train", "tiny.yaml", "--name", "pipelined", *COMMON, "--mesh.stage=2", "--pipeline.repeats=2"]) == 0
+        )
     return inputs / "runs" / "pipelined"
 
 
-def test_a_run_goes_on_with_another_pipeline(run, gregale, tmp_path):
+def test_a_run_goes_on_without_its_pipeline(run, gregale, tmp_path):
     """Checkpoints have the layers in the model's order, whatever the stages."""
     target = tmp_path / "runs" / run.name
     shutil.copytree(run, target)
@@ -40,19 +38,16 @@ def test_a_run_goes_on_with_another_pipeline(run, gregale, tmp_path):
     kept = (target / "metrics.jsonl").read_text().splitlines(keepends=True)[:STOP]
     (target / "metrics.jsonl").write_text("".join(kept))
     assert checkpoint_steps(target) == [STOP]
-    assert gregale("train", "tiny.yaml", "--name", run.name, "--runs", target.parent, *FOUR_STAGES) == 0
+    assert gregale("train", "tiny.yaml", "--name", run.name, "--runs", target.parent, *COMMON, "--mesh.data=4") == 0
     assert [step for step, _ in losses(target)] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses(target), losses(run), rtol=0, atol=1e-5)
 
 
-def test_it_is_evaluated_on_its_own_mesh(run, gregale, capsys):
+def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, capsys):
+    """By the commands, and by a run, which has the model in stages."""
     (evaluation,) = [line for line in lines(run) if "eval_loss" in line]
     assert gregale("eval", run.name, "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == evaluation
-
-
-def test_it_is_sampled_on_one_device(run, gregale, capsys):
-    """By the command, and by a run, which has the model in stages."""
     prompt = "the wind "
     assert gregale("sample", run.name, prompt, "--temperature", "0", "--tokens", "8") == 0
     expected = greedy_by_full_passes(open_trained(str(run), None, devices=1), prompt, 8)

@@ -1,10 +1,6 @@
 """`gregale runs`: its table, its filters and its JSON."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -77,8 +73,8 @@ def test_filters_and_orders(listed, arguments, expected):
 
 def test_json_has_all_figures(listed):
     (found,) = json.loads(listed("--json", "--name", "half"))
-    assert (found["state"], found["step"], found["steps"], found["saved"]) == ("stopped", 5, 10, 4)
-    assert (found["eval_loss"], found["mfu"], found["problem"]) == (None, None, None)
+    expected = {"state": "stopped", "step": 5, "steps": 10, "saved": 4, "eval_loss": None, "mfu": None, "problem": None}
+    assert found.items() >= expected.items()
 
 
 def test_nothing_there_is_said(listed, tmp_path, capsys):
@@ -104,19 +100,7 @@ def test_a_name_that_a_terminal_would_act_upon_is_shown(tmp_path, monkeypatch, c
     assert not {"\x1b", "\u202e"} & set(shown)
 
 
-def test_it_imports_no_jax(runs):
-    program = f"import sys; from gregale.cli import main; main(['runs', {str(runs)!r}]); print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(-9, "0 min ago"), (59, "0 min ago"), (7000, "116 min ago"), (7200, "2 h ago"), (2e5, "2 days ago")],
-)
-def test_how_long_ago(seconds, said):
-    assert ago("2026-11-22T10:00:00+00:00", 1795341600.0 + seconds) == said
-
-
-def test_what_is_no_time_is_shown():
+def test_how_long_ago():
+    times = {-9: "0 min ago", 59: "0 min ago", 7000: "116 min ago", 7200: "2 h ago", 2e5: "2 days ago"}
+    assert {seconds: ago("2026-11-22T10:00:00+00:00", 1795341600.0 + seconds) for seconds in times} == times
     assert ago("yesterday", 0.0) == "yesterday"

@@ -1,11 +1,9 @@
 """What is imported when: nothing heavy before it is needed. Modules are counted, never seconds."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
-import pytest
+from tests.runs.runs import write_run
 
 HEAVY = {"jax", "numpy", "haliax", "equinox", "optax", "draccus", "orbax", "grain", "tokenizers", "tensorstore", "rich"}
 EXTRAS = {"wandb", "trackio", "tensorboardX", "pyarrow", "datasets"}
@@ -18,19 +16,13 @@ def imported_by(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import gregale",
-        "from gregale.cli import main; main(['--help'])",
-        "from gregale.cli import main; main(['--version'])",
-        "from gregale.cli import main; main(['trian'])",
-    ],
-)
-def test_nothing_heavy(program):
-    found = imported_by(program)
+def test_nothing_heavy(tmp_path):
+    arguments = ["--help"], ["--version"], ["trian"]
+    found = imported_by(f"from gregale.cli import main; print(*map(main, {arguments}))")
     assert "gregale" in found
     assert not found & (HEAVY | EXTRAS)
+    write_run(tmp_path / "run", 1, saved=1)
+    assert "jax" not in imported_by(f"from gregale.cli import main; main(['runs', {str(tmp_path)!r}])")
 
 
 def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():

@@ -1,7 +1,5 @@
 """Tasks by `gregale eval` and within a run, beside transformers asked a text at a time."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -192,10 +190,6 @@ def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(gregale, in
     )
     assert gregale("eval", "mine", "--tasks", "special.jsonl", "--parse_special") == 0
     assert "special tokens" not in capsys.readouterr().out
-    (task,), tokenizer = read_tasks([str(inputs / "special.jsonl")]), load_tokenizer(inputs / "mine")
-    pair = task.questions[0].pairs[0]
-    (found,) = encoded([pair], tokenizer.parsing_special(), ())
-    assert found.tokens.tolist() == [*b"the ", END, *b" sea"]
 
 
 def test_texts_are_scored_together(model, gregale):
@@ -237,7 +231,11 @@ def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, mod
     told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
     before_the_text = refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl", "--data", "none-*.txt")
     assert "nothing is left to score" in before_the_text
+    training = "train", "tiny.yaml", "--name", "never", "--evaluation.tasks", "wrong.jsonl"
     assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
+    wrong.write_text('{"context": "a"\n')
+    assert "wrong.jsonl, line 1: not JSON" in refused(capsys, gregale, *training)
+    assert not (inputs / "runs" / "never").exists()
     assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")
     several = ["--data", "text/0.txt", "corpus.jsonl"]
     assert "several kinds: jsonl and text" in refused(capsys, gregale, "eval", "mine", *several)
@@ -272,16 +270,12 @@ def test_a_run_scores_tasks_at_each_evaluation(gregale, run, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == last
     assert gregale("eval", "tasked", "--tasks", "tasks/match.jsonl", "--json") == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert alone == pytest.approx({"step": 4} | {name: last[name] for name in names if "match" in name}, rel=1e-5)
-
-
-def test_the_table_of_tasks_has_figures_of_tasks_alone(gregale, run, capsys):
-    """Beside text that has figures by names too."""
     assert gregale("eval", "tasked", "--stride", "32") == 0
     text, table = capsys.readouterr().out.split("± the standard error\n")
     assert "; words: " in text
     assert "perplexity" in table
-    assert "bits_per_byte" not in table
+    assert "bits_per_byte" not in table, "it has figures of tasks alone"
+    assert alone == pytest.approx({"step": 4} | {name: last[name] for name in names if "match" in name}, rel=1e-5)
 
 
 def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, inputs):
@@ -320,10 +314,3 @@ def test_tasks_alone_make_an_evaluation(gregale, run, capsys):
     assert "has no text to evaluate on" in refused(capsys, gregale, "eval", "alone", "--stride", "4")
     assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
     assert "alone is complete" in capsys.readouterr().out
-
-
-def test_wrong_tasks_are_told_before_a_run_begins(gregale, tasks, inputs, capsys):
-    (inputs / "bad.jsonl").write_text('{"context": "a"\n')
-    error = refused(capsys, gregale, "train", "tiny.yaml", "--name", "never", "--evaluation.tasks", "bad.jsonl")
-    assert "bad.jsonl, line 1: not JSON" in error
-    assert not (inputs / "runs" / "never").exists()

@@ -1,10 +1,11 @@
-"""Runs in a store: the same bits as on a disk, and every command that reads a run reads them."""
+"""Runs in a store: the same bits as on a disk, every command reads them, and another host compiles nothing."""
 
-from __future__ import annotations
+from collections import Counter
 
 import pytest
 
 from gregale.storage import files_below
+from tests.anew import as_a_process_begins, cache_events
 from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
 from tests.stores import BUCKET, CREDENTIALS, Fault, proxied
 
@@ -15,14 +16,20 @@ LOST = (
 )
 
 
-@pytest.fixture
-def run(s3, gregale):
-    assert gregale("train", "tiny.yaml", "--name", "whole", *EVALUATE, "--runs", s3) == 0
-    return s3 / "whole"
+def test_a_run_in_a_store_is_the_run_on_a_disk(s3, gregale, whole, capsys, tmp_path, monkeypatch):
+    run, found = s3 / "whole", Counter()
+    options = ["--name", "whole", *EVALUATE, "--runs", s3, "--compilation_cache", s3 / "compiled"]
 
+    def train_on(host: str) -> None:
+        """As on a host of its own, whose folder is empty and whose process has compiled nothing."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
+        found.clear()
+        with as_a_process_begins(), cache_events() as events:
+            assert gregale("train", "tiny.yaml", *options) == 0
+        found.update(events)
 
-def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
-    options = ["--name", "whole", *EVALUATE, "--runs", str(s3)]
+    train_on("first")
+    assert found["cache_misses"] >= 4
     assert checkpoint_steps(run) == [4, 8, 12]
     assert_same_state(run, whole, 12)
     assert losses(run) == losses(whole)
@@ -30,7 +37,9 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     capsys.readouterr()
     assert gregale("sample", run, "the", "--tokens", 3) == 0
     assert LOST.format(run) in capsys.readouterr().err
-    assert gregale("train", "tiny.yaml", *options) == 0
+    train_on("second")
+    assert found["cache_hits"] >= 4
+    assert found["cache_misses"] == 0, "all of its programs are in the store"
     out = capsys.readouterr().out
     assert "Going on after step 8 of 12." in out
     assert LOST.format(run) in out
@@ -43,9 +52,6 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
 
     assert gregale("eval", run) == 0
     assert f"{run} at step 12: " in capsys.readouterr().out
-    assert gregale("sample", run, "the", "--tokens", 3) == 0
-    assert capsys.readouterr().out.startswith("the")
-
     assert gregale("train", "tiny.yaml", *options, "--seed", 1) == 2
     assert f"{run} holds a run that cannot go on with this configuration: seed 0 -> 1" in capsys.readouterr().err
     before = set(files_below(run))
@@ -85,8 +91,5 @@ def test_a_wrong_url_is_one_line(s3, gregale, capsys, runs, message):
     assert err.startswith("gregale: error: ")
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_what_is_no_run_is_one_line(s3, gregale, capsys):
     assert gregale("eval", s3 / "none") == 2
     assert f"{s3}/none is not a run directory: there is no object {s3}/none/config.yaml." in capsys.readouterr().err

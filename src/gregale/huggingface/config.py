@@ -1,7 +1,5 @@
 """Provides the conversion of `config.json` to `LlamaConfig`, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -140,7 +138,6 @@ def _scaling(rope: Mapping[str, Any], source: str) -> RotaryScaling | None:
 
 
 def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """Return the sliding window, and the layers without it."""
     none = {"sliding_window": None, "full_layers": ()}
     window = given.get("sliding_window") if family.window is not None and given.get(family.window) else None
     kinds = given.get("layer_types") if family.has_layer_types else None
@@ -207,13 +204,9 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":
         fields["use_sliding_window"] = window is not None
-        fields["max_window_layers"] = config.layers if window is None else _first_sliding(full)
+        first = next(layer for layer in count() if layer not in full)  # with a window
+        fields["max_window_layers"] = config.layers if window is None else first
     return fields
-
-
-def _first_sliding(full: tuple[int, ...]) -> int:
-    """Return the number of first layers that see all tokens."""
-    return next(layer for layer in count() if layer not in full)
 
 
 def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Provides the table of model families that a `LlamaConfig` supports."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +87,6 @@ class Family:
 
     @property
     def has_layer_types(self) -> bool:
-        """Return whether some layers may have a window and others none."""
         return self.window == "use_sliding_window" or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:

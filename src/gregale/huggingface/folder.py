@@ -1,7 +1,5 @@
 """Provides a model's folder in the hub's format: its configuration, its tensor files, and the files beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -136,7 +134,6 @@ def _first(path: Path, patterns: tuple[str, ...]) -> str | None:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Return the files that the index of a folder names."""
     weight_map = read_json(path / INDEX).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) for name in names):

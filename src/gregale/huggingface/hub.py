@@ -1,19 +1,32 @@
-"""Provides the folder of a model, which is a local folder or a repository of the hub.
+"""Provides the folder of a model, which is a local folder or a repository of the hub, and the shape that it has.
 
 `model_folder("org/name@v1.0")` returns the folder of that version in the cache of `huggingface_hub` (the extra `hf`),
 which downloads missing files with the user's token (`hf auth login`, or HF_TOKEN). With HF_HUB_OFFLINE=1 it uses only
 the cache.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 from gregale.atomic_files import DISK_ERRORS
 from gregale.data.sources.base import expand
+from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError, install_hint
-from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
+from gregale.huggingface.config import read_config
+from gregale.huggingface.folder import (
+    ADAPTER,
+    BESIDE,
+    CONFIG,
+    INDEX,
+    TOKENIZER,
+    WEIGHTS,
+    check_files,
+    read_json,
+    weight_files,
+)
+from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
+from gregale.model.base import HuggingFaceConfig
+from gregale.model.config import LlamaConfig
 
 REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -87,3 +100,30 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
 def _hub_error(error: BaseException) -> str:
     first, *_ = str(error).strip().splitlines() or [""]
     return f"the hub did not give it ({type(error).__name__}: {first})"
+
+
+def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConfig | None]:
+    """Return the configuration of `model: {type: huggingface}`, and its tokenizer if requested, without the weights.
+
+    Raises `UserError` if there is no such model, or if Gregale does not support it.
+    """
+    folder = model_folder(given.path, weights=False)
+    check_files(folder, BESIDE)
+    saved = read_json(folder / CONFIG)
+    _, model = read_config(saved, str(folder / CONFIG))
+    if not given.with_tokenizer:
+        return model, None
+    end = end_of_document(folder, saved, "model.with_tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
+    if model.vocabulary is not None and (without_rows := rowless(folder, model.vocabulary)):
+        raise UserError(
+            f"{given.path} has tokens without a row in the model's tables: {', '.join(without_rows)}. `gregale import "
+            f"{given.path} NAME` leaves them out; give NAME/huggingface as the path."
+        )
+    content = tokenizer_of(folder)
+    if rebuilt(folder, content, str(saved["model_type"])) != content:
+        raise UserError(
+            f"{given.path} has a LlamaTokenizer, which transformers builds anew, so that spaces at the beginning of a "
+            f"text have other ids than by its {TOKENIZER}. `gregale import {given.path} NAME` writes a {TOKENIZER} "
+            "with the ids of transformers; give NAME/huggingface as the path."
+        )
+    return model, FileConfig(str(folder.absolute() / TOKENIZER), end)

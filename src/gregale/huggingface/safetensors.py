@@ -4,8 +4,6 @@ A file is the length of its header (8 bytes, little-endian), the header (JSON: n
 contiguous tensors. It contains no code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Provides the map between a folder's tensors and a model's parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -47,11 +45,10 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the hub's tensor."""
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(prod(sizes[name] for name in group) for group in self.groups)
 
-    def cut_to(self, rows: int) -> Slot:
+    def cut_to(self, rows: int) -> "Slot":
         """Return the slot with `rows` rows of a vocabulary, without its padding."""
         return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
 
@@ -77,7 +74,6 @@ class Slot:
 
 
 def path_of(path: Any) -> str:
-    """Return a tree path in the format of a slot."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -1,7 +1,5 @@
 """Provides tokenizers of hub folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +89,6 @@ def rebuilt(folder: Path, content: dict[str, Any], model_type: str) -> dict[str,
 
 
 def _added(folder: Path) -> list[dict[str, Any]]:
-    """Return the added tokens of a tokenizer.json."""
     found = read_json(folder / TOKENIZER).get("added_tokens") or []
     kinds = {"id": int, "content": str, "special": bool}
     for token in found if isinstance(found, list) else [found]:

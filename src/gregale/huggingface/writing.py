@@ -1,7 +1,5 @@
 """Provides the write of parameters on a mesh to safetensors files; each shard goes directly to its byte range."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
@@ -133,7 +131,6 @@ def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def files_as(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the files of an index."""
     return {
         file: [name for name in weight_map if weight_map[name] == file] for file in sorted(set(weight_map.values()))
     }

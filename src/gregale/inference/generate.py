@@ -1,11 +1,8 @@
 """Generate text with a key/value cache: a batch of prompts, a block of tokens per call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
 import haliax as hax
@@ -77,17 +74,6 @@ class Generator:
         self.read = compiled(self._read_prompts, static_argnames=("slots", "sampling"))
         self.draw = compiled(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
         self._widen = compiled(self._with_room, static_argnames=("slots",))
-
-    def tokens(self, model: Llama, prompt: Prompt, count: int, sampling: Sampling) -> Iterator[int]:
-        """Yield up to `count` tokens that continue one prompt; stop before a token that ends a text.
-
-        - `model`: as for `blocks`
-        """
-        for block in self.blocks(model, [prompt], count, sampling, repeat(BLOCK)):
-            for token in block[0].tolist():
-                if token in self._ends:
-                    return
-                yield token
 
     def blocks(
         self,

@@ -1,7 +1,5 @@
 """Draw the next token from a model's logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax
@@ -12,8 +10,6 @@ from gregale.settings import Range, Settings, at_least, whole
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """The settings for drawing the next token from the model's probabilities."""
-
     temperature: float = field(
         default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
     )

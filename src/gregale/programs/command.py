@@ -1,7 +1,5 @@
 """Provides the declaration by which the command line runs a program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Provides `gregale eval`, which evaluates a trained model on its run's evaluation text, on other text and on tasks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Provides `gregale export`, which writes a run's model as a folder that transformers and compatible tools load."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -70,8 +68,6 @@ SHARD_GIGABYTES = 5.0
 
 @dataclass(frozen=True)
 class ExportOptions(Settings):
-    """Options of the command."""
-
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = field(
@@ -122,7 +118,7 @@ class ImportedFiles:
     dtypes: Dtypes
 
     @staticmethod
-    def of(run: RunDirectory) -> ImportedFiles:
+    def of(run: RunDirectory) -> "ImportedFiles":
         paths = [run.huggingface / name for name in (CONFIG, INDEX)]
         config, index = (read_json(path) if path.is_file() else {} for path in paths)
         tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}
@@ -234,7 +230,6 @@ def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, 
 
 
 def files_for(sizes: Mapping[str, int], gigabytes: float | None, imported: ImportedFiles) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file."""
     if gigabytes is None and imported.config:
         weight_map = imported.index.get("weight_map")
         if weight_map is None:

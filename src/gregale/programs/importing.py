@@ -1,7 +1,5 @@
 """Provides `gregale import`, which turns a folder of a hub model into a folder to train from, sample and evaluate."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from haliax import Axis
 
 from gregale.data.config import DataConfig
 from gregale.data.progress import progress_bars
@@ -38,8 +35,6 @@ MAX_SEQUENCE_LENGTH = 4096  # tokens; limit of the written configuration, not of
 
 @dataclass(frozen=True)
 class ImportOptions(Settings):
-    """Options of the command."""
-
     source: str = field(metadata={"help": "the model's folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
     target: str = field(metadata={"help": "the folder to make; a bare name is in the current folder, not under runs/"})
     end_of_document: str | None = field(
@@ -64,7 +59,7 @@ def main(options: ImportOptions) -> int:
             "tokens that were added."
         )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
-    model = abstract_model(config, vocabulary)
+    model = jax.eval_shape(partial(init_model, config.model, vocabulary), jax.random.key(0))
     folder.check(slots_of(model, folder.family))
     size = sum(file.stat().st_size for file in folder.files)
     with made_whole(target, size) as partial_target, progress_bars() as report:
@@ -74,7 +69,8 @@ def main(options: ImportOptions) -> int:
         if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
         if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # for `export` of a run
-            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
+            dtype = str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))  # holds all values
+            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype})
         check_tied(folder)
         done = 0
         for file in folder.files:
@@ -115,21 +111,11 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
     )
 
 
-def dtype_of(folder: Folder) -> str:
-    """Return the dtype that represents the values of all tensors."""
-    return str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))
-
-
 def context_of(folder: Folder) -> int:
     context = folder.saved.get("max_position_embeddings", MAX_SEQUENCE_LENGTH)
     if not isinstance(context, int) or context < 1:
         raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
     return context
-
-
-def abstract_model(config: TrainConfig, Vocab: Axis):
-    """Return the abstract model, which allocates no arrays."""
-    return jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
 
 
 COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))

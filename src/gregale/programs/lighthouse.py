@@ -19,8 +19,6 @@ from gregale.streams import say
 
 @dataclass(frozen=True)
 class LighthouseOptions(Settings):
-    """Options of the command."""
-
     bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any free port"})
     token_file: str | None = field(
         default=None, metadata={"help": "file with the fleet's secret, as islands.token_file; readable by you alone"}

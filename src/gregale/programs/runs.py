@@ -1,7 +1,5 @@
 """Provides `gregale runs`, which lists the runs in a folder with state and results."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -30,8 +28,6 @@ DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 @dataclass(frozen=True)
 class RunsOptions(Settings):
-    """Options of the command."""
-
     folder: str = field(default="runs", metadata={"help": "the folder or URL of the runs, or one of them"})
     state: list[str] = field(
         default_factory=list, metadata={"help": "only runs in one of these states", "choices": tuple(State)}

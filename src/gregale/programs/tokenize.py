@@ -1,7 +1,5 @@
 """Provides `gregale tokenize`, which builds the token store of a configuration before a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gregale.data.preparation import Corpus, prepare
@@ -30,7 +28,6 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
 
 
 def print_sizes(corpus: Corpus) -> None:
-    """Print the token counts of the corpus."""
     for name, stream in corpus.train_streams.items():
         say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
     for name, stream in corpus.validation_streams.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from gregale.data.tokenizers import BytesConfig
 from gregale.errors import UserError
-from gregale.huggingface.hub_model_config import shape_and_tokenizer
+from gregale.huggingface.hub import shape_and_tokenizer
 from gregale.model.base import HuggingFaceConfig
 
 

@@ -7,27 +7,3 @@
 
 uPlot, which is part of the page, draws the charts in the reader's browser.
 """
-
-from gregale.web.charts import Lines, Row, Series, Span, Spans, colour_of
-from gregale.web.document import Axis, Page, Run
-from gregale.web.markup import Html, cards, element, folded, notice, section, swatch, table
-
-__all__ = [
-    "Axis",
-    "Html",
-    "Lines",
-    "Page",
-    "Row",
-    "Run",
-    "Series",
-    "Span",
-    "Spans",
-    "cards",
-    "colour_of",
-    "element",
-    "folded",
-    "notice",
-    "section",
-    "swatch",
-    "table",
-]

@@ -1,7 +1,5 @@
 """The data of a page's charts: lines over an axis, and spans of time in rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,8 +64,6 @@ class Lines:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row, with begin, end, kind and text."""
-
     begin: float
     end: float
     kind: int
@@ -76,8 +72,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of spans."""
-
     label: str
     spans: Sequence[Span]
 

@@ -1,7 +1,5 @@
 """An HTML page in one file: styles, scripts, data, markup, and a security policy that blocks everything else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -9,13 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gregale.errors import UserError
 from gregale.web.charts import Chart, Spans, _points
-from gregale.web.library import uplot
 from gregale.web.markup import Html, element, joined
+
+# Two files of the package `youplot`, whose code does not run: dist/uPlot.iife.min.js and dist/uPlot.min.css of this
+# release of uPlot, with their SHA-256.
+PACKAGE = "youplot"
+RELEASE = "1.6.31"
+FILES = {
+    "youplot/vendor/uplot.iife.min.js": "2d27e8ad3d228164525ce213f9dc716f39b4e3aee0cc773fb3491c96cf4921a2",
+    "youplot/vendor/uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,6 @@ class Page:
         self._charts: dict[str, Any] = {}
 
     def add(self, *parts: Html | None) -> None:
-        """Append parts."""
         self._parts += [part for part in parts if part is not None]
 
     def chart(self, chart: Chart) -> Html:
@@ -78,11 +86,9 @@ class Page:
         )
 
     def charts(self, *charts: Chart) -> Html:
-        """Return several charts, side by side if there is room."""
         return element("div", *(self.chart(each) for each in charts), class_="charts")
 
     def html(self) -> str:
-        """Return the whole file."""
         scripts = [uplot()[0], _own("page.js")]
         head = joined(
             [
@@ -163,3 +169,26 @@ def _inert(data: Any) -> str:
 @cache
 def _own(name: str) -> str:
     return resources.files("gregale.web").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def uplot() -> tuple[str, str]:
+    """Return script and style of uPlot; raise `UserError` if they are absent or differ from the release."""
+    script, style = (_checked(name, digest) for name, digest in FILES.items())
+    return script, style
+
+
+def _checked(name: str, digest: str) -> str:
+    try:
+        content = Path(str(distribution(PACKAGE).locate_file(name))).read_bytes()
+    except (PackageNotFoundError, FileNotFoundError):
+        raise UserError(
+            f"a page needs the package {PACKAGE}, which brings uPlot {RELEASE} for its charts; it is not installed. "
+            f"`make setup` installs it, or `pip install {PACKAGE}==1.0.0`."
+        ) from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise UserError(
+            f"{name} of the package {PACKAGE} is not that of uPlot {RELEASE}, and no page is made with another one. "
+            f"`pip install --force-reinstall {PACKAGE}==1.0.0` brings it back."
+        )
+    return content.decode()

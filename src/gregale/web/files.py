@@ -1,7 +1,5 @@
 """Output files of pages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gregale.atomic_files import write_bytes

@@ -1,11 +1,7 @@
 """HTML elements with automatic escaping: a child that is not `Html` is escaped."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
-
-Child = "str | Html | int | float | None"
 
 
 class Html(str):
@@ -34,9 +30,10 @@ def joined(children: Iterable[object]) -> Html:
     )
 
 
-def section(title: str, *children: object) -> Html:
-    """Return a part of the page with a heading."""
-    return element("section", element("h2", title), *children)
+def section(title: str, *children: object) -> Html | None:
+    """Return a part of the page with a heading; None if there are no children but None."""
+    known = [child for child in children if child is not None]
+    return element("section", element("h2", title), *known) if known else None
 
 
 def folded(title: object, *children: object, opened: bool = False) -> Html:

@@ -18,22 +18,14 @@ def split(tokenizer: Tokenizer, context: str, continuation: str, start=()) -> tu
     return tokens[:cut].tolist(), tokens[cut:].tolist()
 
 
-def test_white_space_goes_with_the_continuation():
-    assert split(BytesTokenizer(), "ab \n", "c") == (list(b"ab"), list(b" \nc"))
-
-
-@pytest.mark.parametrize("context", ["", " "])
-def test_without_a_context_the_end_of_a_document_is_given(context):
-    assert split(BytesTokenizer(), context, "c") == ([END], list(f"{context}c".encode()))
-
-
-def test_tokens_before_every_text():
-    assert split(BytesTokenizer(), "a", "b", start=(7, 8)) == ([7, 8, *b"a"], list(b"b"))
-    assert split(BytesTokenizer(), "", "b", start=(7,)) == ([7], list(b"b"))
-
-
-def test_characters_of_several_tokens():
-    assert split(BytesTokenizer(), "na", "ïve 🌬") == (list(b"na"), list("ïve 🌬".encode()))
+def test_tokens_that_are_given_and_scored():
+    tokenizer = BytesTokenizer()
+    assert split(tokenizer, "ab \n", "c") == (list(b"ab"), list(b" \nc")), "white space goes with the continuation"
+    for context in ("", " "):  # without a context the end of a document is given
+        assert split(tokenizer, context, "c") == ([END], list(f"{context}c".encode()))
+    assert split(tokenizer, "a", "b", start=(7, 8)) == ([7, 8, *b"a"], list(b"b")), "tokens before every text"
+    assert split(tokenizer, "", "b", start=(7,)) == ([7], list(b"b"))
+    assert split(tokenizer, "na", "ïve 🌬") == (list(b"na"), list("ïve 🌬".encode()))
 
 
 @pytest.fixture(scope="module")

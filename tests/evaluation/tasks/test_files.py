@@ -74,7 +74,6 @@ WRONG_CHOICES = "`choices` has to be a list of two texts or more; found"
     [
         ('{"context": "a", ', r"not JSON \(.* at column \d+\)"),
         ("[1, 2]", "found list, expected a JSON object such as"),
-        ('"a"', "found str, expected a JSON object"),
         ({"choices": ["a", "b"], "answer": 0}, "no key `context`; the keys of this line are: choices, answer"),
         ({"context": "a", "answer": 0}, "no key `choices`"),
         ({"context": "a", "choices": ["a", "b"]}, "no key `answer`"),
@@ -83,7 +82,6 @@ WRONG_CHOICES = "`choices` has to be a list of two texts or more; found"
         ({**QUESTION, "choices": ["a"]}, f"{WRONG_CHOICES} 1 choices"),
         ({**QUESTION, "choices": ["a", None]}, WRONG_CHOICES),
         ({**QUESTION, "answer": 2}, "`answer` is 2, but the 2 choices have the numbers 0 to 1"),
-        ({**QUESTION, "answer": -1}, "`answer` is -1"),
         ({**QUESTION, "answer": True}, "`answer` is bool, expected the number of the right choice"),
         ({**QUESTION, "answer": "five"}, "`answer` is str"),
         ('{"context": "a", "choices": ["a", "b"], "answer": ' + "9" * 5000 + "}", "`answer` is 9{20}, but"),
@@ -112,7 +110,6 @@ def test_a_wrong_line_is_told_with_its_number(tmp_path, line, words):
         ({"kind": "cloze", "gap": ""}, QUESTION, "line 1: `gap` is empty"),
         ({"kind": "cloze", "prefix": "a\ud800"}, QUESTION, "line 1: character 1 of the text is .* half a surrogate"),
         ({"kind": "cloze"}, "", "a.jsonl: no question is in it. A line is for example"),
-        ("", "", "a.jsonl: no question is in it"),
     ],
 )
 def test_a_form_that_does_not_fit(tmp_path, first, second, words):

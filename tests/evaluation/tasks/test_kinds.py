@@ -25,18 +25,12 @@ def test_the_largest_sum_and_the_largest_for_each_character():
     assert list(found) == ["acc", "acc_stderr", "acc_norm", "acc_norm_stderr"]
 
 
-def test_of_equal_choices_the_first_counts():
+def test_of_equal_choices_the_first_counts_and_an_empty_one_is_the_least_likely_for_each_character():
     assert figures("multiple_choice", ([-1.0, -1.0], 0, [1, 1]))["acc"] == 1
     assert figures("multiple_choice", ([-1.0, -1.0], 1, [1, 1]))["acc"] == 0
-
-
-def test_an_empty_choice_is_the_least_likely_for_each_character():
     found = figures("multiple_choice", ([-0.1, -5.0], 1, [0, 3]))
     assert (found["acc"], found["acc_norm"]) == (0, 1)
-
-
-def test_one_question_has_no_standard_error():
-    assert math.isnan(figures("cloze", ([-1.0, -2.0], 0, []))["acc_stderr"])
+    assert math.isnan(figures("cloze", ([-1.0, -2.0], 0, []))["acc_stderr"]), "one question has none"
 
 
 def test_greedy_matches_and_perplexity():

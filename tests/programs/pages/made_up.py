@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ def write_run(folder: Path, steps: int = 400, seed: int = 0, **more: Any) -> Pat
     folder.mkdir(parents=True)
     config = CONFIG | {"name": folder.name, "steps": max(steps, 1)} | more
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in figures(steps, seed)))
+    write_metrics(folder, figures(steps, seed))
     (folder / "samples.txt").write_text("--- step 200\nearly text\n--- step 400\nlate text\n", encoding="utf-8")
     start = {"step": 0, "time": "2026-11-22T14:20:37+00:00", "gregale": "0.1.0", "jax": "0.10.2", "devices": 8}
     start |= {"device_kind": "cpu", "mesh": {"replica": 2, "data": 4}, "kernels": {"rules": "cpu"}}
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return folder
+
+
+def write_metrics(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def figures(steps: int, seed: int) -> list[dict[str, Any]]:

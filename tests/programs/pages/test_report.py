@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.errors import UserError
-from gregale.programs.report.command import distinct_runs, read_plan
 from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
-from gregale.programs.report.runs import ReportRun, accumulated, shown
+from gregale.programs.report.runs import accumulated, shown
 from gregale.runs.history import Column, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
-from gregale.web import Lines, Page, Series
-from tests.programs.pages.browser import PHONE
-from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
-from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
+from gregale.web.charts import Lines, Series
+from gregale.web.document import Page
+from tests.programs.pages.browser import PHONE, box, check_looks, drawn, figure_of, legend
+from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
 
 HALF = '\ud800\r\0"<'  # what no file in UTF-8 takes, and HTML another way
 EVIL = "<!--</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
@@ -89,32 +87,32 @@ def test_a_finger_zooms(browser, one):
         assert tab.errors == []
 
 
-def test_what_was_chosen_comes_back_with_the_address(browser, one):
-    with browser.open(one, fragment="#x=seconds&smooth=40&theme=dark") as tab:
-        assert tab.value("[document.documentElement.dataset.theme, document.getElementById('x').value]") == [
-            "dark",
-            "seconds",
-        ]
-
-
-def test_zoom_and_hidden_lines_come_back_when_the_page_is_loaded_again(browser, one):
+def test_what_was_chosen_comes_back_when_the_page_is_loaded_again(browser, one):
+    """Controls, the zoom and hidden lines; a line's name is a button for the keyboard too."""
     chart = "figures-loss"
     state = f"(() => {{ const u = gregale.drawn({figure_of(chart)});"
     state += "return [u.scales.x.min, u.scales.x.max, u.series.map(each => each.show)]; })()"
     with browser.open(one) as tab:
         left, top, width, height = box(tab, chart)
         tab.drag(left + width * 0.25, left + width * 0.5, top + height / 2)
-        names = f"[...{figure_of(chart)}.querySelectorAll('.u-legend th')]"
-        tab.value(f"{names}[2].click()")
+        name = f"{figure_of(chart)}.querySelectorAll('.u-legend th')[2]"
+        tab.value(f"{name}.focus()")
+        assert tab.value(f"[document.activeElement === {name}, {name}.role]") == [True, "button"]
+        for key, shown in (("Enter", False), (" ", True), ("Enter", False)):
+            tab.page.keyboard.press(key)
+            tab.settle()
+            assert tab.value(f"{name}.getAttribute('aria-pressed')") == str(shown).lower()
+            assert tab.value(state)[2] == [True, True, shown]
         zoomed = tab.value(state)
-        assert zoomed[2] == [True, True, False]
         assert 80 < zoomed[0] < 120 < 190 < zoomed[1] < 220
+        tab.choose("theme", "dark")
         fragment = tab.value("location.hash")
         tab.choose("smooth", "60")
         low, high, shown = tab.value(state)
         assert [low, high, shown] == [*zoomed[:2], [True, True, True, False]], "another control changes neither"
     with browser.open(one, fragment=fragment) as tab:
         assert tab.value(state) == zoomed
+        assert tab.value("document.documentElement.dataset.theme") == "dark"
         other = f"gregale.drawn({figure_of('figures-grad_norm')}).scales.x"
         assert tab.value(f"[{other}.min, {other}.max]") == zoomed[:2], "all charts over the same axis follow"
         tab.value("document.getElementById('reset').click()")
@@ -122,22 +120,9 @@ def test_zoom_and_hidden_lines_come_back_when_the_page_is_loaded_again(browser, 
         assert tab.value(state)[1] >= 399
         assert "zoom" not in tab.value("location.hash")
         assert tab.errors == []
-    with browser.open(one, fragment="#zoom=[1&hide=7&zoom=[%22Steps%22,9,2]&hide=%22") as tab:
-        assert tab.value(state)[1] >= 399, "a damaged address is none"
-        assert tab.errors == []
-
-
-def test_lines_are_left_out_by_the_keyboard(browser, one):
-    chart = "figures-loss"
-    with browser.open(one) as tab:
-        name = f"{figure_of(chart)}.querySelectorAll('.u-legend th')[1]"
-        tab.value(f"{name}.focus()")
-        assert tab.value(f"[document.activeElement === {name}, {name}.role]") == [True, "button"]
-        shown = f"[gregale.drawn({figure_of(chart)}).series[1].show, {name}.getAttribute('aria-pressed')]"
-        for key, expected in (("Enter", [False, "false"]), (" ", [True, "true"])):
-            tab.page.keyboard.press(key)
-            tab.settle()
-            assert tab.value(shown) == expected
+    with browser.open(one, fragment="#x=seconds&zoom=[1&hide=7&zoom=[%22Steps%22,9,2]&hide=%22") as tab:
+        assert tab.value("document.getElementById('x').value") == "seconds"
+        assert tab.value(state)[0] < 1, "a damaged address is none"
         assert tab.errors == []
 
 
@@ -189,7 +174,7 @@ def test_rounds_are_drawn_though_a_clock_was_put_back_and_lines_are_odd(browser,
 def test_texts_of_users_stay_texts(browser, tmp_path):
     folder = write_run(tmp_path / "run", steps=20, name=EVIL, note=EVIL)
     lines = [*figures(20, 0), {"step": 20, EVIL: 1.0, HALF: 1.0}, {"step": 20, "loss": 1.0, f"eval_loss.{EVIL}": 2.0}]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_metrics(folder, lines)
     (folder / "samples.txt").write_text(f"--- step 5\n{EVIL}\x00\x1b[31m\n", encoding="utf-8")
     path = tmp_path / "evil.html"
     path.write_text(page_of(folder, notes=[EVIL]), encoding="utf-8")
@@ -225,56 +210,43 @@ def test_an_injected_script_would_not_run(browser, one, tmp_path):
         assert "Content Security Policy" in tab.errors[0]
 
 
-def test_a_run_without_a_step_is_told_and_has_a_page(browser, tmp_path):
-    write_run(tmp_path / "young", steps=0)
-    page = page_of(tmp_path / "young")
-    assert "young has no metrics yet" in text_of(page)
-    (tmp_path / "young.html").write_text(page, encoding="utf-8")
-    check_looks(browser, tmp_path / "young.html")
-
-
-def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
+def test_damage_gaps_and_a_run_without_a_step_are_told(browser, tmp_path):
     folder = write_run(tmp_path / "odd", steps=100)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n{"step": 101, "loss": null}\n{"step": 102, "loss": NaN}\n{"step": 103, "lo')
     (folder / "changes.jsonl").write_text('{"step": 50, "changes": {"steps": [100, 200]}}\n[]\n')
     (folder / "config.yaml").write_text("steps: [")
-    page = page_of(folder)
+    page = page_of(folder, write_run(tmp_path / "young", steps=0))
     text = text_of(page)
     assert "lines are damaged, the first is line 109" in text
     assert "changes.jsonl: 1 of 2 lines are damaged" in text
     assert "not readable as YAML" in text
+    assert "young has no metrics yet" in text
     assert "odd: `loss` is no number at 2 of its 102 steps, first at step 101." in text
     (tmp_path / "odd.html").write_text(page, encoding="utf-8")
     check_looks(browser, tmp_path / "odd.html")
 
 
-def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path):
+def test_figures_have_charts_with_their_names_units_and_meaning(tmp_path):
     folder = write_run(tmp_path / "deep", steps=3)
-    lines = [{"step": 2, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1, "nobody.knows": 7}]
-    (folder / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    line = {"step": 3, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1}
+    line |= {"acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
+    write_metrics(folder, [line])
     page = page_of(folder)
     charts = data_of(page)["charts"]
-    assert [each["label"] for each in charts["figures-grad_norm/layer.0"]["series"]] == ["layer.0", "layer.1"]
-    assert [each["label"] for each in charts["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    for chart, labels in {"grad_norm/layer.0": ["layer.0", "layer.1"], "acc.a": ["acc.a", "acc.b"]}.items():
+        assert [each["label"] for each in charts[f"figures-{chart}"]["series"]] == labels
+    units = {"acc.a": "share", "acc_stderr.a": "share", "perplexity.c": ""}
+    assert {name: charts[f"figures-{name}"]["unit"] for name in units} == units
     assert "Of the step's update." in unescape(text_of(page))
+    assert "<h2>More</h2>" not in page
+    write_metrics(folder, [{"step": 3, "nobody.knows": 7}])
+    page = page_of(folder)
+    assert "<h2>More</h2>" in page
+    assert [each["label"] for each in data_of(page)["charts"]["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    write_metrics(folder, [line])
     several = data_of(page_of(folder, write_run(tmp_path / "other", steps=3)))["charts"]
     assert "figures-grad_norm/layer.0" not in several
-
-
-def test_tasks_stand_together_in_percent(tmp_path):
-    folder = write_run(tmp_path / "run", steps=3)
-    line = {"step": 3, "acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
-    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    page = page_of(folder)
-    charts = data_of(page)["charts"]
-    assert [each["label"] for each in charts["figures-acc.a"]["series"]] == ["acc.a", "acc.b"]
-    assert {name: charts[f"figures-{name}"]["unit"] for name in ("acc.a", "acc_stderr.a", "perplexity.c")} == {
-        "acc.a": "share",
-        "acc_stderr.a": "share",
-        "perplexity.c": "",
-    }
-    assert "<h2>More</h2>" not in page
 
 
 def test_a_run_that_goes_on_is_told(tmp_path):
@@ -284,20 +256,9 @@ def test_a_run_that_goes_on_is_told(tmp_path):
     assert "is still training" not in text_of(page_of(folder))
 
 
-def test_a_fleet_is_its_islands(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("fleet-a", "fleet-b"):
-        write_run(tmp_path / "runs" / name, steps=3)
-    (tmp_path / "runs" / "fleet.islands").mkdir()
-    for name in ("fleet-a", "fleet-b", "lighthouse"):
-        (tmp_path / "runs" / "fleet.islands" / f"{name}.log").touch()
-    assert main(["report", "fleet"]) == 0
-    assert "The report of the 2 runs is in report.html" in capsys.readouterr().out
-
-
 def test_logarithms_of_what_is_not_positive_are_told(browser, tmp_path):
     folder = write_run(tmp_path / "flat", steps=30)
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": {-s}}}\n' for s in range(1, 30)))
+    write_metrics(folder, [{"step": s, "loss": -s} for s in range(1, 30)])
     (tmp_path / "flat.html").write_text(page_of(folder), encoding="utf-8")
     with browser.open(tmp_path / "flat.html", fragment="#logy=1&logx=1") as tab:
         assert "No values above 0" in drawn(tab)["figures-loss"]
@@ -347,30 +308,24 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
     assert "2 of the runs have the name small; they are told apart by their paths." in text
     assert "runs/small was given twice" in text
     assert "old/small" in text
-
-
-def test_a_run_has_its_name_from_within_its_folder_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(write_run(tmp_path / "small", steps=2))
+    monkeypatch.chdir(tmp_path / "old" / "small")
     assert main(["report", "."]) == 0
-    assert "<h1>small</h1>" in (tmp_path / "small" / "report.html").read_text(encoding="utf-8")
+    assert "<h1>small</h1>" in (tmp_path / "old" / "small" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["report"], "RUNS is missing"),
-        (["report", "nowhere"], "nowhere is not a run directory"),
-        (["report", "small", "--output", "page.pdf"], "its name has to end with .html"),
-        (["report", "small", "--output", "no/page.html"], "there is no folder 'no'"),
-        (["report", "small", "--plan", "none.json"], "there is no file none.json"),
-        (["report", "small", "--plan", "small/config.yaml"], "is not the output of `gregale plan CONFIG --json`"),
-    ],
-)
-def test_mistakes_are_told(tmp_path, monkeypatch, capsys, arguments, said):
+def test_mistakes_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "small", steps=2)
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    for arguments, said in {
+        (): "RUNS is missing",
+        ("nowhere",): "nowhere is not a run directory",
+        ("small", "--output", "page.pdf"): "its name has to end with .html",
+        ("small", "--output", "no/page.html"): "there is no folder 'no'",
+        ("small", "--plan", "none.json"): "there is no file none.json",
+        ("small", "--plan", "small/config.yaml"): "is not the output of `gregale plan CONFIG --json`",
+    }.items():
+        assert main(["report", *arguments]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_plan_stands_beside_what_was_measured(tmp_path):
@@ -394,7 +349,7 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     lines = [(1, 1.0, 5), (2, 2.0, 10), (3, 8.0, 20), (4, 9.0, 30)]
     keys = ("step", "elapsed_seconds", "network_bytes_sent")
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(dict(zip(keys, x, strict=True)))}\n" for x in lines))
+    write_metrics(folder, [dict(zip(keys, line, strict=True)) for line in lines])
     (folder / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (0, 3, 2, 2, "a", 9)))
     (run,) = shown([read_history(RunPaths(folder))])
     assert run.starts == [0, 2, 9]
@@ -402,17 +357,14 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
     assert run.axes["bytes"].values.tolist() == [5.0, 10.0, 30.0, 40.0]
 
 
-def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
-    folder = write_run(tmp_path / "run", steps=0)
-    (folder / "metrics.jsonl").write_text('{"step": 100, "loss": 2.5}\n{"step": 150, "eval_loss": 3.0}\n')
-    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5
-
-
 def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    write_metrics(folder, [{"step": 100, "loss": 2.5}, {"step": 150, "eval_loss": 3.0}])
+    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5, "of the last line that has one"
     for name, last in (("short", 200), ("long", 400)):
         folder = write_run(tmp_path / name, steps=0)
         lines = [{"step": s, "loss": 9 - s / 50, "tokens": s**2, "step_seconds": 1 + s / 9} for s in range(1, last + 1)]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+        write_metrics(folder, lines)
     short, _ = shown([read_history(RunPaths(tmp_path / name)) for name in ("short", "long")])
     end = end_loss(short)
     ends = {axis: loss_before(short, axis, float(each.values[-1])) for axis, each in short.axes.items()}
@@ -429,8 +381,7 @@ def test_runs_that_log_rarely_are_compared_where_one_ends_and_what_is_not_there_
         "rare": [{"step": 8, "loss": 5.0}, {"step": 16, "loss": 4.0}, {"step": 16, "eval_loss": 4.5}],
     }
     for name, entries in lines.items():
-        folder = write_run(tmp_path / name, steps=0)
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        write_metrics(write_run(tmp_path / name, steps=0), entries)
     page = page_of(*(tmp_path / name for name in lines))
     side_by_side, at = page.partition("Side by side")[2].split("At the same point")
     assert re.findall(r'class="best"[^>]*>([^<]*)', side_by_side) == ["4.0000"]
@@ -440,25 +391,7 @@ def test_runs_that_log_rarely_are_compared_where_one_ends_and_what_is_not_there_
 def test_what_is_sent_in_a_step_stands_over_the_steps_in_which_it_was(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     lines = [{"step": step, "replica_bytes": sent} for step, sent in ((10, 0), (20, 500), (30, 500))]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_metrics(folder, lines)
     (series,) = data_of(page_of(folder))["charts"]["traffic"]["series"]
     assert series["stairs"], "each goes on from its point"
     assert (series["dx"], series["y"]) == ([10, 10, 10], [50, 0, 0])
-
-
-def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
-    folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
-    runs: list[ReportRun] = shown([read_history(RunPaths(folder)) for folder in folders])
-    assert [run.label for run in runs] == [str(folder) for folder in folders]
-    single, notes = distinct_runs([RunPaths(folder) for folder in [*folders, folders[0]]])
-    assert len(single) == 2
-    assert len(notes) == 2
-
-
-def test_a_plan_is_read_or_refused(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text('{"roofline": {}}')
-    assert read_plan(path) == {"roofline": {}}
-    path.write_text("[1]")
-    with pytest.raises(UserError, match="has no roofline"):
-        read_plan(path)

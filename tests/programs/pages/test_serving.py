@@ -1,6 +1,5 @@
 """The page of a run that goes on, over the loopback interface."""
 
-import json
 from urllib.parse import urlsplit
 
 import pytest
@@ -9,8 +8,8 @@ from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import HERE, Server
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
-from tests.programs.pages.looking import box, figure_of
-from tests.programs.pages.made_up import figures, write_run
+from tests.programs.pages.browser import box, figure_of
+from tests.programs.pages.made_up import figures, write_metrics, write_run
 
 
 @pytest.fixture
@@ -19,8 +18,7 @@ def folder(tmp_path):
 
 
 def grow(folder, steps: int) -> None:
-    lines = figures(steps, 0)
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_metrics(folder, figures(steps, 0))
 
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):

@@ -8,7 +8,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.programs.sample import output
-from gregale.programs.sample.output import Results, Screen, Status, ThroughputMeter, results_to, say
+from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to
 from tests.test_terminal import Terminal
 
 
@@ -84,17 +84,3 @@ def test_the_pace_leaves_out_what_was_compiled(monkeypatch):
     alone = ThroughputMeter()
     alone.at(1)
     assert str(alone) == "1 token: the first after 1.25 s"
-
-
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_a_status_stays_away_from_files(monkeypatch, stream):
-    monkeypatch.setattr("sys.stderr", stream)
-    with pytest.raises(KeyboardInterrupt), Status() as status:
-        shown_until_interrupted(status)
-    say("all")
-    assert stream.getvalue() == ("\r\x1b[K1 of 2\r\x1b[K" if stream.isatty() else "") + "all\n"
-
-
-def shown_until_interrupted(status: Status) -> None:
-    status.show("1 of 2")
-    raise KeyboardInterrupt

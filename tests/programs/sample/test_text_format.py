@@ -86,9 +86,6 @@ def test_what_ends_a_text(size):
     assert of("one t", count=5, stops=("e two",)) == ("one t", COUNT, 5)
     assert of("one two", count=7, stops=("two",)) == ("one ", STOP, 7)
     assert of("ü", count=1) == ("\ufffd", COUNT, 1)
-
-
-def test_a_text_that_has_ended_says_no_more():
     text, _ = pushed([[*b"one", BYTES.end_of_document]])
     assert (text.push(b"two"), text.finish(INTERRUPTED), text.text, text.ended) == ("", "", "one", END)
 

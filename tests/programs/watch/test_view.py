@@ -3,11 +3,14 @@
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from gregale.programs.watch.run_poller import RunPoller, RunStatus
-from gregale.programs.watch.view import DROP_ORDER, fleet_view, plain_line, view_of
+from gregale.programs.watch.view import BARS, DROP_ORDER, GAP, fleet_view, plain_line, sparkline, view_of
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from tests.runs.runs import step_line, write_lines, write_run
@@ -54,12 +57,9 @@ def test_a_run_has_its_curves_and_where_its_time_goes(running):
     assert "8 cpu (replica 2), psdp" in lines
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 300])
-def test_no_line_is_wider_than_the_terminal(running, width):
-    assert max(map(len, seen(running, width))) <= width
-
-
-def test_a_low_terminal_has_the_first_curves(running):
+def test_no_line_is_wider_than_the_terminal_and_a_low_one_has_the_first_curves(running):
+    for width in (20, 40, 80, 300):
+        assert max(map(len, seen(running, width))) <= width
     lines = seen(running, height=12)
     assert len(lines) <= 12
     assert any(line.startswith("loss") for line in lines)
@@ -149,3 +149,39 @@ def test_that_an_island_waits_for_others_is_seen_while_it_runs(tmp_path):
         assert follower.poll()[1] == ["a: Rounds go on."]
         RunPaths(run).stalled.write_text(line)
     assert not follower.poll()[0].stalled  # it has ended
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [
+        (range(8), 8, BARS),
+        (range(7, -1, -1), 8, BARS[::-1]),
+        (range(80), 8, BARS),
+        ([1, 1, 9, 9], 2, "▁█"),
+        ([0, 1], 60, "▁█"),
+        ([5.0], 60, "▁"),
+        ([5, 5, 5], 3, "▁▁▁"),
+        ([0, NAN, 1], 3, "▁ █"),
+        ([0, NAN, 1, INFINITY], 2, "▁█"),
+        ([NAN, NAN], 2, "  "),
+        ([], 10, ""),
+        ([1, 2], 0, ""),
+    ],
+)
+def test_a_line(values, width, line):
+    assert sparkline(np.array(values, float), width) == line
+
+
+def test_a_loss_has_a_shape_after_its_first_steps():
+    losses = np.array([100.0, *np.linspace(4, 2, 39)])
+    assert len(set(sparkline(losses, 40))) == len(BARS)
+
+
+@given(st.lists(st.floats(width=32)), st.integers(1, 40))
+def test_whatever_the_values_each_has_a_bar_or_a_gap(values, width):
+    line = sparkline(np.array(values, float), width)
+    assert len(line) == min(len(values), width)
+    assert set(line) <= {*BARS, GAP}

@@ -23,12 +23,12 @@ class Written:
         return self.text.encode()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page() -> Written:
     return Written()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def local(page):
     with Server(page.now, "127.0.0.1", 0) as server:
         yield server
@@ -68,21 +68,16 @@ def test_the_page_comes_once_until_it_is_another_one(local, page):
     assert answer(local, method="POST")[0] == 501
     page.fails = True
     assert answer(local)[::2] == (503, "the store is out of order.")
+    page.fails = False
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:99", "[::1]:8080", "127.0.0.1:1", "127.3.2.1"])
-def test_loopback_answers_to_its_names(local, host):
-    assert answer(local, host=host)[0] == 200
-
-
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "10.0.0.1", "a@b"]
-)
-def test_loopback_answers_to_no_other_name(local, host):
+def test_loopback_answers_to_its_names_and_to_no_other(local):
     """A page of evil.example, whose name leads here, would read what is served."""
-    status, _, text = answer(local, host=host)
-    assert status == 403
-    assert "the page" not in text
+    for host in ("127.0.0.1", "localhost", "LOCALHOST:99", "[::1]:8080", "127.0.0.1:1", "127.3.2.1"):
+        assert answer(local, host=host)[0] == 200, host
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "10.0.0.1", "a@b"):
+        status, _, text = answer(local, host=host)
+        assert (status, "page</p>" in text) == (403, False), host
 
 
 def test_elsewhere_all_lies_below_a_secret(page):
@@ -100,7 +95,7 @@ def test_elsewhere_all_lies_below_a_secret(page):
 def test_every_address_of_this_machine_is_answered_at_its_own_name(page, monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", None)  # a name server may take its time
     with Server(page.now, "127.0.0.2", 0) as server, urllib.request.urlopen(server.address, timeout=30) as answer:
-        assert answer.read() == b"<p>the page</p>"
+        assert answer.read() == page.now()
 
 
 def test_where_nothing_can_listen(local):
@@ -110,9 +105,6 @@ def test_where_nothing_can_listen(local):
         Server(Written().now, "no.such.host.invalid", 0)
 
 
-@pytest.mark.parametrize(
-    ("host", "is_local"),
-    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)],
-)
-def test_what_is_loopback(host, is_local):
-    assert is_loopback(host) is is_local
+def test_what_is_loopback():
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
+    assert not is_loopback("0.0.0.0")

@@ -1,7 +1,5 @@
 """Provides `gregale report`, which writes one HTML page about one or more runs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -24,8 +22,6 @@ from gregale.web.files import check_page_path, write_page
 
 @dataclass(frozen=True)
 class ReportOptions(Settings):
-    """Options of the command."""
-
     runs: tuple[str, ...] = field(
         metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
     )

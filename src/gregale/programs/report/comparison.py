@@ -1,31 +1,34 @@
 """Provides the comparison of runs: their results, their losses at a common point, and their different settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.runs import ReportRun, axes_of
 from gregale.runs.history import Column
-from gregale.web import Html, colour_of, element, swatch, table
+from gregale.web.charts import colour_of
+from gregale.web.markup import Html, element, swatch, table
 
 END = 0.02  # the last share of a run, over which a loss is averaged
 NOT_COMPARED = {"name", "islands.name"}
 
 
+Value = Callable[[ReportRun], float | None]
+
+
 @dataclass(frozen=True)
 class Measure:
-    """A column of the table.
+    """A column of the table, or a card of a single run.
 
     - `better`: returns the best of the runs' values; None: no value is best
-    - `loss`: the cell has four decimal places
+    - `loss`: the cell has four decimal places and no unit
     """
 
     heading: str
-    of: Callable[[ReportRun], float | None]
+    of: Value
     unit: str = ""
     better: Callable[[list[float]], float] | None = None
     loss: bool = False
@@ -42,26 +45,25 @@ class Measure:
         return element("span", text, class_="best", title="the best") if is_best else text
 
 
-def last(name: str) -> Callable[[ReportRun], float | None]:
-    """Return a function that gets the newest finite value of a metric."""
-    return lambda run: _last(run.column(name))
+def reduced(name: str, fold: Callable[[np.ndarray], float]) -> Value:
+    return lambda run: _reduced(run.column(name), fold)
 
 
-def median(name: str) -> Callable[[ReportRun], float | None]:
-    return lambda run: None if (found := _numbers(run.column(name))) is None else float(np.median(found))
+def last(name: str) -> Value:
+    return reduced(name, lambda values: values[-1])
 
 
-def least(name: str) -> Callable[[ReportRun], float | None]:
-    return lambda run: None if (found := _numbers(run.column(name))) is None else float(found.min())
+def median(name: str) -> Value:
+    return reduced(name, np.median)
 
 
 def steps(run: ReportRun) -> float:
     return run.history.figures.last_step
 
 
-def along(axis: str) -> Callable[[ReportRun], float | None]:
+def along(axis: str) -> Value:
     """Return a function that gets a run's last value on an axis."""
-    return lambda run: float(steps(run)) if axis == "steps" else _last(run.axes.get(axis))
+    return lambda run: float(steps(run)) if axis == "steps" else _reduced(run.axes.get(axis), lambda values: values[-1])
 
 
 def end_loss(run: ReportRun) -> float | None:
@@ -110,9 +112,9 @@ def method(run: ReportRun) -> str:
 MEASURES = (
     Measure("steps", steps),
     Measure("tokens", along("tokens")),
-    Measure("loss at the end", end_loss, better=min, loss=True),
-    Measure("held-out loss", last("eval_loss"), better=min, loss=True),
-    Measure("least held-out", least("eval_loss"), better=min, loss=True),
+    Measure("loss at the end", end_loss, "nats a token", better=min, loss=True),
+    Measure("held-out loss", last("eval_loss"), "nats a token", better=min, loss=True),
+    Measure("least held-out", reduced("eval_loss", np.min), "nats a token", better=min, loss=True),
     Measure("bits per byte", last("bits_per_byte"), better=min, loss=True),
     Measure("tokens/s, median", median("tokens_per_second"), better=max),
     Measure("MFU, median", median("mfu"), "share", better=max),
@@ -122,7 +124,6 @@ MEASURES = (
 
 
 def overview(runs: Sequence[ReportRun]) -> Html:
-    """Return a table with a row for each run."""
     return _table(runs, [measure for measure in MEASURES if any(measure.of(run) is not None for run in runs)], True)
 
 
@@ -136,7 +137,8 @@ def at_the_same_point(runs: Sequence[ReportRun]) -> Html | None:
         point = min(end for end in ends if end is not None)
         where = f"{format_quantity(point, axis.unit)}{'' if axis.unit else f' {axis.label.lower()}'}"
         for what, of in (("loss", loss_before), ("held out", held_out_before)):
-            measures.append(Measure(f"{what} at {where}", _at(of, axis.key, point), better=min, loss=True))
+            value = partial(of, axis=axis.key, point=point)
+            measures.append(Measure(f"{what} at {where}", value, better=min, loss=True))
     measures = [each for each in measures if sum(each.of(run) is not None for run in runs) > 1]
     return _table(runs, measures, False) if measures else None
 
@@ -154,7 +156,6 @@ def differences(runs: Sequence[ReportRun]) -> Html | None:
 
 
 def labelled(run: ReportRun) -> Html:
-    """Return a run's label with the colour of its lines."""
     return element("span", swatch(colour_of(run.place)), run.label)
 
 
@@ -166,12 +167,6 @@ def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool
     ]
     headings = ["run", *(["method"] if methods else []), *(measure.heading for measure in measures)]
     return table(headings, rows, numbers=True, label="runs")
-
-
-def _at(
-    of: Callable[[ReportRun, str, float], float | None], axis: str, point: float
-) -> Callable[[ReportRun], float | None]:
-    return lambda run: of(run, axis, point)
 
 
 def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
@@ -190,12 +185,6 @@ def _over(run: ReportRun, axis: str, column: Column) -> np.ndarray | None:
     return None if over is None else np.interp(column.steps, over.steps, over.values)
 
 
-def _numbers(column: Column | None) -> np.ndarray | None:
-    if column is None:
-        return None
-    found = column.values[np.isfinite(column.values)]
-    return found if len(found) else None
-
-
-def _last(column: Column | None) -> float | None:
-    return None if (found := _numbers(column)) is None else float(found[-1])
+def _reduced(column: Column | None, fold: Callable[[np.ndarray], float]) -> float | None:
+    finite = np.zeros(0) if column is None else column.values[np.isfinite(column.values)]
+    return float(fold(finite)) if len(finite) else None

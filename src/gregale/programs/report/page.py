@@ -1,7 +1,5 @@
 """Provides the page of one or more runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +9,9 @@ from gregale.programs.report.metric_charts import groups_of, silent, without_num
 from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
 from gregale.runs.history import History
-from gregale.web import Html, Page, Spans, element, notice, section
+from gregale.web.charts import Spans
+from gregale.web.document import Page
+from gregale.web.markup import Html, element, notice, section
 
 
 def report_page(
@@ -35,8 +35,8 @@ def report_page(
         page.add(run_panels.glance(runs[0]))
     else:
         page.add(section("Side by side", comparison.overview(runs)))
-        page.add(_section("At the same point", comparison.at_the_same_point(runs)))
-        page.add(_section("Different settings", comparison.differences(runs)))
+        page.add(section("At the same point", comparison.at_the_same_point(runs)))
+        page.add(section("Different settings", comparison.differences(runs)))
     for group, charts in groups_of(runs):
         page.add(section(group, page.charts(*charts)))
     if zeros := silent(runs):
@@ -70,25 +70,20 @@ def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
 
 def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[str, Any]]) -> None:
     beside = [run_panels.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
-    page.add(_section("Plan and run", *beside))
+    page.add(section("Plan and run", *beside))
     for what, of in (
         ("Samples", run_panels.samples_of),
         ("Machine", lambda run: [run_panels.machine(run)]),
         ("Changed settings", lambda run: [run_panels.changes(run)]),
-        ("Configuration", lambda run: [run_panels.configuration(run, opened=False)]),
+        ("Configuration", lambda run: [run_panels.configuration(run)]),
     ):
         parts: list[Html | None] = []
         for run in runs:
             own = [part for part in of(run) if part is not None]
             parts += [*([element("h3", comparison.labelled(run))] if own and len(runs) > 1 else []), *own]
-        page.add(_section(what, *parts))
+        page.add(section(what, *parts))
 
 
 def is_of(plan: Mapping[str, Any], run: ReportRun, runs: int) -> bool:
     """Return whether a plan is for a run: it has the configuration's name, or there is only one run."""
     return runs == 1 or plan.get("name") == run.config("name", run.history.name)
-
-
-def _section(title: str, *parts: Html | None) -> Html | None:
-    known = [part for part in parts if part is not None]
-    return section(title, *known) if known else None

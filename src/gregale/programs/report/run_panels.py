@@ -1,37 +1,24 @@
 """Provides the parts of a run's page besides its charts: main metrics, samples, configuration, machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from gregale.formatting import NONE, format_quantity, format_setting
-from gregale.programs.report.comparison import along, end_loss, last, least, median, method
+from gregale.programs.report.comparison import MEASURES, last, median, method
 from gregale.programs.report.runs import ReportRun
 from gregale.runs.history import Sample
-from gregale.web import Html, cards, element, folded, table
+from gregale.web.markup import Html, cards, element, folded, table
 
 MAX_SAMPLES = 20  # number of steps
 MAX_CHARACTERS = 4000  # of a text
 
 
 def glance(run: ReportRun) -> Html:
-    """Return the cards with the main metrics."""
     steps = run.config("steps")
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
-    measured = [
-        ("loss at the end", end_loss(run), "nats a token"),
-        ("held-out loss", last("eval_loss")(run), "nats a token"),
-        ("least held-out loss", least("eval_loss")(run), "nats a token"),
-        ("bits per byte", last("bits_per_byte")(run), "nats a token"),
-        ("tokens", along("tokens")(run), ""),
-        ("tokens a second, median", median("tokens_per_second")(run), ""),
-        ("MFU, median", median("mfu")(run), "share"),
-        ("time", along("seconds")(run), "seconds"),
-        ("over the slow link", along("bytes")(run), "bytes"),
-    ]
-    known = [(name, format_quantity(value, unit)) for name, value, unit in measured if value is not None]
+    found = [(each, each.of(run)) for each in MEASURES if each.heading != "steps"]
+    known = [(each.heading, format_quantity(value, each.unit)) for each, value in found if value is not None]
     return cards([("steps", done), ("method", method(run)), *known])
 
 
@@ -48,11 +35,10 @@ def samples_of(run: ReportRun) -> list[Html]:
     return parts
 
 
-def configuration(run: ReportRun, opened: bool) -> Html | None:
-    """Return all settings of a run."""
+def configuration(run: ReportRun) -> Html | None:
     rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
     title = f"The {len(rows)} settings of {run.label}"
-    return folded(title, table(["setting", "value"], rows, label=title), opened=opened) if rows else None
+    return folded(title, table(["setting", "value"], rows, label=title)) if rows else None
 
 
 def machine(run: ReportRun) -> Html | None:
@@ -87,43 +73,30 @@ def changes(run: ReportRun) -> Html | None:
 def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     """Return the plan's estimates beside the run's measurements."""
     seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
-    memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
+    names = [name for name in run.history.figures if "memory" in name and "host" not in name]  # of a device
+    memory = max((value for name in names if (value := last(name)(run)) is not None), default=None)
     sent = run.axes.get("bytes")
     sent_a_step = None if sent is None else sent.values[-1] / max(sent.steps[-1], 1)
     bound, estimate = plan.get("roofline") or {}, plan.get("estimate") or {}
     estimated = estimate.get("seconds") or bound.get("step_seconds_one_after_another")
     configured = [each for each in (plan.get("methods") or {}).values() if each.get("configured")]
     bytes_a_step = configured[0]["bytes_per_step"]["average"] if configured else None
-    rows = [
-        [
-            "time of a step",
-            *(format_quantity(each, "seconds") for each in (estimated, seconds)),
-            _ratio(seconds, estimated),
-        ],
-        [
-            "tokens a second",
-            format_quantity(tokens / estimated if tokens and estimated else None),
-            format_quantity(median("tokens_per_second")(run)),
-            _ratio(median("tokens_per_second")(run), tokens / estimated if tokens and estimated else None),
-        ],
-        [
+    estimated_tokens = tokens / estimated if tokens and estimated else None
+    compared = [
+        ("time of a step", estimated, seconds, "seconds"),
+        ("tokens a second", estimated_tokens, median("tokens_per_second")(run), ""),
+        (
             "model FLOPs utilisation",
-            format_quantity(estimate.get("utilisation") or bound.get("mfu_bound"), "share"),
-            format_quantity(median("mfu")(run), "share"),
-            _ratio(median("mfu")(run), estimate.get("utilisation") or bound.get("mfu_bound")),
-        ],
-        [
-            "memory of a device at the peak",
-            format_quantity((plan.get("memory") or {}).get("peak"), "bytes"),
-            format_quantity(memory, "bytes"),
-            _ratio(memory, (plan.get("memory") or {}).get("peak")),
-        ],
-        [
-            "sent over the slow link in a step",
-            format_quantity(bytes_a_step, "bytes"),
-            format_quantity(sent_a_step, "bytes"),
-            _ratio(sent_a_step, bytes_a_step),
-        ],
+            estimate.get("utilisation") or bound.get("mfu_bound"),
+            median("mfu")(run),
+            "share",
+        ),
+        ("memory of a device at the peak", (plan.get("memory") or {}).get("peak"), memory, "bytes"),
+        ("sent over the slow link in a step", bytes_a_step, sent_a_step, "bytes"),
+    ]
+    rows = [
+        [name, format_quantity(planned, unit), format_quantity(found, unit), _ratio(found, planned)]
+        for name, planned, found, unit in compared
     ]
     on = (
         f"the plan is for {plan.get('devices')} devices ({plan.get('device_kind')}), compared with a {plan.get('chip')}"
@@ -135,22 +108,14 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     )
 
 
-def _memory_names(run: ReportRun) -> list[str]:
-    """Return the names of metrics of a device's memory."""
-    return [name for name in run.history.figures if "memory" in name and "host" not in name]
-
-
 def _ratio(measured: float | None, estimated: float | None) -> str:
     return NONE if not measured or not estimated else f"{measured / estimated:.2f}"
 
 
 def _sample(sample: Sample, opened: bool) -> Html:
-    texts = (element("pre", _shortened(text), class_="text") for text in sample.texts)
+    shortened = (text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…" for text in sample.texts)
+    texts = (element("pre", text, class_="text") for text in shortened)
     return folded(f"Step {sample.step:,}", *texts, opened=opened)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def _sizes(mesh: Any) -> str:

@@ -1,7 +1,5 @@
 """Provides the runs of a page, with distinct labels and the axes of their charts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import numpy as np
 
 from gregale.runs.history import Column, History
 from gregale.storage.jsonl_reader import HIGHEST_STEP
-from gregale.web import Axis, Run
+from gregale.web.document import Axis, Run
 
 MAX_KNOTS = 1000
 AXES = (

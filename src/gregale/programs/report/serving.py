@@ -6,8 +6,6 @@
 The page reloads every few seconds and keeps the reader's selections, zoom and open sections.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from threading import Lock

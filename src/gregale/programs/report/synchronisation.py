@@ -1,7 +1,5 @@
 """Provides the charts of synchronisation: the logged rounds of islands, and the schedule of replicas in one mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.report.metric_charts import bins_for, line
 from gregale.programs.report.runs import ReportRun
 from gregale.runs.history import LARGEST, Column
-from gregale.web import Lines, Row, Series, Span, Spans, colour_of
+from gregale.web.charts import Lines, Row, Series, Span, Spans, colour_of
 
 MAX_SPANS = 1500
 MIN_WAIT_SECONDS = 0.02

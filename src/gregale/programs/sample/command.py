@@ -1,12 +1,10 @@
 """Provides `gregale sample`, which continues a prompt, or the prompts of a file, with a trained model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import TextIO, cast
 
 from gregale.axes.mesh import MeshConfig
 from gregale.data.special import taken_as_text
@@ -17,20 +15,20 @@ from gregale.inference.generate import BLOCK, Prompt, multiple_of
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
-from gregale.programs.sample.output import Results, Screen, Status, ThroughputMeter, results_to, say
+from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to, say
 from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
 from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import shown, whole
+from gregale.streams import ResilientStream
+from gregale.terminal import Console
 
 ONE_DEVICE = MeshConfig(data=1)
 
 
 @dataclass(frozen=True)
 class SampleOptions(Sampling):
-    """Options of the command."""
-
     run: str = field(default="", metadata={"help": "the run: its directory or URL, or its name under runs/"})
     prompt: str = field(default="", metadata={"help": "the text to continue"})
     prompts: str | None = field(
@@ -92,7 +90,12 @@ def main(options: SampleOptions) -> int:
         requests = read_prompts(options.prompts, options.seed)
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in requests]
     context = context_of(run)
-    check_lengths(requests, prompts, context)
+    for each, prompt in zip(requests, prompts, strict=True):
+        if len(prompt.tokens) > context:
+            raise UserError(
+                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
+                "saw a longer text. Shorten it."
+            )
     if note := taken_as_text([each.prompt for each in requests], form.tokenizer, "prompts"):
         say(note)
     if options.prompts is None:
@@ -101,7 +104,11 @@ def main(options: SampleOptions) -> int:
         with results_to(options.out) as results:
             counts = continue_all(options, form, requests, prompts, results)
     lengths = [len(prompt.tokens) + count for prompt, count in zip(prompts, counts, strict=True)]
-    report_lengths(lengths, context)
+    if longer := sum(length > context for length in lengths):
+        say(
+            f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
+            "never saw a longer one: what stands behind may be poor."
+        )
     return 0
 
 
@@ -110,25 +117,6 @@ def context_of(run: RunDirectory) -> int:
     path = run.huggingface / CONFIG
     length = read_json(path).get("max_position_embeddings") if path.is_file() else None
     return length if isinstance(length, int) else run.read_config().batch.sequence_length
-
-
-def check_lengths(requests: Sequence[PromptRequest], prompts: Sequence[Prompt], context: int) -> None:
-    """Raise `UserError` for a prompt that is longer than the context."""
-    for each, prompt in zip(requests, prompts, strict=True):
-        if len(prompt.tokens) > context:
-            raise UserError(
-                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
-                "saw a longer text. Shorten it."
-            )
-
-
-def report_lengths(lengths: Sequence[int], context: int) -> None:
-    """Report the number of texts that are longer than the context; `lengths` are in tokens."""
-    if longer := sum(length > context for length in lengths):
-        say(
-            f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
-            "never saw a longer one: what stands behind may be poor."
-        )
 
 
 def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:
@@ -178,25 +166,21 @@ def continue_all(
     sampler, model, rows = opened(options, form)
     counts = [0] * len(prompts)
     meter, done, before = ThroughputMeter(), 0, 0
-    with Status() as status:
+    with Console(file=cast(TextIO, ResilientStream(sys.stderr))).status("", spinner="line") as status:
         for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
             batch = sampler.filled_up([prompts[number] for number in numbers], rows)
             texts = [Continuation(form, options.tokens, options.stop) for _ in numbers]
             for _ in sampler.pieces(model, batch, texts, options.sampling, chain([1], repeat(BLOCK))):
                 meter.at(before + sum(text.tokens for text in texts))
-                status.show(f"{done:,} of {len(prompts):,} prompts, {meter.tokens:,} tokens")
+                status.update(f"{done:,} of {len(prompts):,} prompts, {meter.tokens:,} tokens")
             done, before = done + len(numbers), meter.tokens
             for number, text in zip(numbers, texts, strict=True):
-                results.add(number, result_of(requests[number], text))
+                request = requests[number]
+                drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended, "seed": request.seed}
+                results.add(number, {**request.named, "prompt": request.prompt, **drawn})
                 counts[number] = text.tokens
     say(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {meter}")
     return counts
-
-
-def result_of(request: PromptRequest, text: Continuation) -> dict[str, Any]:
-    """Return the result of a prompt as a JSON object."""
-    drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended}
-    return {**request.named, "prompt": request.prompt, **drawn, "seed": request.seed}
 
 
 COMMAND = Command(main=main, options=SampleOptions, positional=("run", "prompt"))

@@ -1,7 +1,5 @@
 """Provides the output of `gregale sample`: text during sampling, results as JSON lines, and the throughput."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -18,6 +16,7 @@ from gregale.streams import ResilientStream, printable
 
 # Control characters that a terminal would execute, with their visible symbols; tabs and line ends stay.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
+COMPILED_BLOCKS = 2  # each runs a program for the first time
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
@@ -112,14 +111,14 @@ class ThroughputMeter:
         tokens: the number of tokens so far.
     """
 
-    def __init__(self, compiled_blocks: int = 2):
+    def __init__(self):
         self._began, self._first_s, self._first_tokens = perf_counter(), 0.0, 0
-        self._blocks, self._compiled_blocks, self.tokens, self._s = 0, compiled_blocks, 0, 0.0
+        self._blocks, self.tokens, self._s = 0, 0, 0.0
 
     def at(self, tokens: int) -> None:
         """Record a new block; `tokens` is the total number so far."""
         self.tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
-        if self._blocks <= self._compiled_blocks:
+        if self._blocks <= COMPILED_BLOCKS:
             self._first_s, self._first_tokens = self._s, tokens
 
     def __str__(self) -> str:
@@ -127,24 +126,6 @@ class ThroughputMeter:
         later, later_s = self.tokens - self._first_tokens, self._s - self._first_s
         rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
         return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
-
-
-class Status:
-    """Status line on standard error, which a terminal redraws; other streams get none."""
-
-    def __init__(self):
-        self._is_shown, self._stream = sys.stderr.isatty(), ResilientStream(sys.stderr)
-
-    def show(self, words: str) -> None:
-        if self._is_shown:
-            self._stream.write(f"\r\x1b[K{words}")
-            self._stream.flush()
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.show("")
 
 
 def say(words: str) -> None:

@@ -1,7 +1,5 @@
 """Provides the prompts of a file, and their batches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

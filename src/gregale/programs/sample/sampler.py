@@ -1,7 +1,5 @@
 """Provides samples of a model, and the devices that compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -122,7 +120,6 @@ class Sampler:
 
 
 def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
-    """Return the sampler of a training run."""
     return Sampler(setup, TextFormat(tokenizer), beside_training(setup))
 
 

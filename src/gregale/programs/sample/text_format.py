@@ -1,7 +1,5 @@
 """Provides the begin and end of texts: tokens around a prompt, and stop strings."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -35,8 +35,6 @@ FLEET, COORDINATOR = ".islands", "lighthouse"
 
 @dataclass(frozen=True)
 class WatchOptions(Settings):
-    """Options of the command."""
-
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/; or a fleet's name"})
     seconds: float | None = field(
         default=None,

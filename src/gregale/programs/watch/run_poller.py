@@ -1,7 +1,5 @@
 """Provides the poller of a run: its files, its state, and its events since the last poll."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +36,6 @@ class RunStatus:
 
     @property
     def start(self) -> Entry:
-        """Return the newest start."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -131,7 +128,6 @@ def evaluated_step(figures: Figures) -> int:
 
 
 def state_sentence(summary: Summary) -> str:
-    """Return a sentence with the state of a run."""
     at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
     if summary.state is State.COMPLETE:
         return f"{summary.name} is complete, {at}."

@@ -1,9 +1,8 @@
 """Provides the terminal view of a run or of the islands of a fleet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
@@ -12,12 +11,16 @@ from rich.text import Text
 
 from gregale.formatting import format_duration
 from gregale.programs.watch.run_poller import RunStatus, devices, evaluations
-from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.runs.run_summary import State
 from gregale.streams import printable
 from gregale.terminal import Console
 from gregale.tracking.metrics import in_unit
 
+BARS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-=+*#@"  # for terminals that cannot write these
+GAP = " "
+LONG = 20  # bars
+SHOWN = 95  # percent of the bars of a long line
 CURVES = (
     *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
     *("loss_spread", "outer_grad_cosine", "goodput", "members", "update_ratio", "attention_logit_max"),
@@ -65,7 +68,6 @@ def headline(snapshot: RunStatus) -> Text:
 
 
 def progress(snapshot: RunStatus) -> str:
-    """Return the progress of a run as text."""
     summary, remaining = snapshot.summary, snapshot.remaining_seconds
     if summary.state is State.RUNNING and not summary.step:
         return "no step yet: preparing data or compiling"
@@ -169,3 +171,24 @@ def bars_of(console: Console) -> str:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return BARS
+
+
+def sparkline(values: np.ndarray, width: int, bars: str = BARS) -> str:
+    """Return values as a line of at most `width` bars, each the mean of equally many values.
+
+    A bar without finite values is a gap. A long line clips the highest twentieth, so that the high losses of the first
+    steps, and spikes, do not flatten the curve.
+
+    - `values`: [point]
+    """
+    if not len(values) or width < 1:
+        return ""
+    parts = np.array_split(values, min(width, len(values)))
+    means = np.array([known.mean() if len(known := part[np.isfinite(part)]) else np.nan for part in parts])
+    known = means[np.isfinite(means)]
+    if not len(known):
+        return GAP * len(means)
+    low, high = known.min(), np.percentile(known, SHOWN) if len(known) >= LONG else known.max()
+    heights = np.nan_to_num(np.minimum((means - low) / (high - low), 1) if high > low else np.zeros(len(means)))
+    indices = np.minimum((heights * len(bars)).astype(int), len(bars) - 1)
+    return "".join(bars[index] if np.isfinite(mean) else GAP for index, mean in zip(indices, means, strict=True))

@@ -9,8 +9,6 @@ loopback the server therefore accepts only loopback host names. On any other add
 browser that has the current page gets a short "not modified" answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress
@@ -41,8 +39,6 @@ TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 
 
 class Server:
-    """Serves one page."""
-
     def __init__(self, content: Content, host: str, port: int):
         """
         - `host`: the address to listen on
@@ -59,17 +55,16 @@ class Server:
             raise UserError(
                 f"address {host}, port {port}: nothing can listen there: {why}. Give another one."
             ) from None
-        self._thread = Thread(target=self._server.serve_forever, daemon=True, name="web")
+        self._thread = Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="web")
 
     @property
     def address(self) -> str:
-        """Return the URL of the page."""
         address, port = self._server.server_address[:2]
         host = socket.gethostname() if address in ("0.0.0.0", "::") else str(address)
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{port}{self._prefix}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         self._thread.start()
         return self
 
@@ -92,7 +87,7 @@ class _Listening(ThreadingHTTPServer):
 
     def __init__(self, content: Content, prefix: str, is_local: bool, address: tuple[str, int]):
         self.content, self.prefix, self.is_local = content, prefix, is_local
-        self.address_family = _family(address[0])
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -108,7 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds without data on a connection; each connection ends after its answer
 
     def do_GET(self) -> None:
-        """Answer with the page."""
         if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, b"This page is for the names of this machine only, such as 127.0.0.1.")
             return
@@ -149,7 +143,3 @@ def _names_loopback(host: str) -> bool:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
