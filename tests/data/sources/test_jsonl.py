@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gregale.data.sources import JsonLinesSource, Skipped, SourceRange, jsonl
@@ -33,6 +33,7 @@ def test_plain_and_compressed_files_read_alike(tmp_path, contents, name, pack, d
     assert contents(source_of(tmp_path, pack(data), name)) == TEXTS
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([b"", b'{"text": "a"}', b'{"text": "bcdef"}'])), st.lists(st.integers(1, 60)))
 def test_any_cut_into_parts_gives_every_line_once(tmp_path_factory, lines, cuts):
     data = b"\n".join(lines)
@@ -113,6 +114,7 @@ BAD_LINES = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from([b'{"text": "a"}', *BAD_LINES]), st.binary(max_size=20)), max_size=8))
 def test_any_bytes_are_documents_or_bad_ones(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("any") / "a.jsonl"

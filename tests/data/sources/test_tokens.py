@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gregale.data.sources import Skipped, SourceRange, TokensSource
@@ -25,6 +25,7 @@ def test_raw_files_and_npy_files_read_alike(tmp_path, contents, dtype):
     assert list(map(len, contents(source))) == [5000, 3000]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(1, 39)))
 def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, cuts):
     path = tmp_path_factory.mktemp("cut") / "a.bin"
