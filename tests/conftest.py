@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,6 +24,10 @@ FLAGS = (
     # On a busy machine the threads of eight simulated devices can be minutes apart.
     "--xla_cpu_collective_call_terminate_timeout_seconds=120",
 )
+
+# Also where the environment says otherwise: without bytecode each process that a test starts compiles all of Gregale.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of the simulated devices: with twice as many as there are devices or fewer, those that wait in a collective of
@@ -60,15 +66,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=place_in_slow)
+    items.sort(key=lambda item: place_in_slow(item.path))
     for item in items:
-        if place_in_slow(item) < len(SLOW) or item.get_closest_marker("soak"):
+        if place_in_slow(item.path) < len(SLOW) or item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
 
 
-def place_in_slow(item: pytest.Item) -> int:
-    path = item.path.relative_to(TESTS).as_posix()
-    return next((place for place, start in enumerate(SLOW) if path.startswith(start)), len(SLOW))
+@cache
+def place_in_slow(path: Path) -> int:
+    name = path.relative_to(TESTS).as_posix()
+    return next((place for place, start in enumerate(SLOW) if name.startswith(start)), len(SLOW))
 
 
 @pytest.fixture(scope="session", autouse=True)

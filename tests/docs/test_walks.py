@@ -6,8 +6,9 @@ import pytest
 
 from gregale.cli import main
 from tests.docs.pages import WALKS, commands, fences, name
+from tests.packages import Package
 
-pytest.importorskip("transformers")
+Package("transformers")
 
 
 @pytest.mark.parametrize("page", WALKS, ids=name)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.forked import Popen
 from tests.huggingface.hub import made
+from tests.packages import Package
 from tests.ports import free_port
 from tests.programs.tiny import finished
 
-pytest.importorskip("transformers")
+Package("transformers")
 
 
 @pytest.fixture(scope="module")

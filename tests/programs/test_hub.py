@@ -38,10 +38,10 @@ from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings
 from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
+from tests.packages import Package
 from tests.programs.tiny import losses, write_config
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch, transformers = Package("torch"), Package("transformers")
 
 SHARDED = "20KB"
 
