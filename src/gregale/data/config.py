@@ -1,14 +1,13 @@
 """The data configuration: the training text, and how it becomes examples."""
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gregale.data.mixtures import check_mixtures
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Fixed, Range, RemovedKey, Settings, at_least, check_path, whole
+from gregale.settings import Fixed, Range, Removed, Settings, at_least, check_path, whole
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
@@ -19,11 +18,11 @@ SOURCES, VALIDATION = "sources", "validation"
 class DataConfig(Settings):
     """The training text, and how it becomes examples."""
 
-    removed_keys: ClassVar = {
-        "order": RemovedKey(
-            "whole",
+    earlier: ClassVar = {
+        "order": Removed(
             "all text is tokenized before the first step (`gregale tokenize` does it ahead of time, on hosts without "
             "accelerators too). A run in the order by parts cannot go on: begin a new one",
+            default="whole",
         )
     }
 
@@ -81,10 +80,3 @@ class DataConfig(Settings):
     def evaluates(self) -> bool:
         """Return whether there is text to evaluate on."""
         return self.held_out > 0 or bool(self.validation)
-
-
-def __getattr__(name: str) -> Any:
-    """Return `prepare` of `gregale.data.preparation`, so that programs can import it from here."""
-    if name == "prepare":
-        return import_module("gregale.data.preparation").prepare
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.settings import Range, Settings, between, whole
+from gregale.settings import Range, Removed, Settings, between, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -49,11 +49,13 @@ class Methods(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
-    """The choice by `type` of the synchronisation of replicas; `gone` has removed types and their replacements."""
+    """The choice by `type` of the synchronisation of replicas."""
 
-    gone: ClassVar[dict[str, str]] = {
-        "delayed_psdp": "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends "
-        "less over the slow link, and so do the codecs of PSDP (reduce.codec)."
+    earlier: ClassVar = {
+        "type delayed_psdp": Removed(
+            "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends less over "
+            "the slow link, and so do the codecs of PSDP (reduce.codec)."
+        )
     }
 
     @classmethod

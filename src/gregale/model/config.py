@@ -240,7 +240,7 @@ GATHER = ("per_layer", "per_step")
 class ComputeConfig(Settings):
     """The computation of a model; it changes the results only by rounding."""
 
-    renamed_keys: ClassVar = {"rules": "autodiff_rules"}
+    earlier: ClassVar = {"rules": "autodiff_rules"}
 
     dtype: str = field(
         default="bfloat16",

@@ -109,7 +109,7 @@ class EvaluationConfig(Settings):
 class InspectConfig(Settings):
     """Inspection of layers: norms of parameters and gradients, update-to-weight ratios, largest attention logits."""
 
-    renamed_keys: ClassVar = {"each": "granularity"}
+    earlier: ClassVar = {"each": "granularity"}
 
     every: int | None = field(
         default=None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gregale.errors import KeyedError
-from gregale.settings import Range, RemovedKey, Settings, at_least, check_path, shown, whole
+from gregale.settings import Range, Removed, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
@@ -21,7 +21,13 @@ _BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 class IslandsConfig(Settings):
     """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
 
-    renamed_keys: ClassVar = {"minimum": "min_members", "start": "min_members_to_start"}
+    earlier: ClassVar = {
+        "minimum": "min_members",
+        "start": "min_members_to_start",
+        "outer_memory": Removed(
+            "outer parameters and their optimizer's state are always in this host's memory", "host"
+        ),
+    }
 
     name: str | None = field(default=None, metadata={"help": "this island's unique name; null: the name of its host"})
     lighthouse: str | None = field(
@@ -92,12 +98,6 @@ class IslandsConfig(Settings):
             "range": whole(1),
         },
     )
-
-    removed_keys: ClassVar = {
-        "outer_memory": RemovedKey(
-            "host", "outer parameters and their optimizer's state are always in this host's memory"
-        )
-    }
 
     def __post_init__(self):
         super().__post_init__()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from gregale.errors import KeyedError, UserError
-from gregale.settings import did_you_mean, shortened, shown
+from gregale.settings import Removed, did_you_mean, shortened, shown
 from gregale.settings.config_schema import (
     REQUIRED,
     TYPE,
@@ -84,8 +84,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
-        self._rename_old(kind, given, key)
-        self._discard_removed(kind, given, key)
+        self._translate_earlier(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -116,34 +115,31 @@ class Decoder:
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
-            if isinstance(name, str) and name in (removed := getattr(registry, "gone", {})):
-                raise UserError(f"{found} was removed: {removed[name]}")
+            if removed := getattr(registry, "earlier", {}).get(f"{TYPE} {name}"):
+                raise UserError(f"{found} was removed: {removed.instead}")
             near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
 
-    def _rename_old(self, kind: Any, given: dict, key: str) -> None:
-        """Move values under earlier names of keys to the present names; of two, the command line's counts."""
-        for old, new in getattr(kind, "renamed_keys", {}).items():
+    def _translate_earlier(self, kind: Any, given: dict, key: str) -> None:
+        """Move values under earlier names of keys to the present names, and discard removed keys at their defaults."""
+        for old, new in getattr(kind, "earlier", {}).items():
             if old not in given:
                 continue
-            value, before, now = given.pop(old), join(key, old), join(key, new)
-            overrides = [self.origins.get(name) == COMMAND_LINE for name in (before, now)]
-            if new in given and overrides[0] == overrides[1]:
+            before, value = join(key, old), given.pop(old)
+            if isinstance(new, Removed):
+                if (value := self._read(value, before)) != new.default:
+                    found = f"`{before}` is {_show(value)}{self._at(before)}"
+                    raise UserError(f"{found}, but this key was removed: {new.instead}. Remove it.")
+                continue
+            now = join(key, new)
+            is_override, is_overridden = (self.origins.get(name) == COMMAND_LINE for name in (before, now))
+            if new in given and is_override == is_overridden:
                 raise UserError(
                     f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."
                 )
-            if new not in given or overrides[0]:
+            if new not in given or is_override:
                 given[new] = value
-
-    def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
-        """Remove keys of earlier versions at their defaults; raise `UserError` for such a key with another value."""
-        for name, removed in getattr(kind, "removed_keys", {}).items():
-            if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
-                raise UserError(
-                    f"`{join(key, name)}` is {_show(value)}{self._at(join(key, name))}, but this key was removed: "
-                    f"{removed.instead}. Remove it."
-                )
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]

@@ -17,7 +17,6 @@ Worker processes import this package, so it imports only the standard library un
 from gregale.storage.paths import (
     StoragePath,
     create,
-    download,
     files_below,
     is_url,
     names,
@@ -38,7 +37,6 @@ __all__ = [
     "StoragePath",
     "StoreError",
     "create",
-    "download",
     "files_below",
     "is_url",
     "names",

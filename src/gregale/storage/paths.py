@@ -112,14 +112,6 @@ def upload(file: Path, to: StoragePath) -> None:
         shutil.copyfile(file, temporary)
 
 
-def download(path: StoragePath, file: Path) -> None:
-    """Copy a file or an object to a file of this host, atomically."""
-    if isinstance(path, ObjectPath):
-        path.download(file)
-    else:
-        upload(path, file)
-
-
 def remove_tree(folder: StoragePath) -> None:
     """Delete a folder with its content; do nothing if there is none."""
     if isinstance(folder, ObjectPath):

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.atomic_files import atomic_replace
 from gregale.storage.filesystems import filesystem
 from gregale.storage.retry import RangeBeyondEnd, RetryPolicy, StoreError, call_with_retries
 
@@ -140,11 +139,6 @@ class ObjectPath:
     def upload(self, file: Path) -> None:
         """Write the object from a file."""
         self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
-
-    def download(self, file: Path) -> None:
-        """Write a file from the object, atomically."""
-        with atomic_replace(file) as temporary:
-            self._request(lambda system, path: system._get_file(path, str(temporary)))
 
     def copy_to(self, other: ObjectPath) -> None:
         """Copy the object inside the store."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-Child = "str | Html | int | float | None"
-
 
 class Html(str):
     """Markup that is not escaped inside an element."""
