@@ -11,7 +11,7 @@ from gregale.streams import ResilientStream, printable, say
 # Standard output leads to a pipe without a reader, to a full disk, or to a file that may not grow.
 PROGRAM = """
 import sys
-from gregale.tracking import Console
+from gregale.tracking.console import Console
 
 with Console() as console:
     console.begin(2)

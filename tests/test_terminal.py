@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gregale.terminal import Console
-from gregale.tracking import Console as Tracker
+from gregale.tracking.console import Console as Tracker
 
 HOSTILE = "a\x1b[2J\u202e[/b] \x9b1A"
 SHOWN = "a\\x1b[2J\\u202e[/b] \\x9b1A"

@@ -11,7 +11,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import RetryPolicy, files_below, storage_path
 from gregale.storage import jsonl_writer as lines_module
-from gregale.tracking import JsonlTracker, RunInfo
+from gregale.tracking.tracker import JsonlTracker, RunInfo
 from tests.stores import Fault, proxied
 
 CONFIG = TrainConfig("a", 10)

@@ -17,9 +17,8 @@ import pytest
 
 from gregale.atomic_files import acquire
 from gregale.errors import Busy, UserError
-from gregale.runs import run_lease, run_lock
-from gregale.runs.run_lease import LeaseRecord, RunLease
-from gregale.runs.run_lock import LOCK, training
+from gregale.runs import run_lock
+from gregale.runs.run_lock import LOCK, LeaseRecord, RunLease, training
 from gregale.storage import StoragePath, names
 from tests.disk import largest_file
 
@@ -118,7 +117,7 @@ def test_one_of_another_machine_is_waited_for(folder):
 def test_one_of_another_machine_that_counts_is_noticed_where_its_lock_does_not_reach(tmp_path, monkeypatch):
     other = of_another_machine()
     give(tmp_path, other)
-    monkeypatch.setattr(run_lease.time, "sleep", lambda _: give(tmp_path, replace(other, count=1)))
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: give(tmp_path, replace(other, count=1)))
     refused = pytest.raises(Busy, match=f"is being trained by process {os.getpid()} on elsewhere")
     with refused, training(tmp_path, print, LONG_BEAT_SECONDS):
         pass
@@ -147,7 +146,7 @@ def test_a_process_that_another_took_for_dead_stops(folder, monkeypatch, has_end
         return
     signals: list[int] = []
     stopped = Event()
-    monkeypatch.setattr(run_lease.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
+    monkeypatch.setattr(run_lock.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
     reports: list[str] = []
     with training(folder, reports.append, BEAT_SECONDS) as check:
         check()
@@ -174,8 +173,8 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
         else:
             sleep(0)
 
-    monkeypatch.setattr(run_lease.time, "sleep", overtaken)
-    monkeypatch.setattr(run_lease, "_PERIODS", 0.1)
+    monkeypatch.setattr(run_lock.time, "sleep", overtaken)
+    monkeypatch.setattr(run_lock, "_PERIODS", 0.1)
     with (
         pytest.raises(UserError, match="is being trained by process 7 on elsewhere"),
         training(folder, print, BEAT_SECONDS),

@@ -13,8 +13,7 @@ import pytest
 
 from gregale.atomic_files import LockHeld, acquire, is_held
 from gregale.errors import UserError
-from gregale.runs.run_lease import LeaseRecord
-from gregale.runs.run_lock import TIMEOUT_SECONDS, is_being_trained, training
+from gregale.runs.run_lock import TIMEOUT_SECONDS, LeaseRecord, is_being_trained, training
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import State, last_entries, summaries, summary_of
 from gregale.storage import ObjectPath

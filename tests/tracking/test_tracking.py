@@ -14,18 +14,11 @@ from hypothesis import strategies as st
 
 from gregale.errors import UserError
 from gregale.storage.jsonl_reader import read_entries
-from gregale.tracking import (
-    Console,
-    JsonlTracker,
-    Rate,
-    RunInfo,
-    TrackerConfig,
-    Trackers,
-    check_installed,
-    open_trackers,
-)
+from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
+from gregale.tracking.console import Console
 from gregale.tracking.metrics import METRICS
-from gregale.tracking.tracker import Guarded
+from gregale.tracking.rate import Rate
+from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Trackers
 from tests.disk import largest_file
 from tests.test_terminal import Terminal
 

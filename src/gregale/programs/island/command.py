@@ -61,7 +61,9 @@ from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
-from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.tracking.choices import check_installed, open_trackers
+from gregale.tracking.console import Console
+from gregale.tracking.tracker import RunInfo, Trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
 

@@ -40,8 +40,10 @@ from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
 from gregale.storage import storage_path
-from gregale.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.tracking.choices import check_installed, open_trackers
+from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
+from gregale.tracking.tracker import RunInfo
 from gregale.training.compilation_cache import keep_compiled
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gregale.distributed.hang_detector import Progress
-from gregale.tracking import Trackers
 from gregale.tracking.profile import Profile
+from gregale.tracking.tracker import Trackers
 
 
 @dataclass(frozen=True)

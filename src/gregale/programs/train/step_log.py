@@ -22,7 +22,7 @@ from gregale.programs.plan.shapes import step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.observers import Observers
-from gregale.tracking import Rate
+from gregale.tracking.rate import Rate
 from gregale.training.state import StepReport
 
 # Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
