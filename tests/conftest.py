@@ -53,7 +53,7 @@ SLOW = (
         "islands/simulator/test_simulator.py",
     ),
     *("distributed/test_rendezvous.py", "checkpoint/test_checkpoint.py"),
-    *("distributed/test_liveness.py", "settings/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
+    *("distributed/test_liveness.py", "storage/test_faults.py", "data/test_build.py"),
     *("infra/test_slurm_daemons.py",),
 )
 

@@ -1,7 +1,6 @@
 """The command line, in this process with toy programs, and once for real."""
 
 import io
-import os
 import subprocess
 import sys
 import types
@@ -277,20 +276,7 @@ def test_an_argument_is_what_was_typed_whatever_the_locale_made_of_it(calls, cap
     assert capsys.readouterr().err == "gregale: error: the argument b'\\xff' is not UTF-8 at byte 0.\n"
 
 
-def gregale_process(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
 def test_for_real_the_version():
-    version = gregale_process("-m", "gregale", "--version")
-    assert (version.returncode, version.stdout) == (0, f"gregale {gregale.__version__}\n")
-
-
-def test_help_imports_nothing_heavy():
-    program = (
-        "import sys; from gregale.cli import main; main(['--help']);"
-        "print(sorted({'jax', 'numpy', 'yaml', 'draccus', 'haliax'} & set(sys.modules)))"
-    )
-    assert gregale_process("-c", program).stdout.splitlines()[-1] == "[]"
+    command = [sys.executable, "-m", "gregale", "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert version.stdout == f"gregale {gregale.__version__}\n"

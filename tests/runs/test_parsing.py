@@ -92,10 +92,6 @@ def parse(tmp_path):
     return parse
 
 
-def test_what_is_left_out_keeps_its_default(parse):
-    assert parse("name: a") == Run(name="a")
-
-
 def test_yaml_fills_every_kind_of_field(parse):
     run = parse(
         """
@@ -138,22 +134,19 @@ anything: {x: [1]}
         anything={"x": [1]},
     )
     assert type(run.shape.size) is float
+    assert parse("name: a") == Run(name="a")
 
 
 @pytest.mark.parametrize(
     ("arguments", "changes"),
     [
         (["--steps", "5"], {"steps": 5}),
-        (["--steps=5", "--steps=6"], {"steps": 6}),
-        (["--steps", "1_000"], {"steps": 1000}),
+        (["--steps=5", "--steps=1_000"], {"steps": 1000}),
         (["--rate", "-1e-3"], {"rate": -0.001}),
-        (["--rate", "2"], {"rate": 2.0}),
         (["--flag"], {"flag": True}),
-        (["--flag", "--steps", "5"], {"flag": True, "steps": 5}),
         (["--flag=false"], {"flag": False}),
         (["--limit", "null"], {"limit": None}),
         (["--name", "null"], {"name": "null"}),
-        (["--name", "12"], {"name": "12"}),
         (["--name", "a: [b"], {"name": "a: [b"}),
         (["--either", "7"], {"either": 7}),
         (["--either", "x"], {"either": "x"}),
@@ -161,9 +154,7 @@ anything: {x: [1]}
         (["--words", "[a, 'b,c']"], {"words": ["a", "b,c"]}),
         (["--words="], {"words": []}),
         (["--numbers", "5"], {"numbers": (5,)}),
-        (["--numbers", "1,2,3"], {"numbers": (1, 2, 3)}),
         (["--color", "BLUE"], {"color": Color.BLUE}),
-        (["--folder", "x"], {"folder": Path("x")}),
         (["--mesh.model", "2"], {"mesh": Mesh(data=4, model=2)}),
         (["--mesh", "{model: 2}"], {"mesh": Mesh(data=4, model=2)}),
         (["--second_mesh.data", "2"], {"second_mesh": Mesh(data=2)}),
@@ -180,9 +171,7 @@ def test_arguments_override(parse, arguments, changes):
 
 
 def test_arguments_go_on_top_of_the_file(parse):
-    run = parse(
-        "name: a\nmore: [{path: p}]\nshape: {type: bar, size: 5}", "--more", "[{path: p}, {path: q, weight: 3}]"
-    )
+    run = parse("name: a\nmore: [{path: p}]", "--more", "[{path: p}, {path: q, weight: 3}]")
     assert run.more == (Source("p"), Source("q", 3.0))
     assert parse("name: a\nshape: {type: bar, size: 5}", "--shape.type", "disc").shape == Disc(size=5.0)
 
@@ -222,10 +211,6 @@ def test_anchors_and_merges_are_understood(parse):
     assert run.second_mesh == Mesh(2, 4)
 
 
-def test_no_file_is_needed():
-    assert load(Mesh, None, ["--data", "3"]) == Mesh(data=3)
-
-
 MISTAKES = {
     "unknown key": (
         "name: a\nstepz: 3",
@@ -244,22 +229,17 @@ MISTAKES = {
     "unknown choice": (
         "name: a\nshape: {type: dics}",
         [],
-        "`shape.type` is 'dics' (run.yaml, line 2), .* Did you mean `disc`? Valid choices: disc, bar.",
+        "`shape.type` is 'dics' (run.yaml, line 2), .* `disc`? Valid",
     ),
     "choice without type": ("name: a\nshape: disc", [], "`shape` .* is 'disc', a str; .* `shape.type`: disc, bar"),
     "wrong type": ("name: a\nsteps: many", [], "`steps` (run.yaml, line 2) is 'many', a str; expected int (how long)."),
-    "float for int": ("name: a\nsteps: 2.5", [], "`steps` .* is 2.5, a float; expected int"),
     "bool for int": ("name: a\nsteps: true", [], "`steps` .* is true, a bool; expected int"),
     "not a number for int": ("name: a\nsteps: .nan", [], "`steps` .* is nan, a float; expected int"),
     "text for bool": ("name: a\nflag: perhaps", [], "`flag` .* is 'perhaps', a str; expected bool"),
     "number for text": ("name: 12", [], "`name` (run.yaml, line 1) is 12, an int; expected str .* in quotes, '12'"),
     "base 60": ("name: a\nsteps: 1:30", [], "run.yaml, line 2: `steps` is 1:30, a number to the base 60 .* (90)."),
     "octal": ("name: a\nsteps: 010", [], "run.yaml, line 2: `steps` is 010, an octal number in YAML 1.1 (8). Write"),
-    "octal on the command line": (
-        "name: a",
-        ["--steps", "010"],
-        "`--steps` on the command line, line 1: 010, an octal",
-    ),
+    "octal argument": ("name: a", ["--steps", "010"], "`--steps` on the command line, line 1: 010, an octal"),
     "no octal": ("name: a\nsteps: 08", [], "`steps` (run.yaml, line 2) is '08', a str; expected int"),
     "base 60 for text": ("name: 1:30", [], "`name` is 1:30, a number to the base 60 .* in quotes it is a text."),
     "dots": (
@@ -274,17 +254,9 @@ MISTAKES = {
         "`more` (run.yaml, line 2) is one mapping; expected list of mapping: `more: [{path: 'p'}]`.",
     ),
     "null for int": ("name: a\nsteps: null", [], "`steps` .* is null (nothing was given); expected int"),
-    "value forgotten": (
-        "name: a",
-        ["--steps", "--flag"],
-        "`steps` (on the command line) is true, a bool; expected int",
-    ),
+    "no value": ("name: a", ["--steps", "--flag"], "`steps` (on the command line) is true, a bool; expected int"),
     "wrong element": ("name: a\nnumbers: [1, x]", [], "`numbers.1` (.*) is 'x', a str; expected int"),
-    "wrong element on the command line": (
-        "name: a\nnumbers: [1, 2]",
-        ["--numbers", "1,x"],
-        "`numbers.1` (on the command line) is 'x'",
-    ),
+    "wrong element typed": ("name: a", ["--numbers", "1,x"], "`numbers.1` (on the command line) is 'x'"),
     "wrong length": ("name: a", ["--shape.ends", "1,2,3"], "`shape.ends` .* a list of 3; expected [float, float]"),
     "scalar for list": ("name: a\nwords: x", [], "`words` .* is 'x', a str; expected list of str"),
     "no member of a union": ("name: a\neither: [1]", [], "`either` .* is [1], a list of 1; expected int | str"),
@@ -314,11 +286,8 @@ def test_a_mistake_gets_one_paragraph(parse, text, arguments, message):
     with pytest.raises(UserError) as caught:
         parse(text, *arguments)
     found = re.sub(r"[^ (`]*run\.yaml", "run.yaml", str(caught.value))
-    pieces = [piece for part in message.split(" .* ") for piece in part.split(".*")]
-    position = 0
-    for piece in pieces:
-        assert piece in found[position:], f"{piece!r} not in {found!r}"
-        position = found.index(piece, position) + len(piece)
+    wanted = ".*".join(map(re.escape, message.replace(" .* ", ".*").split(".*")))
+    assert re.search(wanted, found), found
     assert "\n" not in found
 
 
@@ -330,18 +299,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     with pytest.raises(UserError, match=r"latin\.yaml: not UTF-8 at byte 6"):
         load(Run, tmp_path / "latin.yaml")
-
-
-def test_an_empty_file_is_all_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load(Mesh, tmp_path / "empty.yaml") == Mesh()
 
 
 numbers = st.floats(allow_nan=False)
-shapes = st.one_of(
-    st.builds(Disc, size=numbers, holes=st.integers(0, 9)),
-    st.builds(Bar, size=numbers, ends=st.tuples(numbers, numbers)),
-)
+discs = st.builds(Disc, size=numbers, holes=st.integers(0, 9))
+bars = st.builds(Bar, size=numbers, ends=st.tuples(numbers, numbers))
 words = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8)
 sources = st.builds(Source, path=words, weight=numbers)
 runs = st.builds(
@@ -354,18 +318,18 @@ runs = st.builds(
     either=st.integers(),
     mode=st.sampled_from(["fast", "slow"]),
     color=st.sampled_from(Color),
-    folder=st.sampled_from([Path("a/b"), Path("/")]),
+    folder=st.just(Path("a/b")),
     words=st.lists(words, max_size=3),
     numbers=st.lists(st.integers(), max_size=3).map(tuple),
     mesh=st.builds(Mesh, st.integers(), st.integers()),
     second_mesh=st.none() | st.builds(Mesh, st.integers(), st.integers()),
-    shape=shapes,
+    shape=discs | bars,
     sources=st.dictionaries(st.text("abc_", min_size=1), sources, max_size=2),
     more=st.lists(sources, max_size=2).map(tuple),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(run=runs)
 def test_what_is_dumped_loads_back_equal(tmp_path_factory, run):
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
@@ -375,16 +339,13 @@ def test_what_is_dumped_loads_back_equal(tmp_path_factory, run):
 
 def test_a_dump_has_every_key_and_names_its_choices():
     raw = yaml.safe_load(dump(Run(name="a")))
-    assert raw["shape"] == {"size": 3.0, "ends": [0.0, 1.0], "type": "bar"}
-    assert raw["mesh"] == {"data": 4, "model": 1}
+    assert (raw["shape"], raw["mesh"]) == ({"size": 3.0, "ends": [0.0, 1.0], "type": "bar"}, {"data": 4, "model": 1})
 
 
 def test_words_and_keys_are_told_apart():
     arguments = ["a.yaml", "--fresh", "b", "--x.y", "-1", "--quiet", "false", "c", "--last"]
-    assert split_arguments(arguments, flags={"fresh", "quiet"}) == (
-        ["a.yaml", "b", "c"],
-        ["--fresh", "--x.y=-1", "--quiet=false", "--last"],
-    )
+    pairs = ["--fresh", "--x.y=-1", "--quiet=false", "--last"]
+    assert split_arguments(arguments, flags={"fresh", "quiet"}) == (["a.yaml", "b", "c"], pairs)
     assert split_arguments(["--fresh", "b"]) == ([], ["--fresh=b"])
 
 
@@ -392,10 +353,8 @@ def test_a_list_takes_the_words_that_a_shell_makes_of_a_pattern():
     def split(*arguments: str) -> tuple[list[str], list[str]]:
         return split_arguments(arguments, flags={"fresh"}, lists={"files"}, max_words=1)
 
-    assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (
-        ["a"],
-        ['--files=["x.txt", "y, \u00e9.txt"]', "--fresh"],
-    )
+    pairs = ['--files=["x.txt", "y, \u00e9.txt"]', "--fresh"]
+    assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (["a"], pairs)
     assert split("a", "--files", "[x, y]") == (["a"], ["--files=[x, y]"])
     assert split("--files", "x.txt", "a") == (["a"], ["--files=x.txt"]), "a word that is still missing comes first"
     assert split("a", "--files=x.txt", "b") == (["a", "b"], ["--files=x.txt"])
