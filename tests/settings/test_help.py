@@ -73,9 +73,7 @@ def test_a_command_shows_the_keys_that_it_reads():
     assert "sequence_length" in shown
     assert not {"microbatches", "learning_rate", "--steps"} & set(shown.split())
     assert topics(TrainConfig, only=("data",)) == ["data.sources", "data.tokenizer"]
-    with pytest.raises(
-        UserError, match=r"--help optimizer: there is no such key\. The first parts of .*: data\."
-    ):
+    with pytest.raises(UserError, match=r"--help optimizer: there is no such key\. The first parts of .*: data\."):
         render(TrainConfig, "optimizer", only=("data",))
 
 
