@@ -1,10 +1,12 @@
-"""Imports point down the layers of the design, and modules stay small."""
+"""Imports point down the layers of the design, modules stay small, and the list of slow tests has no absent name."""
 
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW, TESTS
 
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
@@ -72,6 +74,10 @@ def test_an_upward_import_is_found():
 def test_modules_stay_small():
     long = {path: lines for path in MODULES if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE_LINES}
     assert long == {}
+
+
+def test_slow_tests_are_there():
+    assert [path for path in SLOW if not (TESTS / path).exists()] == []
 
 
 def prints(tree: ast.AST) -> list[int]:

@@ -111,7 +111,8 @@ def test_keys_go_to_the_options_or_the_configuration(calls, config, arguments, o
 def test_words_fill_the_options_in_order(calls):
     calls.main("sample", "runs/a", "once: upon, [a]", "--temperature", "0.5")
     calls.main("sample", "--run=runs/a")
-    assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),)]
+    assert calls.main("bare") == 3
+    assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),), (NoOptions(),)]
 
 
 def test_the_last_words_fill_a_list(monkeypatch, capsys):
@@ -126,14 +127,10 @@ def test_the_last_words_fill_a_list(monkeypatch, capsys):
     assert "WHERE is missing. Usage: gregale many WHERE [RUNS] ... [--key value ...]" in capsys.readouterr().err
 
 
-def test_a_command_without_words_and_options(calls):
-    assert calls.main("bare") == 3
-    assert calls == [(NoOptions(),)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["\x1b[2J\ngregale: well"], "gregale: error: there is no command `\\x1b[2J\\ngregale: well`."),
         (["trian"], "there is no command `trian`. Did you mean `train`? Commands: train, sample, bare, fail."),
         (["train"], "CONFIG is missing. Usage: gregale train CONFIG [--key value ...]"),
         (["train", "no.yaml"], "no.yaml: there is no such configuration file."),
@@ -158,18 +155,13 @@ def test_a_mistake_is_one_paragraph_and_exit_code_2(calls, config, capsys, argum
     assert not calls
 
 
-def test_an_error_is_one_line_whatever_names_are_in_it(capsys):
-    assert main(["\x1b[2J\ngregale: all is well"]) == 2
-    assert capsys.readouterr().err.startswith("gregale: error: there is no command `\\x1b[2J\\ngregale: all is well`.")
-
-
 def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
     calls.error = KeyboardInterrupt()
     assert calls.main("fail") == 130
     assert capsys.readouterr().err == "gregale: interrupted\n"
-    calls.error = RuntimeError("a bug")
-    with pytest.raises(RuntimeError, match="a bug"):
-        calls.main("fail")
+    for calls.error in (RuntimeError("a bug"), JaxRuntimeError("INTERNAL: a bug")):
+        with pytest.raises(RuntimeError, match="a bug"):
+            calls.main("fail")
 
 
 def test_help_names_every_option_and_key(calls, capsys):
@@ -242,12 +234,6 @@ def test_what_the_machine_cannot_do_is_told_in_one_line(calls, capsys, error, me
     told = capsys.readouterr().err
     assert told.startswith(f"gregale: error: {message}")
     assert told.count("\n") == 1
-
-
-def test_other_errors_of_the_runtime_keep_their_traceback(calls):
-    calls.error = JaxRuntimeError("INTERNAL: a bug")
-    with pytest.raises(JaxRuntimeError):
-        calls.main("fail")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
