@@ -151,7 +151,7 @@ def test_a_process_that_another_took_for_dead_stops(folder, monkeypatch, has_end
     with training(folder, reports.append, BEAT_SECONDS) as check:
         check()
         other = of_another_machine()
-        with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other.holder}"):
+        with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other}"):
             take(folder, other, check, has_ended)
         assert stopped.wait(60)
         if not has_ended:

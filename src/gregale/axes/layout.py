@@ -124,13 +124,13 @@ def is_parameter(leaf) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:
-    """Return the three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`.
+def standard_layout(mesh: Mesh) -> Layout:
+    """Return the three mappings of DESIGN section 2 for a model whose `TENSOR_PARALLEL` axes are split over `model`.
 
     Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
     embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline.
     """
-    model = dict.fromkeys(tensor_parallel, "model")
+    model = dict.fromkeys(TENSOR_PARALLEL, "model")
     data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
     return Layout(
         mesh=mesh,

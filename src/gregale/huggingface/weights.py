@@ -11,7 +11,6 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import LAYERS, Layout, is_named
-from gregale.data.progress import Report, silent
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
 from gregale.huggingface.safetensors import Tensor, blocks
@@ -42,17 +41,10 @@ def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], Named
     return read
 
 
-def read_model(folder: Folder, model: Tree, layout: Layout, report: Report = silent) -> Tree:
+def read_model(folder: Folder, model: Tree, layout: Layout) -> Tree:
     """Read the whole model; arguments and errors as for `reader`."""
     read = reader(folder, model, layout)
-    done, total = 0, sum(leaf.size for leaf in jax.tree.leaves(model))
-
-    def one(path, leaf: NamedArray) -> NamedArray:
-        nonlocal done
-        report("reading", done := done + leaf.size, total)
-        return read(path_of(path))
-
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_named)
+    return jax.tree_util.tree_map_with_path(lambda path, _: read(path_of(path)), model, is_leaf=is_named)
 
 
 def _shard(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -39,19 +38,16 @@ _PERIODS = 3.0  # number of intervals without a renewal after which a lease has 
 
 
 @dataclass(frozen=True)
-class LeaseRecord:
+class LeaseRecord(LockHolder):
     """The content of the file or the object."""
 
-    host: str
-    pid: int
-    since: float
     machine: str  # identifies the machine, because two hosts may have the same name
     token: str
     count: int = 0
 
     @staticmethod
     def of_this_process() -> LeaseRecord:
-        return LeaseRecord(socket.gethostname(), os.getpid(), time.time(), machine(), uuid4().hex)
+        return LeaseRecord(**asdict(LockHolder.this_process()), machine=machine(), token=uuid4().hex)
 
     @staticmethod
     def parse(content: bytes) -> LeaseRecord | None:
@@ -81,10 +77,6 @@ class LeaseRecord:
         return json.dumps(asdict(self)).encode()
 
     @property
-    def holder(self) -> LockHolder:
-        return LockHolder(self.host, self.pid, self.since)
-
-    @property
     def is_abandoned(self) -> bool:
         """Whether the holder was a process of this machine, and no process has its id now."""
         return self.machine == machine() and is_process_dead(self.pid)
@@ -95,7 +87,7 @@ class RunLease:
 
     def __init__(self, path: StoragePath, lease: LeaseRecord, locked: IO[str] | None = None):
         self._path, self._lease, self._locked = path, lease, locked
-        self._lost_to: LockHolder | None = None
+        self._lost_to: LeaseRecord | None = None
 
     def check(self) -> None:
         """Read the lease; raise `UserError` if this process has lost it."""
@@ -103,7 +95,7 @@ class RunLease:
         if found is None and self._locked is not None:  # another process may have taken it, ended and removed it
             found = LeaseRecord.parse(os.pread(self._locked.fileno(), _MAX_BYTES, 0))
         if found is not None and found.token != self._lease.token:
-            self._lost_to = found.holder
+            self._lost_to = found
         if self._lost_to is not None:
             raise UserError(f"{self._path.parent}: this process lost the run's lease to {self._lost_to}")
 
@@ -208,17 +200,17 @@ def _take_lease(path: StoragePath, report: Callable[[str], None], beat_seconds: 
     is_own = last is not None and last.machine == mine.machine and last.pid == mine.pid
     if last is not None and not last.is_abandoned and not is_own:
         seconds = _PERIODS * beat_seconds
-        report(f"{path.parent} was last trained by {last.holder}; waiting {seconds:.0f} s to see whether it still is.")
+        report(f"{path.parent} was last trained by {last}; waiting {seconds:.0f} s to see whether it still is.")
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(beat_seconds / 4)
             if LeaseRecord.read(path) not in (None, last):
-                raise _refusal(path.parent, last.holder)
+                raise _refusal(path.parent, last)
     mine.write(path)
     time.sleep(beat_seconds / 10)  # if two processes write, the first one sees the lease of the second
     found = LeaseRecord.read(path)
     if found is not None and found.token != mine.token:
-        raise _refusal(path.parent, found.holder)
+        raise _refusal(path.parent, found)
     return mine
 
 
