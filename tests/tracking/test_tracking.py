@@ -192,18 +192,31 @@ def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
     assert [line.split("/")[0] for line in lines[1:]] == ["step 1", "step 41", "step 81", "step 100"]
 
 
-def test_a_run_that_goes_on_compiles_too_and_one_that_is_done_does_not():
+def test_a_run_that_goes_on_compiles_too_and_evaluations_and_messages_are_always_shown():
     file = io.StringIO()
     console = Console(file, interval_seconds=0)
     console.begin(9, done=4)
     console.log(5, TRAINING)
     console.log(6, TRAINING)
+    for _ in range(2):
+        console.log(6, {"eval_loss": 1.25, "bits_per_byte": 1.803})
+        console.message("checkpoint [4] saved")
     console.begin(9, done=9)
     assert file.getvalue().splitlines() == [
         "step 4/9  compiling the first step",
         "step 5/9  loss 2.5000  30s, compiling included",
         "step 6/9  loss 2.5000  12,346 tokens/s  ETA 1m 30s",
+        *["step 6/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"] * 2,
     ]
+
+
+def test_preparations_tell_how_far_they_are():
+    file = io.StringIO()
+    console = Console(file, clock=Clock())
+    for done in range(11):
+        console.progress("tokenizing", done, 10, "files")
+    console.progress("reading", 5_000_000, 5_000_000)
+    assert file.getvalue().splitlines() == ["tokenizing 0/10 files", "tokenizing 10/10 files", "reading 5.0 MB/5.0 MB"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -221,26 +234,6 @@ def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
     assert "loss 2.5000" in last
     assert last.rstrip().endswith("ETA 50m 00s")
     assert ("replica bytes" in last) == (columns == 120)
-
-
-def test_evaluations_and_messages_are_always_shown():
-    file = io.StringIO()
-    console = Console(file, clock=Clock())
-    console.begin(9)
-    for _ in range(2):
-        console.log(4, {"eval_loss": 1.25, "bits_per_byte": 1.803})
-        console.message("checkpoint [4] saved")
-    shown = ["step 4/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"]
-    assert file.getvalue().splitlines()[1:] == shown * 2
-
-
-def test_preparations_tell_how_far_they_are():
-    file, clock = io.StringIO(), Clock()
-    console = Console(file, clock=clock)
-    for done in range(11):
-        console.progress("tokenizing", done, 10, "files")
-    console.progress("reading", 5_000_000, 5_000_000)
-    assert file.getvalue().splitlines() == ["tokenizing 0/10 files", "tokenizing 10/10 files", "reading 5.0 MB/5.0 MB"]
 
 
 def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
@@ -328,20 +321,16 @@ def test_tensorboard_gets_every_number_under_its_name(tmp_path):
     assert (line["loss"], line["grad_norm"]) == (2.5, None)
 
 
-def test_processes_that_do_not_write_leave_nothing(tmp_path):
-    run = RunInfo(tmp_path, "a run", {})
-    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
-        trackers.log(1, TRAINING)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, CONFIGS[name].package, raising=False)
     with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
-    assert list(tmp_path.iterdir()) == []
+    run = RunInfo(tmp_path, "a run", {})
+    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
+        trackers.log(1, TRAINING)
+    assert list(tmp_path.iterdir()) == [], "a process that does not write needs no package and leaves nothing"
 
 
 def test_every_metric_is_found_by_a_name_of_it():
