@@ -37,7 +37,7 @@ Job = Callable[[], Any]
 
 IMPORTED = (
     *("gregale.cli", "gregale.programs.train.command", "gregale.programs.island.command"),
-    *("gregale.huggingface.hub_model_config", "gregale.programs.lighthouse", "gregale.islands.driver"),
+    *("gregale.runs.resolved_config", "gregale.programs.lighthouse", "gregale.islands.driver"),
     *("gregale.cli.invocation", "orbax.checkpoint", "grain", "tokenizers"),
 )
 

@@ -11,11 +11,10 @@ import pytest
 
 from tests.forked import Popen
 from tests.huggingface.hub import made
-from tests.packages import Package
 from tests.ports import free_port
 from tests.programs.tiny import finished
 
-Package("transformers")
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

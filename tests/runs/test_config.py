@@ -19,7 +19,6 @@ from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
-from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.islands import IslandsConfig
@@ -65,13 +64,9 @@ def test_a_bad_value_names_its_key(make, message):
     assert str(caught.value).startswith(message)
 
 
-def test_islands_take_addresses_and_the_seconds_of_their_network():
+def test_islands_take_addresses_with_and_without_a_port():
     assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
     assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))
-    lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
-    assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)
-    assert (wan.reduce_seconds, wan.grace_seconds) == (7.0, None)
-    assert heal_seconds(IslandsConfig()) < heal_seconds(IslandsConfig(network="wan"))
 
 
 def test_an_evaluation_needs_text():

@@ -41,8 +41,7 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     if command.config is None:
         return command.main(options)
     config = load(command.config, path, [pair for pair in pairs if pair not in for_options])
-    # Late, because a command without a configuration does not import JAX.
-    from gregale.huggingface.hub_model_config import resolved
+    from gregale.runs.resolved_config import resolved  # late: a command without a configuration does not import JAX
 
     return command.main(options, resolved(config))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from gregale.data.tokenizers import BytesConfig, FileConfig
+from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.folder import BESIDE, CONFIG, TOKENIZER, check_files, read_json
@@ -40,20 +37,3 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
             "with the ids of transformers; give NAME/huggingface as the path."
         )
     return model, FileConfig(str(folder.absolute() / TOKENIZER), end)
-
-
-def resolved(config: Any) -> Any:
-    """Return the configuration with the model's shape instead of its path, and its tokenizer if the config uses bytes.
-
-    Returns other configurations unchanged. Raises `UserError` if there is no such model.
-    """
-    given = getattr(config, "model", None)
-    if not isinstance(given, HuggingFaceConfig):
-        return config
-    wanted = isinstance(config.data.tokenizer, BytesConfig) and given.with_tokenizer
-    try:
-        model, tokenizer = shape_and_tokenizer(replace(given, with_tokenizer=wanted))
-    except UserError as error:
-        raise UserError(f"model.path: {error}") from None
-    data = config.data if tokenizer is None else replace(config.data, tokenizer=tokenizer)
-    return replace(config, model=model, data=data)
