@@ -21,14 +21,12 @@ from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdCo
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
-from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
 from gregale.tracking.choices import TensorBoardConfig, WandbConfig
 
 BASE = TrainConfig("a", 10)
-UNREACHABLE = ("10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:")
 
 
 @pytest.mark.parametrize(
@@ -37,12 +35,6 @@ UNREACHABLE = ("10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0"
         (lambda: TrainConfig("", 1), "name is ''; it names a directory"),
         (lambda: TrainConfig("a/b", 1), "name is 'a/b'"),
         (lambda: TrainConfig(".a", 1), "name is '.a'"),
-        *((lambda name=name: IslandsConfig(name=name), "name is ") for name in ["", "a b", "-a", "x" * 65, "a/b"]),
-        *(
-            (lambda bind=bind: IslandsConfig(bind=bind), f"bind is '{bind}'; it has to be HOST or")
-            for bind in UNREACHABLE
-        ),
-        (lambda: IslandsConfig(lighthouse="oslo"), "lighthouse is 'oslo'; it has to be HOST:PORT"),
         (lambda: TrainConfig("--fresh", 1), "name is '--fresh'; what begins with '-' is an option"),
         (lambda: TrainConfig("a\x1b[2Jb", 1), "name is 'a\\x1b[2Jb'; the character U+001B in it controls terminals."),
         (lambda: TrainConfig("a\u202eb", 1), "name is 'a\\u202eb'; the character U+202E"),
@@ -62,11 +54,6 @@ def test_a_bad_value_names_its_key(make, message):
     with pytest.raises(UserError) as caught:
         make()
     assert str(caught.value).startswith(message)
-
-
-def test_islands_take_addresses_with_and_without_a_port():
-    assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
-    assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))
 
 
 def test_an_evaluation_needs_text():
