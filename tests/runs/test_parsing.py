@@ -2,9 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
 
 import draccus
 import pytest
@@ -14,11 +12,6 @@ from hypothesis import strategies as st
 
 from gregale.errors import UserError
 from gregale.runs.parsing import dump, load, split_arguments
-
-
-class Color(Enum):
-    RED = 1
-    BLUE = 2
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,6 @@ class Run:
     flag: bool = field(default=False, metadata={"help": "whether"})
     limit: float | None = field(default=1.0, metadata={"help": "null: none"})
     either: int | str = field(default=1, metadata={"help": "a number or a word"})
-    mode: Literal["fast", "slow"] = field(default="fast", metadata={"help": "how"})
-    color: Color = field(default=Color.RED, metadata={"help": "which"})
     folder: Path = field(default=Path("runs"), metadata={"help": "where"})
     words: list[str] = field(default_factory=list, metadata={"help": "some words"})
     numbers: tuple[int, ...] = field(default=(1, 2), metadata={"help": "some numbers"})
@@ -77,7 +68,6 @@ class Run:
     shape: Shape = field(default=Bar(), metadata={"help": "the shape"})
     sources: dict[str, Source] = field(default_factory=dict, metadata={"help": "the data"})
     more: tuple[Source, ...] = field(default=(), metadata={"help": "more data"})
-    anything: Any = field(default=None, metadata={"help": "what you like"})
 
 
 @pytest.fixture
@@ -101,8 +91,6 @@ rate: 1e-3
 flag: true
 limit: null
 either: word
-mode: slow
-color: BLUE
 folder: /tmp/x
 words: [x, y]
 numbers: [3]
@@ -111,7 +99,6 @@ second_mesh: {data: 8}
 shape: {type: disc, size: 2, holes: 1}
 sources: {web: {path: p}}
 more: [{path: q, weight: 2}]
-anything: {x: [1]}
 """
     )
     assert run == Run(
@@ -121,8 +108,6 @@ anything: {x: [1]}
         flag=True,
         limit=None,
         either="word",
-        mode="slow",
-        color=Color.BLUE,
         folder=Path("/tmp/x"),
         words=["x", "y"],
         numbers=(3,),
@@ -131,7 +116,6 @@ anything: {x: [1]}
         shape=Disc(size=2.0, holes=1),
         sources={"web": Source("p")},
         more=(Source("q", 2.0),),
-        anything={"x": [1]},
     )
     assert type(run.shape.size) is float
     assert parse("name: a") == Run(name="a")
@@ -154,7 +138,6 @@ anything: {x: [1]}
         (["--words", "[a, 'b,c']"], {"words": ["a", "b,c"]}),
         (["--words="], {"words": []}),
         (["--numbers", "5"], {"numbers": (5,)}),
-        (["--color", "BLUE"], {"color": Color.BLUE}),
         (["--mesh.model", "2"], {"mesh": Mesh(data=4, model=2)}),
         (["--mesh", "{model: 2}"], {"mesh": Mesh(data=4, model=2)}),
         (["--second_mesh.data", "2"], {"second_mesh": Mesh(data=2)}),
@@ -162,7 +145,6 @@ anything: {x: [1]}
         (["--shape.size", "9"], {"shape": Bar(size=9.0)}),
         (["--shape.type", "disc"], {"shape": Disc()}),
         (["--sources.web.path", "p", "--sources.web.weight", "2"], {"sources": {"web": Source("p", 2.0)}}),
-        (["--anything", "{a: 1}"], {"anything": {"a": 1}}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -188,7 +170,6 @@ def test_arguments_go_on_top_of_the_file(parse):
         (["--sources.web", "{weight: 2}"], {"sources": {"web": Source("p", 2.0)}}),
         (["--sources", "{other: {path: q}}"], {"sources": {"other": Source("q")}}),
         (["--second_mesh", "{data: 3}"], {"second_mesh": Mesh(data=3)}),
-        (["--anything", "{b: 2}"], {"anything": {"b": 2}}),
         (["--name", "{data: 3}"], {"name": "{data: 3}"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -201,7 +182,6 @@ shape: {size: 5}
 more: [{path: p, weight: 4}]
 sources: {web: {path: p}}
 second_mesh: null
-anything: {a: 1}
 """
     assert parse(text, *arguments) == replace(parse(text), **changes)
 
@@ -216,7 +196,7 @@ MISTAKES = {
         "name: a\nstepz: 3",
         [],
         "`stepz` (run.yaml, line 2) is not a valid key at the top. Did you mean `steps`? Valid keys at the top: "
-        "anything, color, either,",
+        "either, flag,",
     ),
     "key of another place": ("name: a", ["--data", "2"], "`data` (on the command line) .* Did you mean `mesh.data` or"),
     "nested unknown key": ("name: a\nmesh: {dta: 3}", [], "`mesh.dta` .* under `mesh`. Did you mean `mesh.data`"),
@@ -260,8 +240,6 @@ MISTAKES = {
     "wrong length": ("name: a", ["--shape.ends", "1,2,3"], "`shape.ends` .* a list of 3; expected [float, float]"),
     "scalar for list": ("name: a\nwords: x", [], "`words` .* is 'x', a str; expected list of str"),
     "no member of a union": ("name: a\neither: [1]", [], "`either` .* is [1], a list of 1; expected int | str"),
-    "wrong literal": ("name: a\nmode: fats", [], "`mode` is 'fats' .* Did you mean `fast`? Valid choices: fast, slow."),
-    "wrong member": ("name: a\ncolor: GREEN", [], "`color` is 'GREEN' .* Valid choices: RED, BLUE."),
     "missing field": ("steps: 1", [], "`name` (name of the run) is missing: .* `--name VALUE`; its type is str."),
     "missing below": ("name: a\nsources: {web: {weight: 1}}", [], "`sources.web.path` (where it is) is missing"),
     "scalar for mapping": ("name: a\nsources: 5", [], "`sources` .* expected mapping of names to mapping"),
@@ -316,8 +294,6 @@ runs = st.builds(
     flag=st.booleans(),
     limit=st.none() | numbers,
     either=st.integers(),
-    mode=st.sampled_from(["fast", "slow"]),
-    color=st.sampled_from(Color),
     folder=st.just(Path("a/b")),
     words=st.lists(words, max_size=3),
     numbers=st.lists(st.integers(), max_size=3).map(tuple),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
 
 import draccus
 import optax
@@ -15,8 +14,6 @@ from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated
-
-Decaying = Literal["matrices", "all"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,9 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
             "aliases": ("wd", "decay_rate", "l2"),
         },
     )
-    decay: Decaying = field(
+    decay: str = field(
         default="matrices",
-        metadata={"help": "matrices (embeddings are some) or all parameters", "choices": get_args(Decaying)},
+        metadata={"help": "matrices (embeddings are some) or all parameters", "choices": ("matrices", "all")},
     )
     clip_norm: float | None = field(
         default=1.0,

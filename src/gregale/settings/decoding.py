@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from enum import Enum
 from functools import cache
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Removed, did_you_mean, shortened, shown
@@ -70,12 +69,6 @@ class Decoder:
         if origin in (list, tuple):
             items = self._items(kind, raw, key)
             return origin(self.decode(item, value, join(key, i)) for i, (item, value) in enumerate(items))
-        if kind is Any:
-            return self._read(raw, key)
-        if origin is Literal:
-            return self._one_of({str(argument): argument for argument in arguments}, raw, key)
-        if issubclass(kind, Enum):
-            return self._one_of(kind.__members__, raw, key)
         return self._scalar(kind, raw, key)
 
     def _dataclass(self, kind: Any, raw: Any, key: str, default: Any) -> Any:
@@ -206,13 +199,6 @@ class Decoder:
                 continue
         raise self._wrong(kind, raw, key)
 
-    def _one_of(self, members: Mapping[str, Any], raw: Any, key: str) -> Any:
-        text = str(raw).lower() if isinstance(raw, bool) else str(raw)
-        if text not in members:
-            near = did_you_mean(get_close_matches(text, members))
-            raise UserError(f"`{key}` is {_show(raw)}{self._at(key)}.{near} Valid choices: {', '.join(members)}.")
-        return members[text]
-
     def _scalar(self, kind: Any, raw: Any, key: str) -> Any:
         value = str(raw) if kind in (str, Path) and isinstance(raw, Text) else self._read(raw, key)
         if kind in (str, Path) and isinstance(value, str):
@@ -293,23 +279,14 @@ def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list
     if not meant and not same:
         near = get_close_matches(written, {_last(other) for other in candidates}, n=1, cutoff=CLOSE)
         meant = [other for other in candidates if _last(other) in near]
-    shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
+    shared = {other: len(commonprefix([other.split("."), above.split(".")])) for other in [*meant, *same]}
     nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
-    shortest = [[key for key in found if _depth(key) == min(map(_depth, found))] for found in nearest]
+    shortest = [[key for key in found if key.count(".") == min(each.count(".") for each in found)] for found in nearest]
     return list(dict.fromkeys(shortest[0] + shortest[1]))[:3]
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def _depth(key: str) -> int:
-    return key.count(".")
-
-
-def _shared_levels(key: str, other: str) -> int:
-    pairs = zip(key.split("."), other.split("."), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _field_names(kind: Any) -> set[str]:

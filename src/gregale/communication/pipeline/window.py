@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stage import DATA, REPEAT
 
 Tree = Any
-GatherLevel = Literal["per_repeat", "per_iteration", "once"]
+GATHER_LEVELS = ("per_repeat", "per_iteration", "once")
 
 
 class Slots(NamedTuple):
@@ -35,7 +35,7 @@ class Window:
     - `dtype`: of gathered weights, and of gradients on the wire
     """
 
-    level: GatherLevel
+    level: str
     schedule: Schedule
     layout: Layout
     dtype: jnp.dtype
@@ -73,7 +73,7 @@ class Window:
             jax.tree.map(lambda a, g: a + jnp.where(_like(uses_next, g), g, 0), sums.next, cotangent),
         )
 
-    def reduced(self, level: GatherLevel, cotangent: Tree) -> Tree:
+    def reduced(self, level: str, cotangent: Tree) -> Tree:
         """Transpose the gather, if it is done at `level`: sum over `data`, under `params`.
 
         One reduce-scatter over `data` for each array that `params` splits by it, one all-reduce for others.
@@ -96,7 +96,7 @@ class Window:
         mapping = self.layout.compute if own else self.layout.params
         return self.layout.constrain(jax.tree.map(one, slot, is_leaf=is_named), mapping)
 
-    def _gathered(self, level: GatherLevel, weights: Tree) -> Tree:
+    def _gathered(self, level: str, weights: Tree) -> Tree:
         return gathered(weights, self.layout, self.dtype) if level == self.level else weights
 
     def _reduced(self, leaf: NamedArray) -> NamedArray:
