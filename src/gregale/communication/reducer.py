@@ -10,6 +10,6 @@ from gregale.communication.reduce import ExactReducer
 Reducer = ExactReducer | QuantisedReducer
 
 
-def reducer_of(config: ReduceConfig, layout: Layout) -> Reducer:
+def reducer_of(config: ReduceConfig, layout: Layout, axis: str = REPLICA) -> Reducer:
     """Return the reducer of a configuration: exact unless a phase has a codec."""
-    return QuantisedReducer(layout, config, REPLICA) if config.quantised else ExactReducer(layout, REPLICA)
+    return QuantisedReducer(layout, config, axis) if config.quantised else ExactReducer(layout, axis)

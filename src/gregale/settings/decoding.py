@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -59,7 +59,7 @@ class Decoder:
 
         Raises `UserError` that names the dotted key, the value and the valid values.
         """
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
         if is_union(kind):
             return self._union(kind, raw, key, default)
         if is_dataclass(kind):
@@ -279,7 +279,7 @@ def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list
     if not meant and not same:
         near = get_close_matches(written, {_last(other) for other in candidates}, n=1, cutoff=CLOSE)
         meant = [other for other in candidates if _last(other) in near]
-    shared = {other: len(commonprefix([other.split("."), above.split(".")])) for other in [*meant, *same]}
+    shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
     nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
     shortest = [[key for key in found if key.count(".") == min(each.count(".") for each in found)] for found in nearest]
     return list(dict.fromkeys(shortest[0] + shortest[1]))[:3]
@@ -287,6 +287,11 @@ def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
+
+
+def _shared_levels(key: str, other: str) -> int:
+    pairs = zip(key.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _field_names(kind: Any) -> set[str]:

@@ -24,7 +24,7 @@ from gregale.communication.pipeline.loop import (
 )
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
-from gregale.communication.pipeline.window import Slots, Window, with_repeats
+from gregale.communication.pipeline.window import GatherLevel, Slots, Window, with_repeats
 from gregale.errors import UserError
 
 Tree = Any
@@ -45,7 +45,7 @@ class Pipeline:
 
     schedule: Schedule
     layout: Layout
-    gather: str = "per_repeat"
+    gather: GatherLevel = "per_repeat"
     saved: tuple[str, ...] = ()
     dtype: jnp.dtype = jnp.float32
 

@@ -16,6 +16,7 @@ from gregale.communication.pipeline.stage import DATA, REPEAT
 
 Tree = Any
 GATHER_LEVELS = ("per_repeat", "per_iteration", "once")
+GatherLevel = str
 
 
 class Slots(NamedTuple):
@@ -35,7 +36,7 @@ class Window:
     - `dtype`: of gathered weights, and of gradients on the wire
     """
 
-    level: str
+    level: GatherLevel
     schedule: Schedule
     layout: Layout
     dtype: jnp.dtype
@@ -73,7 +74,7 @@ class Window:
             jax.tree.map(lambda a, g: a + jnp.where(_like(uses_next, g), g, 0), sums.next, cotangent),
         )
 
-    def reduced(self, level: str, cotangent: Tree) -> Tree:
+    def reduced(self, level: GatherLevel, cotangent: Tree) -> Tree:
         """Transpose the gather, if it is done at `level`: sum over `data`, under `params`.
 
         One reduce-scatter over `data` for each array that `params` splits by it, one all-reduce for others.
@@ -96,7 +97,7 @@ class Window:
         mapping = self.layout.compute if own else self.layout.params
         return self.layout.constrain(jax.tree.map(one, slot, is_leaf=is_named), mapping)
 
-    def _gathered(self, level: str, weights: Tree) -> Tree:
+    def _gathered(self, level: GatherLevel, weights: Tree) -> Tree:
         return gathered(weights, self.layout, self.dtype) if level == self.level else weights
 
     def _reduced(self, leaf: NamedArray) -> NamedArray:
