@@ -24,7 +24,7 @@ from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
 from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Actions, PsdpState
+from gregale.methods.method import Actions, Method, PsdpState
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import Replicas
@@ -51,7 +51,7 @@ def sync_axis(layout: Layout) -> str:
 
 
 @dataclass(frozen=True)
-class Diloco:
+class Diloco(Method):
     """DiLoCo on any Equinox module and loss (DESIGN section 4).
 
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses

@@ -17,7 +17,7 @@ from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
 from gregale.methods.inspection import Inspected, Probe, inspected
-from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
 
@@ -34,7 +34,7 @@ def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
 
 
 @dataclass(frozen=True)
-class Psdp:
+class Psdp(Method):
     """The PSDP step for any Equinox module and any loss (DESIGN section 3).
 
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
@@ -59,17 +59,6 @@ class Psdp:
     reduce: ReduceConfig = field(default=ReduceConfig())
 
     name: ClassVar[str] = "psdp"
-    shown: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def step_layout(self) -> Layout:
-        """Return the whole layout: all replicas make a step together."""
-        return self.layout
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """Return no axes of the step's metrics: all replicas make one step together."""
-        return ()
 
     def init(self, model: Tree | None = None) -> PsdpState:
         """Return the state before the first step, from the arrays of `model` (default: `self.model`).
@@ -153,16 +142,6 @@ class Psdp:
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 
-    def actions(self, step: int) -> Actions:
-        """Return no actions beside the update."""
-        del step
-        return Actions()
-
-    def synchronise(self, state: PsdpState, after: Any) -> tuple[PsdpState, None]:
-        """Do nothing after a step."""
-        del after
-        return state, None
-
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
         """Return the state that continues from another PSDP state."""
         del step
@@ -178,11 +157,6 @@ class Psdp:
     def bytes_sent(self, step: int) -> int:
         """Return a device's bytes over `replica` in the first `step` steps, for gradients and updates."""
         return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
-
-    def metrics(self, step: int) -> dict[str, int]:
-        """Return no further metrics."""
-        del step
-        return {}
 
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
@@ -201,11 +175,6 @@ class Psdp:
     def eval_subset(self, state: PsdpState) -> PsdpState:
         """Return the part of a state that `eval_model` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
-
-    def needs_full_state(self, step: int) -> bool:
-        """Return whether evaluation needs more than `eval_subset`: never."""
-        del step
-        return False
 
     @property
     def reducer(self) -> Reducer:

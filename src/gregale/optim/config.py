@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import draccus
 import optax
@@ -13,7 +13,7 @@ from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
-from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated
+from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated, setting
 
 
 @dataclass(frozen=True)
@@ -54,40 +54,23 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
     """
 
-    learning_rate: float = field(
-        default=1e-3,
-        metadata={
-            "help": "peak learning rate",
-            "range": at_least(0),
-            "aliases": ("lr", "rate", "peak_lr", "max_lr", "step_size"),
-        },
+    learning_rate: float = setting(
+        1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "rate", "peak_lr", "max_lr", "step_size")
     )
-    schedule: ScheduleConfig = field(
-        default=CosineSchedule(),
-        metadata={
-            "help": "how the learning rate moves",
-            "aliases": ("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
-        },
+    schedule: ScheduleConfig = setting(
+        CosineSchedule(),
+        "how the learning rate moves",
+        aliases=("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
     )
-    weight_decay: float = field(
-        default=0.0,
-        metadata={
-            "help": "weight decay, times the learning rate",
-            "range": at_least(0),
-            "aliases": ("wd", "decay_rate", "l2"),
-        },
+    weight_decay: float = setting(
+        0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")
     )
-    decay: str = field(
-        default="matrices",
-        metadata={"help": "matrices (embeddings are some) or all parameters", "choices": ("matrices", "all")},
-    )
-    clip_norm: float | None = field(
-        default=1.0,
-        metadata={
-            "help": "largest gradient norm; null: no clipping",
-            "range": above(0),
-            "aliases": ("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
-        },
+    decay: str = setting("matrices", "matrices (embeddings are some) or all parameters", choices=("matrices", "all"))
+    clip_norm: float | None = setting(
+        1.0,
+        "largest gradient norm; null: no clipping",
+        range=above(0),
+        aliases=("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
     )
 
     @classmethod
@@ -168,10 +151,8 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.95), metadata={"help": "decays of the first and second moment", **BETAS}
-    )
-    epsilon: float = field(default=1e-8, metadata={"help": "added to the root of the second moment", **EPSILON})
+    betas: tuple[float, float] = setting((0.9, 0.95), "decays of the first and second moment", **BETAS)
+    epsilon: float = setting(1e-8, "added to the root of the second moment", **EPSILON)
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(*self.betas, eps=self.epsilon)
@@ -188,9 +169,7 @@ class LionConfig(OptimizerConfig):
     weight_decay: float = restated(
         OptimizerConfig, "weight_decay", 1.0, "decoupled weight decay (three to ten times AdamW's)"
     )
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.99), metadata={"help": "decays in the sign and of the momentum", **BETAS}
-    )
+    betas: tuple[float, float] = setting((0.9, 0.99), "decays in the sign and of the momentum", **BETAS)
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(*self.betas)
@@ -202,15 +181,13 @@ class SgdConfig(OptimizerConfig):
     """Gradient descent along the momentum `m = momentum * m + g`, or `g + momentum * m` (Nesterov)."""
 
     learning_rate: float = restated(OptimizerConfig, "learning_rate", 0.1)
-    momentum: float = field(
-        default=0.9,
-        metadata={
-            "help": "decay of the momentum; 0: none is kept",
-            "range": DECAY,
-            "fixed": Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
-        },
+    momentum: float = setting(
+        0.9,
+        "decay of the momentum; 0: none is kept",
+        range=DECAY,
+        fixed=Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
     )
-    nesterov: bool = field(default=False, metadata={"help": "look one step ahead along the momentum"})
+    nesterov: bool = setting(False, "look one step ahead along the momentum")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from gregale.axes.layout import Layout, is_named
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
 from gregale.optim.matrices import MatrixAxes, MatrixAxesOf, map_parameters, matrix_axes
 from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
-from gregale.settings import DECAY, above, at_least, restated, whole
+from gregale.settings import DECAY, above, at_least, restated, setting, whole
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -37,19 +37,13 @@ class MuonConfig(OptimizerConfig):
     """
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
-    momentum: float = field(default=0.95, metadata={"help": "decay of Muon's momentum", "range": DECAY})
-    nesterov: bool = field(default=True, metadata={"help": "look one step ahead along the momentum (AdamW's too)"})
-    iterations: int = field(
-        default=5, metadata={"help": "Newton-Schulz iterations", "range": whole(1, 100), "aliases": ("ns_steps",)}
-    )
-    rms: float | None = field(
-        default=0.2, metadata={"help": "size of an update's elements; null: scale by shape instead", "range": above(0)}
-    )
-    adamw_learning_rate: float | None = field(
-        default=None, metadata={"help": "AdamW's peak; null: Muon's", "range": at_least(0)}
-    )
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments", **BETAS})
-    epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators", **EPSILON})
+    momentum: float = setting(0.95, "decay of Muon's momentum", range=DECAY)
+    nesterov: bool = setting(True, "look one step ahead along the momentum (AdamW's too)")
+    iterations: int = setting(5, "Newton-Schulz iterations", range=whole(1, 100), aliases=("ns_steps",))
+    rms: float | None = setting(0.2, "size of an update's elements; null: scale by shape instead", range=above(0))
+    adamw_learning_rate: float | None = setting(None, "AdamW's peak; null: Muon's", range=at_least(0))
+    betas: tuple[float, float] = setting((0.9, 0.95), "decays of AdamW's two moments", **BETAS)
+    epsilon: float = setting(1e-8, "added to norms and AdamW's denominators", **EPSILON)
 
     def build(
         self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes

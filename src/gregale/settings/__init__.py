@@ -1,8 +1,8 @@
 """The base class of configuration classes, and the metadata of their fields, which this package reads.
 
-The metadata belong to a dataclass field, beside its help text:
+`setting` makes a dataclass field of a default, a help text and the metadata:
 
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak", "range": at_least(0), "aliases": ("lr",)})
+    learning_rate: float = setting(1e-3, "peak learning rate", range=at_least(0), aliases=("lr",))
 
 - `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None
 - `choices`: the valid values of a text
@@ -158,6 +158,11 @@ def check_path(key: str, path: str) -> None:
         raise KeyedError(key, "is empty", "; give a folder or a file, `.` is the folder that you are in.")
     if "\0" in path:
         raise KeyedError(key, f"is {shown(path)}", ": no path has a character of code 0.")
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a dataclass field with a default, a line of help and further metadata."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:

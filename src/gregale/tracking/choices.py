@@ -4,13 +4,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import draccus
 
 from gregale.errors import KeyedError, UserError, install_hint
-from gregale.settings import Settings
+from gregale.settings import Settings, setting
 from gregale.tracking.console import Console
 from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Tracker, Trackers, Values, finite
 
@@ -76,14 +76,12 @@ class WandbConfig(TrackerConfig):
 
     package: ClassVar[str] = "wandb"
 
-    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
-    entity: str | None = field(default=None, metadata={"help": "the user or team, null for the login's own"})
-    mode: str = field(
-        default="auto",
-        metadata={
-            "help": "online, offline (files in the run directory), or auto: online with a login, else offline",
-            "choices": _WANDB_MODES,
-        },
+    project: str = setting("gregale", "the project that the run is filed under")
+    entity: str | None = setting(None, "the user or team, null for the login's own")
+    mode: str = setting(
+        "auto",
+        "online, offline (files in the run directory), or auto: online with a login, else offline",
+        choices=_WANDB_MODES,
     )
 
     def open(self, run: RunInfo) -> Tracker:
@@ -115,7 +113,7 @@ class TrackioConfig(TrackerConfig):
 
     package: ClassVar[str] = "trackio"
 
-    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
+    project: str = setting("gregale", "the project that the run is filed under")
 
     def open(self, run: RunInfo) -> Tracker:
         trackio = importlib.import_module(self.package)

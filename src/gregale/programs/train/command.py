@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 
 import jax
 
@@ -39,6 +39,7 @@ from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
+from gregale.settings import setting
 from gregale.storage import storage_path
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
@@ -51,10 +52,9 @@ from gregale.training.compilation_cache import keep_compiled
 class TrainOptions:
     """Options of the command, beside the configuration."""
 
-    fresh: bool = field(default=False, metadata={"help": "do not resume: archive an existing run and start again"})
-    profile: str | None = field(
-        default=None,
-        metadata={"help": "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"},
+    fresh: bool = setting(False, "do not resume: archive an existing run and start again")
+    profile: str | None = setting(
+        None, "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"
     )
 
 
