@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -217,7 +217,4 @@ class ComputeConfig(Settings):
         aliases=("attn_implementation", "flash_attention", "attention_backend"),
     )
     loss_block: int = setting(1024, "tokens whose logits are held at a time", range=whole(1))
-    compiler_options: CompilerOptions = field(
-        default_factory=dict,
-        metadata={"help": "XLA's own options"},
-    )
+    compiler_options: CompilerOptions = setting(dict, "XLA's own options")

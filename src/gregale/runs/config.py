@@ -54,9 +54,7 @@ class BatchConfig(Settings):
 class SamplesConfig(Settings):
     """Texts that the model continues at every evaluation, written to samples.txt."""
 
-    prompts: list[str] = field(
-        default_factory=list, metadata={"help": "beginnings for the model to continue", "aliases": ("prompt",)}
-    )
+    prompts: list[str] = setting(list, "beginnings for the model to continue", aliases=("prompt",))
     tokens: int = setting(128, "tokens to add to each prompt", range=whole(1), aliases=("max_new_tokens",))
     temperature: float = setting(0.8, "randomness; 0: always the likeliest token", range=at_least(0))
 
@@ -81,10 +79,7 @@ class EvaluationConfig(Settings):
         aliases=("eval_batches", "eval_iters", "max_eval_batches"),
     )
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
-    tasks: list[str] = field(
-        default_factory=list,
-        metadata={"help": "task files (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
-    )
+    tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))
     parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
 
 
@@ -165,10 +160,7 @@ class TrainConfig(Settings):
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks")
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
-    trackers: list[TrackerConfig] = field(
-        default_factory=list,
-        metadata={"help": "further trackers: tensorboard, wandb, trackio"},
-    )
+    trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio")
     distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
     islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")
 

@@ -7,7 +7,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,6 +60,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
+from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
@@ -76,7 +77,7 @@ T = TypeVar("T")
 class IslandOptions:
     """Options of the command, beside the configuration."""
 
-    fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and join anew"})
+    fresh: bool = setting(False, "do not resume: set an existing run aside and join anew")
 
 
 def main(options: IslandOptions, config: TrainConfig) -> int:
