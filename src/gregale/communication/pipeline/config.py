@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from haliax import NamedArray
@@ -13,7 +13,7 @@ from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GATHER_LEVELS
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
 from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.settings import Settings, setting, whole
+from gregale.settings import Settings, whole
 
 # The values, by the layer's names, that an iteration keeps for the backward pass beside the stages' inputs.
 # `attention` is the older name of `context`.
@@ -29,11 +29,19 @@ SAVED: dict[str, tuple[str, ...]] = {
 class PipelineConfig(Settings):
     """The pipeline of layers over the mesh axis `stage`; it changes the model's results only by rounding."""
 
-    repeats: int = setting(1, "times that a microbatch passes all stages", range=whole(1, 100_000))
-    microbatches: int | None = setting(None, "in it at a time; null: as few as possible", range=whole(1))
-    delay_forwarding: bool = setting(False, "hand on an iteration later, behind compute")
-    gather: str = setting("per_repeat", "when weights are gathered", choices=GATHER_LEVELS)
-    remat: str = setting("full", "saved by name", choices=tuple(SAVED))
+    repeats: int = field(
+        default=1, metadata={"help": "times that a microbatch passes all stages", "range": whole(1, 100_000)}
+    )
+    microbatches: int | None = field(
+        default=None,
+        metadata={"help": "in it at a time; null: as few as possible", "range": whole(1)},
+    )
+    delay_forwarding: bool = field(
+        default=False,
+        metadata={"help": "hand on an iteration later, behind compute"},
+    )
+    gather: str = field(default="per_repeat", metadata={"help": "when weights are gathered", "choices": GATHER_LEVELS})
+    remat: str = field(default="full", metadata={"help": "saved by name", "choices": tuple(SAVED)})
 
     def schedule(self, stages: int) -> Schedule:
         """Return the schedule for a number of stages; raise `UserError` if the numbers do not fit together."""
