@@ -162,8 +162,9 @@ def check_path(key: str, path: str) -> None:
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with a default (`list` or `dict`: an empty one), a line of help and further metadata."""
-    kind = "default_factory" if default is list or default is dict else "default"
-    return field(**{kind: default}, metadata={"help": help, **metadata})
+    if default is list or default is dict:
+        return field(default_factory=default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
