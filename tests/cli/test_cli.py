@@ -35,16 +35,16 @@ class Config:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    run: str = field(metadata={"help": "directory of the run"})
-    prompt: str = field(default="", metadata={"help": "text to continue"})
-    temperature: float = field(default=1.0, metadata={"help": "0: greedy"})
+    run: str
+    prompt: str = ""
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
 class ManyOptions:
-    where: str = field(metadata={"help": "a folder"})
-    runs: tuple[str, ...] = field(default=(), metadata={"help": "several runs"})
-    short: bool = field(default=False, metadata={"help": "a flag"})
+    where: str
+    runs: tuple[str, ...] = ()
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Calls(list):
         commands = {
             "train": Command(self.note, Options, Config, positional=("config",)),
             "sample": Command(self.note, SampleOptions, positional=("run", "prompt")),
+            "many": Command(self.note, ManyOptions, positional=("where", "runs")),
             "bare": Command(self.note, NoOptions),
             "fail": Command(self.fail, Options),
         }
@@ -115,15 +116,11 @@ def test_words_fill_the_options_in_order(calls):
     assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),), (NoOptions(),)]
 
 
-def test_the_last_words_fill_a_list(monkeypatch, capsys):
-    seen = []
-    command = Command(seen.append, ManyOptions, positional=("where", "runs"))
-    monkeypatch.setitem(sys.modules, "toy_many", types.SimpleNamespace(COMMAND=command))
-    programs = {"many": Program("toy_many", "runs many")}
-    main(["many", "here", "a", "--short", "b, [c]", "3"], programs)
-    main(["many", "here"], programs)
-    assert seen == [ManyOptions("here", ("a", "b, [c]", "3"), True), ManyOptions("here")]
-    assert main(["many"], programs) == 2
+def test_the_last_words_fill_a_list(calls, capsys):
+    calls.main("many", "here", "a", "--short", "b, [c]", "3")
+    calls.main("many", "here")
+    assert calls == [(ManyOptions("here", ("a", "b, [c]", "3"), True),), (ManyOptions("here"),)]
+    assert calls.main("many") == 2
     assert "WHERE is missing. Usage: gregale many WHERE [RUNS] ... [--key value ...]" in capsys.readouterr().err
 
 
@@ -131,7 +128,7 @@ def test_the_last_words_fill_a_list(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["\x1b[2J\ngregale: well"], "gregale: error: there is no command `\\x1b[2J\\ngregale: well`."),
-        (["trian"], "there is no command `trian`. Did you mean `train`? Commands: train, sample, bare, fail."),
+        (["trian"], "there is no command `trian`. Did you mean `train`? Commands: train, sample, many, bare, fail."),
         (["train"], "CONFIG is missing. Usage: gregale train CONFIG [--key value ...]"),
         (["train", "no.yaml"], "no.yaml: there is no such configuration file."),
         (["train", "{config}", "more"], "'more' is one word too many. Usage: gregale train CONFIG"),

@@ -121,13 +121,10 @@ def test_one_of_another_machine_that_counts_is_noticed_where_its_lock_does_not_r
     refused = pytest.raises(Busy, match=f"is being trained by process {os.getpid()} on elsewhere")
     with refused, training(tmp_path, print, LONG_BEAT_SECONDS):
         pass
-
-
-def test_one_of_this_host_before_it_started_anew_is_not_waited_for(tmp_path):
-    give(tmp_path, replace(LeaseRecord.of_this_process(), machine="before"))
+    give(tmp_path, replace(other, host=LeaseRecord.of_this_process().host))
     reports: list[str] = []
     with training(tmp_path, reports.append):
-        assert reports == [], "it would have locked the file"
+        assert reports == [], "a process of this host, before it started anew, would have locked the file"
 
 
 def take(folder: StoragePath, lease: LeaseRecord, check: Callable[[], None], has_ended: bool) -> None:
@@ -182,15 +179,12 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
         pass
 
 
-def test_a_lease_that_is_gone_is_no_loss(s3):
+def test_a_lease_that_is_gone_is_no_loss_and_a_full_disk_does_not_take_it(s3, tmp_path):
     held = RunLease(s3 / LOCK, LeaseRecord.of_this_process())
     held.check()
     held.release()
     (s3 / LOCK).write_bytes(b"torn")
     held.check()
-
-
-def test_a_full_disk_does_not_take_the_lease(tmp_path):
     give(tmp_path, mine := LeaseRecord.of_this_process())
     with largest_file(len(mine.to_bytes())):
         RunLease(tmp_path / LOCK, mine).renew()
