@@ -153,21 +153,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MESSAGES = ("two islands", "tau 1", "tau 2, sequential")
+
+
 @pytest.mark.parametrize(
-    ("kind", "uneven"),
-    [(Diloco, False), (Diloco, True), (ThroughMessages, True)],
-    ids=["even", "uneven", "uneven, through messages"],
+    ("case", "kind"), [*((case, Diloco) for case in CASES), *((case, ThroughMessages) for case in MESSAGES)]
 )
-def test_every_step_equals_the_slow_rewrite(case, kind, uneven):
-    """Replicas after each step, and the outer parameters with what was sent, over more than two periods."""
+def test_every_step_equals_the_slow_rewrite(case, kind):
+    """Replicas after each step, and the outer parameters with what was sent, over more than two periods.
+
+    Replicas have tokens of uneven number.
+    """
     mesh, schedule, alpha = CASES[case]
     method = make(mesh, schedule, alpha, kind=kind)
     slow = Slow(schedule, method.layout.mesh.shape[method.axis], alpha)
     state, stepper = begin(method)
     outer = jax.jit(method.outer_parameters)
     for t in range(1, 2 * schedule.period + schedule.delay + 2):
-        values = rows(t, uneven)
+        values = rows(t, uneven=True)
         state, _ = stepper(state, named_batch(values), t)
         slow.step(t, values)
         np.testing.assert_allclose(values_of(state.method.inner.parameters), slow.own, rtol=1e-5, atol=1e-5)
@@ -215,21 +218,19 @@ def test_one_replica_with_an_outer_rate_of_one_is_the_inner_run():
     )
 
 
-@pytest.mark.parametrize("evaluated", ["trained", "end"])
-def test_one_replica_is_evaluated_and_handed_over_with_its_last_period(evaluated):
+def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
     """P = 1, tau = 1, an outer rate of one: after a multiple of H theta has to be the replica's own parameters."""
     method = make(MeshConfig(replica=1, data=2), Schedule(3, delay=1), outer=optax.sgd(1.0))
     state, stepper = begin(method)
-    seen = jax.jit(
-        lambda state: method.eval_model(state) if evaluated == "trained" else method.to_psdp(state).parameters
-    )
+    forms = [jax.jit(method.eval_model), jax.jit(lambda state: method.to_psdp(state).parameters)]
     for t in range(1, 7):
         state, _ = stepper(state, named_batch(rows(t)), t)
         own = values_of(state.method.inner.parameters)[0]
-        if t % 3 == 0:
-            np.testing.assert_allclose(values_of(seen(state.method)), own, rtol=1e-5, atol=1e-6)
-        if t % 3 == 2:
-            assert np.abs(values_of(seen(state.method)) - own).max() > 1e-3, "it could fail"
+        for form in forms:
+            if t % 3 == 0:
+                np.testing.assert_allclose(values_of(form(state.method)), own, rtol=1e-5, atol=1e-6)
+            if t % 3 == 2:
+                assert np.abs(values_of(form(state.method)) - own).max() > 1e-3, "it could fail"
 
 
 def test_a_period_of_one_with_sgd_inside_is_data_parallel_sgd():

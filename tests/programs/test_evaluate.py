@@ -1,7 +1,5 @@
 """`gregale eval`, and the held-out loss against an evaluation a token at a time."""
 
-from __future__ import annotations
-
 import json
 import math
 
