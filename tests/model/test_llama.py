@@ -129,9 +129,8 @@ def test_every_option_changes_the_loss():
     model = made("gemma")
     full, config = oracle.plain_weights(model), model.config
     before = oracle.loss(full, batch, config)[0]
-    for name in ("activation", "norms", "norm_offset", "full_layers", "window_rotary_base", "score_width"):
-        assert abs(oracle.loss(full, batch, replace(config, **{name: getattr(BASE, name)}))[0] - before) > 1e-2, name
-    for name in ("score_softcap", "logit_softcap", "scaled_embedding"):
+    names = "activation norms norm_offset full_layers window_rotary_base score_width score_softcap logit_softcap"
+    for name in (*names.split(), "scaled_embedding"):
         assert abs(oracle.loss(full, batch, replace(config, **{name: getattr(BASE, name)}))[0] - before) > 1e-2, name
 
 
@@ -289,12 +288,7 @@ def test_execution_follows_the_configuration():
         (lambda: LlamaConfig(hidden=100, heads=12), ["model.hidden is 100", "100 / 12 = 8.333", "model.head_size"]),
         (lambda: LlamaConfig(heads=12, kv_heads=5), ["model.kv_heads is 5", "12 / 5"]),
         (lambda: LlamaConfig(hidden=36, heads=12), ["model.head_size is 3", "even"]),
-        (lambda: LlamaConfig(layers=0), ["layers is 0", "from 1 to"]),
-        (lambda: ComputeConfig(dtype="float16"), ["dtype is 'float16'", "float32, bfloat16"]),
-        (lambda: ComputeConfig(gather="never"), ["gather is 'never'", "per_layer, per_step"]),
-        (lambda: ComputeConfig(remat="some"), ["remat is 'some'", "none, full, context"]),
         (lambda: ComputeConfig(attention="flash"), ["attention is 'flash'", "auto, splash, cudnn, xla"]),
-        (lambda: ComputeConfig(loss_block=0), ["loss_block is 0"]),
     ],
 )
 def test_a_bad_configuration_says_what_would_work(make, words):

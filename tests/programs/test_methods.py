@@ -23,14 +23,15 @@ COMMON = [
     *["--checkpoint.every", "2", "--checkpoint.keep_last", "9"],
 ]
 DILOCO = ["--sync.type", "diloco", "--sync.period", "4"]
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4", "--reduce.measure=true"]
+FIRST_PHASE = ["--reduce.codec=int4", "--reduce.measure=true"]
+FOUR_BITS = [*FIRST_PHASE, "--reduce.gather_codec=int4"]
 SETTINGS = {
     "psdp": [*COMMON, *FOUR_BITS],
     "diloco": [*COMMON, *DILOCO],
     "streaming": [
         *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
         *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
-        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0}]", *FOUR_BITS],
+        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0}]", *FIRST_PHASE],
     ],
 }
 
