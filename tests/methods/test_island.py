@@ -31,11 +31,8 @@ AT_A_BORDER = 1e-3
 
 
 CASES = {
-    "diloco": (Schedule(3), 0.0, EXACTLY, Diloco, False),
-    "uneven": (Schedule(3), 0.0, EXACTLY, Diloco, True),
-    "tau 0": (Schedule(4, 3, 0, LAYERS), 0.5, EXACTLY, Diloco, False),
-    "tau 1": (Schedule(4, 4, 1, LAYERS), 0.5, EXACTLY, Diloco, True),
-    "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, False),
+    "diloco": (Schedule(3), 0.0, EXACTLY, Diloco, True),
+    "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, True),
     "int4": (Schedule(2, 2, 1, LAYERS), 0.5, FIRST_LEG, Diloco, False),
     "int4 and int4": (Schedule(2, 2, 1, LAYERS), 0.5, BOTH_LEGS, Everywhere, False),
 }
@@ -88,17 +85,17 @@ def test_another_arithmetic_would_be_seen(case, wrong):
     assert max(compared(case, reduce=wrong)) > 10 * AT_A_BORDER
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "model": 2}, {"replica": 2, "stage": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"replica": 2, "stage": 2}], ids=str)
 def test_islands_on_meshes_of_their_own_do_the_same(sizes):
-    """Two islands of one device, or of four, side by side."""
-    size = int(np.prod(list(sizes.values()) or [1]))
+    """Two islands of four devices, side by side."""
+    size = int(np.prod(list(sizes.values())))
     parts = [jax.devices()[k * size : (k + 1) * size] for k in range(2)]
     layouts = [standard_layout(make_mesh(MeshConfig(**sizes), devices)) for devices in parts]
-    schedule, mixing, _, _, _ = CASES["tau 1"]
-    assert max(compared("tau 1", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
+    schedule, mixing, _, _, _ = CASES["tau 2"]
+    assert max(compared("tau 2", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
 
 
-@pytest.mark.parametrize("members", [1, 3, 4])
+@pytest.mark.parametrize("members", [1, 3])
 def test_all_members_of_a_fleet_come_to_the_same_bits(members):
     schedule, mixing, reduce, _, _ = CASES["int4 and int4"]
     fleet = Fleet.of([on_one_device(schedule, mixing, reduce)] * members, uneven=True)

@@ -25,18 +25,14 @@ def trained(steps: int = 3, reduce: ReduceConfig = FOUR_BITS) -> Fleet:
     return fleet
 
 
-def test_both_begin_with_the_same_bits_and_with_theta_as_the_parameters():
+def test_all_begin_with_the_same_bits_and_hold_each_value_of_the_parameters_once():
     one, other = trained(0).members
     assert one.host.digest == other.host.digest
     for theta, own in zip(one.theta, one.parameters, strict=True):
         np.testing.assert_array_equal(theta, own)
-    assert {held.version for held in one.host.leaves().values()} == {0}
-
-
-def test_what_is_held_is_what_is_expected_and_each_value_once():
-    host = trained(0).members[0].host
-    held, expected = host.leaves(), host.expected()
-    assert {name: (each.array.dtype, each.array.shape) for name, each in held.items()} == expected
+    held = one.host.leaves()
+    assert {each.version for each in held.values()} == {0}
+    assert {name: (each.array.dtype, each.array.shape) for name, each in held.items()} == one.host.expected()
     theta = [array.size for name, (array, _) in held.items() if name.split("/")[1] == "theta"]
     momentum = [array.size for name, (array, _) in held.items() if ".trace." in name]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(Net.init)))
@@ -72,12 +68,7 @@ def test_preparing_changes_nothing_and_committing_changes_one_fragment():
     assert host.error(1, "others") == OwnError(1, {})
     assert host.error(1, "all") is None
     assert host.error(0, "all") is not None
-
-
-def test_what_is_not_finite_is_said():
-    host = trained(0).members[0].host
-    gradient = {key: np.zeros(shard.size, np.float32) for key, shard in host.parts[1].theta.items()}
-    assert host.prepare(1, Reduced(gradient, OwnError(1, {})), "all").finite
+    assert prepared.finite
     next(iter(gradient.values()))[0] = np.nan
     assert not host.prepare(1, Reduced(gradient, OwnError(1, {})), "all").finite
 

@@ -1,7 +1,5 @@
 """Runs of the real programs in this process, on its eight devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.runs.config import InspectConfig
 from gregale.tracking.metrics import metric_of
-from tests.audit.steps import lowered_step, small_setup
 from tests.programs.tiny import EVALUATE, assert_same_state, lines, losses, saved_state
 
 Arrays = dict[str, np.ndarray]
@@ -95,12 +93,6 @@ def test_no_bit_of_a_run_is_another(whole, inspected):
     assert losses(inspected) == [(step, loss) for step, loss in losses(whole) if step in (5, 6, 10, 12)]
     evaluations = [[line for line in lines(run) if "eval_loss" in line] for run in (inspected, whole)]
     assert evaluations[0] == evaluations[1]
-
-
-def test_the_program_of_a_step_is_the_same():
-    one, other = (small_setup((2, 2, 1), others={"inspect": InspectConfig(every)}) for every in (None, 1))
-    assert one.config.inspect != other.config.inspect
-    assert lowered_step(one).as_text() == lowered_step(other).as_text()
 
 
 def test_all_figures_are_documented(inspected, whole):

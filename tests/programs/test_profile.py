@@ -1,9 +1,8 @@
 """Traces of a few steps of a run: what others open, and that the steps do not notice."""
 
-from __future__ import annotations
-
 import gzip
 import json
+import shutil
 from pathlib import Path
 from socket import gethostname
 
@@ -88,6 +87,7 @@ def test_it_is_said_before_anything_begins(gregale, inputs, capsys):
 def test_steps_that_were_done_before_are_no_reason_to_end(gregale, traced, capsys):
     """A scheduler starts the same command again."""
     (traced / "profiles" / "steps-5-7").rename(traced / "profiles" / "before")
-    assert gregale("train", "tiny.yaml", "--name", "traced", "--steps", "14", "--profile", "5:7") == 0
+    shutil.rmtree(traced / "checkpoints" / "step-00000012")
+    assert gregale("train", "tiny.yaml", "--name", "traced", *EVALUATE, "--profile", "5:7") == 0
     assert "Nothing is traced: the steps 5-7 of --profile were done before." in capsys.readouterr().out
     assert [path.name for path in (traced / "profiles").iterdir()] == ["before"]

@@ -1,10 +1,11 @@
-"""Runs in a store: the same bits as on a disk, and every command that reads a run reads them."""
+"""Runs in a store: the same bits as on a disk, every command reads them, and a resumed one compiles nothing."""
 
-from __future__ import annotations
+from collections import Counter
 
+import jax
 import pytest
 
-from gregale.storage import files_below
+from tests.anew import as_a_process_begins, cache_events
 from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
 from tests.stores import BUCKET, CREDENTIALS, Fault, proxied
 
@@ -15,14 +16,19 @@ LOST = (
 )
 
 
-@pytest.fixture
-def run(s3, gregale):
-    assert gregale("train", "tiny.yaml", "--name", "whole", *EVALUATE, "--runs", s3) == 0
-    return s3 / "whole"
+def test_a_run_in_a_store_is_the_run_on_a_disk(s3, gregale, whole, tmp_path, monkeypatch, capsys):
+    options = ["--name", "whole", *EVALUATE, "--runs", str(s3), "--compilation_cache", str(s3 / "compiled")]
+    run = s3 / "whole"
 
+    def start_on(host: str) -> Counter[str]:
+        """As on a host of its own, whose folder is empty and whose process has compiled nothing."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
+        with as_a_process_begins(), cache_events() as events:
+            jax.clear_caches()
+            assert gregale("train", "tiny.yaml", *options) == 0
+        return Counter(events)
 
-def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
-    options = ["--name", "whole", *EVALUATE, "--runs", str(s3)]
+    assert start_on("first")["cache_misses"] >= 8
     assert checkpoint_steps(run) == [4, 8, 12]
     assert_same_state(run, whole, 12)
     assert losses(run) == losses(whole)
@@ -30,7 +36,9 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     capsys.readouterr()
     assert gregale("sample", run, "the", "--tokens", 3) == 0
     assert LOST.format(run) in capsys.readouterr().err
-    assert gregale("train", "tiny.yaml", *options) == 0
+    found = start_on("second")
+    assert found["cache_hits"] >= 8
+    assert found["cache_misses"] == 0
     out = capsys.readouterr().out
     assert "Going on after step 8 of 12." in out
     assert LOST.format(run) in out
@@ -48,11 +56,6 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
 
     assert gregale("train", "tiny.yaml", *options, "--seed", 1) == 2
     assert f"{run} holds a run that cannot go on with this configuration: seed 0 -> 1" in capsys.readouterr().err
-    before = set(files_below(run))
-    assert gregale("train", "tiny.yaml", *options, "--fresh", "--steps", 4) == 0
-    assert f"The old run is now {s3}/whole.old-1." in capsys.readouterr().out
-    assert set(files_below(s3 / "whole.old-1")) == before
-    assert checkpoint_steps(run) == [4]
 
 
 def test_a_store_that_refuses_is_explained_once(gregale, s3_endpoint, capsys, monkeypatch):

@@ -19,15 +19,10 @@ def make_run(path: str) -> None:
     (Path(path) / "config.yaml").touch()
 
 
-def test_a_folder_beside_that_is_no_run_is_passed_over():
+@pytest.mark.parametrize("beside", [Path.mkdir, Path.touch], ids=["folder", "file"])
+def test_what_is_no_run_is_passed_over(beside):
     make_run("runs/ref")
-    Path("ref").mkdir()
-    assert find_run("ref").path == Path("runs/ref")
-
-
-def test_a_file_beside_is_passed_over():
-    make_run("runs/ref")
-    Path("ref").touch()
+    beside(Path("ref"))
     assert find_run("ref").path == Path("runs/ref")
 
 

@@ -1,7 +1,5 @@
 """Model FLOPs utilisation in the log, as if the simulated devices were a chip that is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from gregale.audit import chips
@@ -17,9 +15,9 @@ def test_every_kind_is_a_chip():
     assert of_device("cpu") is of_device("NVIDIA H100 PCIe") is None
 
 
-def test_on_unknown_devices_there_is_none(gregale, whole):
+def test_on_unknown_devices_there_is_none():
+    """A run's lines have exactly the documented figures there (`test_train.py`)."""
     assert peak_tokens_per_second(small_setup((1, 1, 1))) is None
-    assert not any("mfu" in line for line in lines(whole))
 
 
 def test_it_is_in_the_log(gregale, inputs, monkeypatch, capsys):

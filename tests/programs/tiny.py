@@ -1,7 +1,5 @@
 """A run that takes seconds: a small text, a small model, and ways to start it and to look at what it left."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -230,15 +230,12 @@ class Island(Method):
         return self.inner.layout
 
     def init(self, model: Tree | None = None) -> IslandState:
-        """Return the state before the first step."""
         return self.from_psdp(self.inner.init(model))
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> IslandState:
-        """Return the state that continues from a PSDP state."""
         return self.reset_error(IslandState(self.inner.from_psdp(start, step), None))
 
     def reset_error(self, state: IslandState) -> IslandState:
-        """Return a state of any mesh and codec with a zero error of sent messages."""
         error = init_error(state.psdp.parameters, self.finest, self.reduce, ISLAND)._replace(second={})
         return state._replace(error=errors_per_fragment(error, self.schedule.fragments))
 
@@ -246,7 +243,6 @@ class Island(Method):
         return state._replace(error=None)
 
     def shardings(self, state: IslandState) -> IslandState:
-        """Return the sharding of each array of a state."""
         error = None if state.error is None else error_shardings(state.error, self.finest, ISLAND)
         return IslandState(self.inner.shardings(state.psdp), error)
 
@@ -256,18 +252,15 @@ class Island(Method):
         return state._replace(psdp=psdp), metrics
 
     def to_psdp(self, state: IslandState) -> PsdpState:
-        """Return the PSDP state that continues."""
         return self.inner.to_psdp(state.psdp)
 
     def eval_model(self, state: IslandState) -> Tree:
-        """Return the model with the parameters of the next step."""
         return self.inner.eval_model(state.psdp)
 
     def eval_subset(self, state: IslandState) -> IslandState:
         return IslandState(self.inner.eval_subset(state.psdp), None)
 
     def inspected(self, state: IslandState, batch: Tree, probe: Probe) -> Inspected:
-        """Return the values of a step, which is one of PSDP."""
         return self.inner.inspected(state.psdp, batch, probe)
 
     def bytes_sent(self, step: int) -> int:

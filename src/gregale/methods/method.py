@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 from gregale.audit.step import StepShape
 from gregale.axes.layout import Layout
@@ -143,11 +143,9 @@ class Method:
         """Return the method's traffic, in closed form, for a model of these sizes."""
         raise NotImplementedError
 
-
-@runtime_checkable
-class Lossy(Protocol):
-    """A method whose quantisation loss can be measured: all of it is on the devices."""
-
     def lost(self, state: Tree, batch: Tree) -> Any:
-        """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec."""
-        ...
+        """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec.
+
+        An island has none: a part of it is not on the devices.
+        """
+        raise NotImplementedError

@@ -73,11 +73,9 @@ class Psdp(Method):
         return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
 
     def reset_error(self, state: PsdpState) -> PsdpState:
-        """Return a state of any mesh and codec with a zero error of quantised averages."""
         return state._replace(error=self.reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Return the sharding of each array of a state."""
         layout = self.layout
         return PsdpState(
             parameters=layout.shardings(state.parameters, layout.params),
@@ -95,7 +93,6 @@ class Psdp(Method):
         return either(metrics.finite, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        """Return the values of `step`, in a separate program."""
         moved, grads, _ = self._moved(state, batch)
         return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
 
@@ -143,12 +140,10 @@ class Psdp(Method):
         return reducer.measure(sums.gradients, weight, state.error)
 
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
-        """Return the state that continues from another PSDP state."""
         del step
         return self.reset_error(start)
 
     def to_psdp(self, state: PsdpState) -> PsdpState:
-        """Return the state without the error of quantised averages."""
         return self.without_error(state)
 
     def without_error(self, state: PsdpState) -> PsdpState:
@@ -165,7 +160,6 @@ class Psdp(Method):
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        """Return the model with the state's parameters."""
         return self.model_with(state.parameters)
 
     def model_with(self, parameters: Tree) -> Tree:
@@ -173,7 +167,6 @@ class Psdp(Method):
         return eqx.combine(parameters, self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
-        """Return the part of a state that `eval_model` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
 
     @property

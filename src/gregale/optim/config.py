@@ -11,7 +11,7 @@ from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout
 from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
-from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
+from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated, setting
 
@@ -77,9 +77,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "adamw"
 
-    def build(
-        self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
-    ) -> Optimizer:
+    def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         """Return the optimizer for these parameters.
 
         Arguments:
@@ -87,7 +85,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
           leaves are skipped
         - `steps`: length of the run, for the schedule
         - `layout`: the parameters' layout, for an optimizer that needs whole matrices; None outside of a mesh
-        - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)
 
         Raises `UserError` if the schedule does not fit the run.
         """
@@ -95,30 +92,30 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         sharded = optax.chain(
             self.clip(),
             self.direction(),
-            self.add_decay(parameters, matrix_axes_of),
+            self.add_decay(parameters),
             optax.scale_by_learning_rate(schedule),
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
-    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+    def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers of `gathered` in a step, in closed form; the arguments are those of `build`."""
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return []
 
-    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_bytes(self, parameters, layout: Layout) -> int:
         """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible.
 
         The arguments are those of `build`.
         """
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return 0
 
-    def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_flops(self, parameters, layout: Layout) -> int:
         """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
 
         The arguments are those of `build`.
         """
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return 0
 
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
@@ -133,11 +130,11 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def clip(self) -> optax.GradientTransformation:
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
-    def add_decay(self, parameters, matrix_axes_of: MatrixAxesOf) -> optax.GradientTransformation:
+    def add_decay(self, parameters) -> optax.GradientTransformation:
         """Add `weight_decay * parameter` to the direction of the parameters that decay."""
         if not self.weight_decay:
             return optax.identity()
-        mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf, matrix_axes_of), parameters)
+        mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)
         return optax.add_decayed_weights(self.weight_decay, mask)
 
 

@@ -52,9 +52,8 @@ from gregale.huggingface.writing import (
 )
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.runtime.lazy_model import Opened, opened
 from gregale.programs.runtime.model_card import Exported, model_card
-from gregale.programs.runtime.trained_model import find_run, on_devices, set_up_run
+from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import FiguresReader
 from gregale.runs.process_agreement import process_terms

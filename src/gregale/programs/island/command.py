@@ -54,8 +54,8 @@ from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.command import describe, hold_run, is_writer, summary
-from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
+from gregale.programs.train.step_log import Observers
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms

@@ -28,12 +28,11 @@ from gregale.evaluation.tasks.files import read_tasks
 from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
-from gregale.programs.runtime.initial_weights import keep_what_came_with, origin_of
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
 from gregale.programs.train.loop import HELP, Loop
-from gregale.programs.train.observers import Observers
-from gregale.programs.train.resume import starting_point
+from gregale.programs.train.resume import keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.step_log import Observers
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
