@@ -66,16 +66,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: place_in_slow(item.path))
+    items.sort(key=place_in_slow)
     for item in items:
-        if place_in_slow(item.path) < len(SLOW) or item.get_closest_marker("soak"):
+        if place_in_slow(item) < len(SLOW) or item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
 
 
+def place_in_slow(item: pytest.Item) -> int:
+    path = name_of(item.path)
+    return next((place for place, start in enumerate(SLOW) if path.startswith(start)), len(SLOW))
+
+
 @cache
-def place_in_slow(path: Path) -> int:
-    name = path.relative_to(TESTS).as_posix()
-    return next((place for place, start in enumerate(SLOW) if name.startswith(start)), len(SLOW))
+def name_of(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,12 @@ class WireBytes(NamedTuple):
     finite: int  # all-gathers: with feedback, a byte from each replica for each phase in `reduce` that quantises
     finite_given_back: int  # the same, in `all_gather_params`
 
+    def of_reduce(self) -> int:
+        return self.scalars + self.first + self.second + self.finite
+
+    def of_give_back(self) -> int:
+        return self.given_back + self.finite_given_back
+
 
 class QuantisationLoss(NamedTuple):
     """The error of the first phase."""
