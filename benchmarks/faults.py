@@ -24,8 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.faults_long import SOAK_FAULTS, soak
-from benchmarks.faults_of_a_fleet import FAULTS, Fault, Run
+from benchmarks.fault_kinds import FAULTS, Fault, Run
+from benchmarks.fault_soak import SOAK_FAULTS, soak
 from tests.fleet import Fleet, Late, Seconds
 from tests.namespaces import rate_limited
 

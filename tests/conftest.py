@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,6 +25,10 @@ FLAGS = (
     # On a busy machine the threads of eight simulated devices can be minutes apart.
     "--xla_cpu_collective_call_terminate_timeout_seconds=120",
 )
+
+# Also where the environment says otherwise: without bytecode each process that a test starts compiles all of Gregale.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of the simulated devices: with twice as many as there are devices or fewer, those that wait in a collective of
@@ -49,7 +54,7 @@ SLOW = (
         "islands/simulator/test_simulator.py",
     ),
     *("distributed/test_rendezvous.py", "checkpoint/test_checkpoint.py"),
-    *("distributed/test_liveness.py", "settings/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
+    *("distributed/test_liveness.py", "storage/test_faults.py", "data/test_build.py"),
     *("infra/test_slurm_daemons.py",),
 )
 
@@ -77,8 +82,13 @@ def pytest_exception_interact(node: pytest.Item) -> None:
 
 
 def place_in_slow(item: pytest.Item) -> int:
-    path = item.path.relative_to(TESTS).as_posix()
+    path = name_of(item.path)
     return next((place for place, start in enumerate(SLOW) if path.startswith(start)), len(SLOW))
+
+
+@cache
+def name_of(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()
 
 
 @pytest.fixture(scope="session", autouse=True)

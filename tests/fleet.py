@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +30,7 @@ from gregale.storage import ObjectPath, StoragePath, storage_path
 from gregale.storage.jsonl_reader import Entry, read_entries
 from tests.forked import Popen
 from tests.namespaces import Network, Site
+from tests.ports import free_port
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 1.0
@@ -279,12 +277,3 @@ def metrics(run: StoragePath) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-def free_port(host: str) -> int:
-    """One below those that the system gives to clients: none of them takes it while the coordinator is away."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with suppress(OSError), socket.socket() as listening:
-            listening.bind((host, port))
-            return port

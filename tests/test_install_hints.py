@@ -28,9 +28,6 @@ def from_an_index(text: str) -> bool:
 def test_nothing_installs_gregale_from_an_index():
     scripts = [path for path in (ROOT / "infra").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert [path for path in [*PAGES, *SOURCES, *scripts] if from_an_index(path.read_text())] == []
-
-
-def test_an_installation_from_an_index_is_found():
     assert from_an_index("pip install 'gregale[islands]'")
     assert from_an_index("pip install --upgrade gregale")
 
@@ -40,13 +37,6 @@ def test_every_extra_that_is_named_exists():
     named = set(re.findall(r"install_hint\([\"'](\w+)[\"']\)", text))
     named |= {extra for words in re.findall(r"--editable '\.\[([\w,]+)\]'", text) for extra in words.split(",")}
     assert {"islands", "hf", "formats", "tpu", "cuda"} <= named <= set(EXTRAS)
-
-
-def test_python_is_named_as_seen_from_the_clone(monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
-    assert command_of(install_hint("islands"))[0] == ".venv/bin/python"
-    monkeypatch.setattr(sys, "executable", "/opt/of us/python")
-    assert command_of(install_hint("islands"))[0] == "/opt/of us/python"
 
 
 def test_pip_takes_the_command(tmp_path, monkeypatch):
@@ -59,6 +49,10 @@ def test_pip_takes_the_command(tmp_path, monkeypatch):
         '[build-system]\nrequires = []\nbuild-backend = "setuptools.build_meta"\n'
         '[project]\nname = "gregale"\nversion = "0"\noptional-dependencies.part = ["pip"]\n'
     )
+    for python, named in ((str(ROOT / ".venv" / "bin" / "python"), ".venv/bin/python"), ("/opt/of us/python",) * 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", python)
+            assert command_of(install_hint("islands"))[0] == named, "as seen from the clone"
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "src" / "gregale" / "errors.py"))
     words = [*command_of(install_hint("part")), "--dry-run", "--no-index", "--no-build-isolation"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)

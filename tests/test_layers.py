@@ -1,10 +1,12 @@
-"""Imports point down the layers of the design, and modules stay small."""
+"""Imports point down the layers of the design, modules stay small, and the list of slow tests has no absent name."""
 
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW, TESTS
 
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
@@ -52,6 +54,7 @@ def trees() -> dict[Path, ast.AST]:
 
 
 def test_imports_point_down_the_layers(trees):
+    assert imported_folders(ast.parse("def f():\n    from gregale.programs.train import main")) == {"programs"}
     for path, tree in trees.items():
         own = LAYER_OF[folder_of(path)]
         for folder in imported_folders(tree):
@@ -65,13 +68,13 @@ def test_no_folders_import_each_other(trees):
     TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
-def test_an_upward_import_is_found():
-    assert imported_folders(ast.parse("def f():\n    from gregale.programs.train import main")) == {"programs"}
-
-
 def test_modules_stay_small():
     long = {path: lines for path in MODULES if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE_LINES}
     assert long == {}
+
+
+def test_slow_tests_are_there():
+    assert [path for path in SLOW if not (TESTS / path).exists()] == []
 
 
 def prints(tree: ast.AST) -> list[int]:
@@ -105,9 +108,6 @@ def asked_kinds(tree: ast.AST) -> list[str]:
 
 
 def test_only_methods_know_of_what_kind_a_method_is(trees):
+    assert asked_kinds(ast.parse("isinstance(a, Psdp | DilocoState)")) == ["DilocoState", "Psdp"]
     found = {path: asked_kinds(tree) for path, tree in trees.items() if folder_of(path) != "methods"}
     assert {path: kinds for path, kinds in found.items() if kinds} == {}
-
-
-def test_a_question_for_the_kind_is_found():
-    assert asked_kinds(ast.parse("isinstance(a, Psdp | DilocoState)")) == ["DilocoState", "Psdp"]

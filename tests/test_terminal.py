@@ -1,12 +1,17 @@
-"""Text reaches the terminal as text."""
+"""Text reaches the terminal as text; a console that nobody reads any more is silent, and no reason to end."""
 
 import io
+import os
+import subprocess
+import sys
 
+import pytest
 from rich.table import Table
 from rich.text import Text
 
+from gregale.streams import ResilientStream, printable, say
 from gregale.terminal import Console
-from gregale.tracking import Console as Tracker
+from gregale.tracking.console import Console as Tracker
 
 HOSTILE = "a\x1b[2J\u202e[/b] \x9b1A"
 SHOWN = "a\\x1b[2J\\u202e[/b] \\x9b1A"
@@ -41,3 +46,63 @@ def test_progress_and_messages_of_a_run_are_lines_of_text(monkeypatch):
         assert f"{SHOWN}\\ngregale: all is well" in file.getvalue().replace("\n", "")
         assert file.getvalue().count(SHOWN) >= 2
         assert not [code for code in ("\x1b[2J", "\u202e", "\x9b") if code in file.getvalue()]
+
+
+# Standard output leads to a pipe without a reader, to a full disk, or to a file that may not grow.
+PROGRAM = """
+import sys
+from gregale.tracking.console import Console
+
+with Console() as console:
+    console.begin(2)
+    for step in (1, 2):
+        console.log(step, {"loss": 1.0})
+        console.message("x" * 100_000)
+print("still here", file=sys.stderr)
+"""
+
+
+def without_a_reader() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("where", ["pipe", "/dev/full"])
+def test_a_process_goes_on_and_ends_well(where):
+    stdout = without_a_reader() if where == "pipe" else os.open(where, os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(stdout)
+    assert (done.returncode, done.stderr) == (0, "still here\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain [/bold] ü 日本 \u3000 \xa0", "plain [/bold] ü 日本 \u3000 \xa0"),
+        ("a\x1b]0;b\x07\r\n\t", "a\\x1b]0;b\\x07\\r\\n\\t"),
+        ("\x7f\x9b31m\u2028\u2029", "\\x7f\\x9b31m\\u2028\\u2029"),
+        ("\u202eexe.txt\u2066\u200f\ufeff", "\\u202eexe.txt\\u2066\\u200f\\ufeff"),
+        ("\udcff \U000e0041", "\\udcff \\U000e0041"),
+        ("👩\u200d💻", "👩\u200d💻"),
+    ],
+)
+def test_what_a_terminal_would_act_upon_is_shown_by_its_escape(text, shown):
+    assert printable(text) == shown
+
+
+def test_a_line_that_is_said_is_one_line(capsys):
+    say("a name\nof two\x1b[1A lines")
+    assert capsys.readouterr().out == "a name\\nof two\\x1b[1A lines\n"
+
+
+def test_everything_else_is_the_streams_own():
+    file = os.fdopen(without_a_reader(), "w")
+    stream = ResilientStream(file)
+    assert (stream.isatty(), stream.fileno(), stream.encoding) == (False, file.fileno(), file.encoding)
+    for _ in range(2):
+        assert stream.write("words") == 5
+        stream.flush()
+    file.close()

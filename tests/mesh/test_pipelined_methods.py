@@ -18,11 +18,12 @@ from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline
 from gregale.methods.diloco import Diloco
+from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim import Optimizer
-from gregale.training.state import Method, initial_state
+from gregale.training.state import initial_state
 from gregale.training.stepper import Stepper
 from tests.communication.pipeline.test_stack import TOLERANCE, Embed, plain, problem, stack_of
 from tests.mesh.support import layout_of, placed

@@ -1,7 +1,5 @@
 """A small model, and a fleet of islands in one process that is driven by hand, in lock step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -42,7 +40,7 @@ class Net(eqx.Module):
     gain: NamedArray  # []
 
     @staticmethod
-    def init() -> Net:
+    def init() -> "Net":
         one, two = jax.random.split(jax.random.key(0))
         up, readout = hax.random.normal(one, (Layers, Embed, Mlp)), hax.random.normal(two, (Embed,))
         return Net(0.1 * up, 0.1 * readout, hax.named(jnp.float32(0.1), ()))
@@ -145,7 +143,7 @@ class Fleet:
         self.members, self.uneven, self.rounds = members, uneven, 0
 
     @staticmethod
-    def of(islands: list[Island], uneven: bool = False) -> Fleet:
+    def of(islands: list[Island], uneven: bool = False) -> "Fleet":
         """Equal islands may be one and the same object, and share what is compiled."""
         for island in islands:
             if id(island) not in STEPPERS:

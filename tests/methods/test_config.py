@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
+from tests.mesh.support import layout_of
 
 PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
@@ -14,6 +15,13 @@ def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_pla
     assert said is not None
     assert said.startswith("This run has 20 rounds, ")
     assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
+
+
+def test_a_single_replica_is_allowed_and_said():
+    assert DilocoConfig(period=4).config_warning(layout_of(data=8), 12) == (
+        "sync.type is diloco, but mesh.replica is 1: there is no other replica to be joined with, so the outer "
+        "optimizer moves this one by itself, every 4 steps."
+    )
 
 
 @pytest.mark.parametrize(

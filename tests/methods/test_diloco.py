@@ -139,8 +139,16 @@ def values_of(model) -> np.ndarray:
     return np.concatenate([stacked, np.asarray(model.rest.rearrange((..., "embed")).array)[..., None, :]], axis=-2)
 
 
-def begin(method: Diloco):
+def begin(method: Diloco | Psdp):
     return initial_state(method, first_model), Stepper(method, first_model())
+
+
+def after(method: Diloco | Psdp, steps: int):
+    """The state of the method after some steps, and its stepper."""
+    state, stepper = begin(method)
+    for t in range(1, steps + 1):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+    return state, stepper
 
 
 CASES = {
@@ -153,21 +161,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MESSAGES = ("two islands", "tau 1", "tau 2, sequential")
+
+
 @pytest.mark.parametrize(
-    ("kind", "uneven"),
-    [(Diloco, False), (Diloco, True), (ThroughMessages, True)],
-    ids=["even", "uneven", "uneven, through messages"],
+    ("case", "kind"), [*((case, Diloco) for case in CASES), *((case, ThroughMessages) for case in MESSAGES)]
 )
-def test_every_step_equals_the_slow_rewrite(case, kind, uneven):
-    """Replicas after each step, and the outer parameters with what was sent, over more than two periods."""
+def test_every_step_equals_the_slow_rewrite(case, kind):
+    """Replicas after each step, and the outer parameters with what was sent, over more than two periods.
+
+    Replicas have tokens of uneven number.
+    """
     mesh, schedule, alpha = CASES[case]
     method = make(mesh, schedule, alpha, kind=kind)
     slow = Slow(schedule, method.layout.mesh.shape[method.axis], alpha)
     state, stepper = begin(method)
     outer = jax.jit(method.outer_parameters)
     for t in range(1, 2 * schedule.period + schedule.delay + 2):
-        values = rows(t, uneven)
+        values = rows(t, uneven=True)
         state, _ = stepper(state, named_batch(values), t)
         slow.step(t, values)
         np.testing.assert_allclose(values_of(state.method.inner.parameters), slow.own, rtol=1e-5, atol=1e-5)
@@ -177,66 +188,51 @@ def test_every_step_equals_the_slow_rewrite(case, kind, uneven):
 def test_the_slow_rewrite_can_fail():
     mesh, schedule, alpha = CASES["tau 1"]
     method = make(mesh, schedule, alpha)
-    slow = Slow(schedule, 4, alpha, momentum=0.0)
-    state, stepper = begin(method)
-    for t in range(1, 2 * schedule.period + 2):
-        state, _ = stepper(state, named_batch(rows(t)), t)
+    slow, steps = Slow(schedule, 4, alpha, momentum=0.0), 2 * schedule.period + 1
+    state, _ = after(method, steps)
+    for t in range(1, steps + 1):
         slow.step(t, rows(t))
     assert np.abs(values_of(state.method.inner.parameters) - np.asarray(slow.own)).max() > 1e-2
 
 
 def test_a_method_compiles_one_program_for_each_kind_of_step():
     method = make(MeshConfig(replica=4, data=2), Schedule(12, 6, 2, LAYERS), 0.5)
-    state, stepper = begin(method)
-    for t in range(1, 28):
-        state, _ = stepper(state, named_batch(rows(t)), t)
+    _, stepper = after(method, 27)
     # nothing; layers sent; layers applied; the rest sent; the rest applied (offsets are two steps apart = the delay,
     # so that a send meets the application of the fragment before it only one step later).
     assert stepper.program._cache_size() <= 5
 
 
-def run_psdp(mesh: MeshConfig, steps: int, optimizer=None):
+def run_psdp(mesh: MeshConfig, steps: int):
     layout = standard_layout(make_mesh(mesh, jax.devices()[: mesh.replica * mesh.data]))
-    method = Psdp(first_model(), squared_error, Optimizer.of(optimizer or optax.sgd(INNER_RATE)), layout)
-    state = initial_state(method, first_model)
-    stepper = Stepper(method, first_model())
-    for t in range(1, steps + 1):
-        state, _ = stepper(state, named_batch(rows(t)), t)
-    return values_of(state.method.parameters)
+    method = Psdp(first_model(), squared_error, Optimizer.of(optax.sgd(INNER_RATE)), layout)
+    return values_of(after(method, steps)[0].method.parameters)
 
 
 def test_one_replica_with_an_outer_rate_of_one_is_the_inner_run():
-    method = make(MeshConfig(replica=1, data=2), Schedule(3), outer=optax.sgd(1.0))
-    state, stepper = begin(method)
-    for t in range(1, 8):
-        state, _ = stepper(state, named_batch(rows(t)), t)
+    state, _ = after(make(MeshConfig(replica=1, data=2), Schedule(3), outer=optax.sgd(1.0)), 7)
     np.testing.assert_allclose(
         values_of(state.method.inner.parameters)[0], run_psdp(MeshConfig(replica=1, data=2), 7), rtol=1e-5, atol=1e-6
     )
 
 
-@pytest.mark.parametrize("evaluated", ["trained", "end"])
-def test_one_replica_is_evaluated_and_handed_over_with_its_last_period(evaluated):
+def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
     """P = 1, tau = 1, an outer rate of one: after a multiple of H theta has to be the replica's own parameters."""
     method = make(MeshConfig(replica=1, data=2), Schedule(3, delay=1), outer=optax.sgd(1.0))
     state, stepper = begin(method)
-    seen = jax.jit(
-        lambda state: method.eval_model(state) if evaluated == "trained" else method.to_psdp(state).parameters
-    )
+    forms = [jax.jit(method.eval_model), jax.jit(lambda state: method.to_psdp(state).parameters)]
     for t in range(1, 7):
         state, _ = stepper(state, named_batch(rows(t)), t)
         own = values_of(state.method.inner.parameters)[0]
-        if t % 3 == 0:
-            np.testing.assert_allclose(values_of(seen(state.method)), own, rtol=1e-5, atol=1e-6)
-        if t % 3 == 2:
-            assert np.abs(values_of(seen(state.method)) - own).max() > 1e-3, "it could fail"
+        for form in forms:
+            if t % 3 == 0:
+                np.testing.assert_allclose(values_of(form(state.method)), own, rtol=1e-5, atol=1e-6)
+            if t % 3 == 2:
+                assert np.abs(values_of(form(state.method)) - own).max() > 1e-3, "it could fail"
 
 
 def test_a_period_of_one_with_sgd_inside_is_data_parallel_sgd():
-    method = make(MeshConfig(replica=4, data=2), Schedule(1), outer=optax.sgd(1.0))
-    state, stepper = begin(method)
-    for t in range(1, 6):
-        state, _ = stepper(state, named_batch(rows(t)), t)
+    state, _ = after(make(MeshConfig(replica=4, data=2), Schedule(1), outer=optax.sgd(1.0)), 5)
     expected = run_psdp(MeshConfig(replica=4, data=2), 5)
     for own in values_of(state.method.inner.parameters):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
@@ -246,28 +242,24 @@ def test_replicas_that_keep_everything_never_talk():
     """alpha = 1: the same as if nothing were ever applied, but that two programs round differently."""
     schedule = Schedule(3, 3, 1, LAYERS)
     talking, silent = (make(MeshConfig(replica=4, data=2), s, 1.0) for s in (schedule, Schedule(1000, layers=LAYERS)))
-    states = []
-    for method in (talking, silent):
-        state, stepper = begin(method)
-        for t in range(1, 9):
-            state, _ = stepper(state, named_batch(rows(t)), t)
-        states.append(values_of(state.method.inner.parameters))
+    states = [values_of(after(method, 8)[0].method.inner.parameters) for method in (talking, silent)]
     np.testing.assert_allclose(*states, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_only_the_fragment_that_is_synchronised_changes(index):
+def test_only_the_fragment_that_is_synchronised_changes():
     schedule = Schedule(4, 3, 0, LAYERS)
     method = make(MeshConfig(replica=4, data=2), schedule, 0.5)
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
     before, outer = values_of(state.inner.parameters), values_of(state.outer.parameters)
-    after, _ = jax.jit(method.synchronise)(state, Fragment.at(schedule, index, 1))
-    touched = [LAYERS] if index == 0 else schedule.layers_of(index).tolist()
-    others = [row for row in range(LAYERS + 1) if row not in touched]
-    np.testing.assert_array_equal(values_of(after.inner.parameters)[:, others], before[:, others])
-    np.testing.assert_array_equal(values_of(after.outer.parameters)[others], outer[others])
-    assert np.abs(values_of(after.inner.parameters)[:, touched] - before[:, touched]).max() > 1e-4
+    synchronise = jax.jit(method.synchronise)
+    for index in range(3):
+        changed, _ = synchronise(state, Fragment.at(schedule, index, 1))
+        touched = [LAYERS] if index == 0 else schedule.layers_of(index).tolist()
+        others = [row for row in range(LAYERS + 1) if row not in touched]
+        np.testing.assert_array_equal(values_of(changed.inner.parameters)[:, others], before[:, others])
+        np.testing.assert_array_equal(values_of(changed.outer.parameters)[others], outer[others])
+        assert np.abs(values_of(changed.inner.parameters)[:, touched] - before[:, touched]).max() > 1e-4
 
 
 def test_a_replica_that_is_left_out_goes_on_from_its_own():
@@ -279,9 +271,9 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
     before = values_of(state.inner.parameters)
-    after = values_of(jax.jit(method.synchronise)(state, fragment)[0].inner.parameters)
-    np.testing.assert_array_equal(after[~took_part], before[~took_part])
-    for own in after[took_part]:
+    reached = values_of(jax.jit(method.synchronise)(state, fragment)[0].inner.parameters)
+    np.testing.assert_array_equal(reached[~took_part], before[~took_part])
+    for own in reached[took_part]:
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
 
 

@@ -1,7 +1,5 @@
 """What is looked at in a step of an island: NumPy's sums of what goes in and comes out; the others' are runs' own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

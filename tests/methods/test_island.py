@@ -32,8 +32,7 @@ AT_A_BORDER = 1e-3
 
 CASES = {
     "diloco": (Schedule(3), 0.0, EXACTLY, Diloco, True),
-    "tau 1": (Schedule(4, 4, 1, LAYERS), 0.5, EXACTLY, Diloco, True),
-    "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, False),
+    "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, True),
     "int4": (Schedule(2, 2, 1, LAYERS), 0.5, FIRST_LEG, Diloco, False),
     "int4 and int4": (Schedule(2, 2, 1, LAYERS), 0.5, BOTH_LEGS, Everywhere, False),
 }
@@ -92,11 +91,11 @@ def test_islands_on_meshes_of_their_own_do_the_same(sizes):
     size = int(np.prod(list(sizes.values())))
     parts = [jax.devices()[k * size : (k + 1) * size] for k in range(2)]
     layouts = [standard_layout(make_mesh(MeshConfig(**sizes), devices)) for devices in parts]
-    schedule, mixing, _, _, _ = CASES["tau 1"]
-    assert max(compared("tau 1", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
+    schedule, mixing, _, _, _ = CASES["tau 2"]
+    assert max(compared("tau 2", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
 
 
-@pytest.mark.parametrize("members", [1, 4])
+@pytest.mark.parametrize("members", [1, 3])
 def test_all_members_of_a_fleet_come_to_the_same_bits(members):
     schedule, mixing, reduce, _, _ = CASES["int4 and int4"]
     fleet = Fleet.of([on_one_device(schedule, mixing, reduce)] * members, uneven=True)

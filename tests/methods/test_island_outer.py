@@ -24,14 +24,14 @@ def trained(steps: int = 3, reduce: ReduceConfig = FOUR_BITS) -> Fleet:
     return fleet
 
 
-def test_both_begin_with_the_same_bits_and_hold_each_value_once():
+def test_all_begin_with_the_same_bits_and_hold_each_value_of_the_parameters_once():
     one, other = trained(0).members
     assert one.host.digest == other.host.digest
     for theta, own in zip(one.theta, one.parameters, strict=True):
         np.testing.assert_array_equal(theta, own)
-    held, expected = one.host.leaves(), one.host.expected()
+    held = one.host.leaves()
     assert {each.version for each in held.values()} == {0}
-    assert {name: (each.array.dtype, each.array.shape) for name, each in held.items()} == expected
+    assert {name: (each.array.dtype, each.array.shape) for name, each in held.items()} == one.host.expected()
     theta = [array.size for name, (array, _) in held.items() if name.split("/")[1] == "theta"]
     momentum = [array.size for name, (array, _) in held.items() if ".trace." in name]
     assert sum(theta) == sum(momentum) == sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(Net.init)))
@@ -69,6 +69,9 @@ def test_preparing_changes_nothing_and_committing_changes_one_fragment():
     assert host.error(1, "others") == OwnError(1, {})
     assert host.error(1, "all") is None
     assert host.error(0, "all") is not None
+    assert prepared.finite
+    next(iter(gradient.values()))[0] = np.nan
+    assert not host.prepare(1, Reduced(gradient, OwnError(1, {})), "all").finite
 
 
 def test_nothing_is_compiled_in_a_round_that_was_compiled_before():

@@ -16,7 +16,7 @@ from tests.methods.islands import LAYERS, Net, island_on
 
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 STREAMING = Schedule(4, 3, 1, LAYERS)
-MESHES = {"one device": {}, "data 2, model 2": {"data": 2, "model": 2}, "replica 2, data 2": {"replica": 2, "data": 2}}
+MESHES = {"data 2, model 2": {"data": 2, "model": 2}, "replica 2, data 2": {"replica": 2, "data": 2}}
 
 
 def arguments(island: Island, index: int):

@@ -1,7 +1,5 @@
 """PSDP on a module and a loss that are no language model: a linear regression in plain arrays."""
 
-from __future__ import annotations
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Methods whose averages are quantised: what crosses `replica`, and what becomes of the parameters."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import equinox as eqx
@@ -9,13 +7,12 @@ import haliax as hax
 import jax
 import numpy as np
 import optax
-import pytest
 from haliax import Axis, NamedArray
 
 from gregale.audit import audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, is_named
-from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.diloco import Diloco
@@ -31,7 +28,7 @@ from tests.mesh.support import executed, layout_of, placed, token_batch
 FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 LAYERS = 2
 # Large enough that blocks are full in every array; it is compiled for, never held.
-WIDE = LlamaConfig(layers=LAYERS, hidden=1024, heads=8, mlp=2048)
+WIDE = LlamaConfig(layers=LAYERS, hidden=512, heads=8, mlp=1024)
 FLOAT32 = 4
 
 
@@ -71,7 +68,7 @@ class Net(eqx.Module):
     readout: NamedArray  # [embed]
 
     @staticmethod
-    def init() -> Net:
+    def init() -> "Net":
         keys = jax.random.split(jax.random.key(0), 3)
         shapes = (Layers, Embed, Mlp), (Layers, Mlp, Embed), (Embed,)
         return Net(*(0.3 * hax.random.normal(key, axes) for key, axes in zip(keys, shapes, strict=True)))
@@ -138,7 +135,7 @@ def test_copies_that_differ_would_be_seen():
 
 
 def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
-    method, state, losses = trained("diloco", 25)
+    method, state, losses = trained("diloco", 16)
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5]), "it trains"
     assert not [array for array in jax.tree.leaves(state.method.outer.parameters) if copies_differ(array)]
     reached, start = method.eval_model(state.method), Net.init()
@@ -168,10 +165,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_loses_no_error():
         np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_the_error_lies_as_the_gradient_buffers_do(beta):
+def test_the_error_lies_as_the_gradient_buffers_do():
     layout = layout_of(4, 2, 1)
-    method = psdp_on(layout, llama(), ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(beta)))
+    method = psdp_on(layout, llama())
     error = abstract_state(method, llama()).method.error
     for stored in jax.tree.leaves(error.first, is_leaf=is_named):
         assert stored.axes[0] == layout.Replica

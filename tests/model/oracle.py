@@ -3,8 +3,6 @@
 It computes in the dtype of its weights, angles and losses in float32 at least.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

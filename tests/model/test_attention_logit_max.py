@@ -1,7 +1,5 @@
 """The largest attention logits: NumPy's, over all pairs of tokens that attend, on one device and on a mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

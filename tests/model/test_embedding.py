@@ -1,7 +1,5 @@
 """The lookup and its gradient against numpy in float64, with repeated ids and the table split over devices."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -43,7 +41,7 @@ class Case:
     cotangent: np.ndarray
 
     @staticmethod
-    def of(name: str, dtype, **options) -> Case:
+    def of(name: str, dtype, **options) -> "Case":
         sizes, Vocab = CASES[name]
         layout = layout_of(1, *sizes)
         generator = np.random.default_rng(0)
@@ -82,7 +80,7 @@ def test_lookup_and_gradient_in_float32(name):
     assert gradient.sharding.is_equivalent_to(params, 2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["one device", "table over both", "rows over both"])
 def test_gradient_in_bfloat16_adds_up_in_float32(name):
     """A sum of 500 ones in bfloat16 stops at 256; added in float32 and rounded at the end it is right."""
     case = Case.of(name, jnp.bfloat16)

@@ -1,7 +1,5 @@
 """Stacks of several kinds: cut into stretches, scanned as a plain loop over the layers computes."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -34,8 +32,10 @@ def test_a_stack_is_cut_so_that_few_layers_are_compiled(kinds, expected):
     assert stretches(kinds) == tuple(Stretch(*each) for each in expected)
 
 
-@pytest.mark.parametrize("kinds", [GEMMA_3, QWEN_2], ids=["pattern and rest", "two halves"])
-@pytest.mark.parametrize(("remat", "unroll"), [*((remat, 1) for remat in REMAT), ("full", 4), ("none", 99)])
+@pytest.mark.parametrize(
+    ("kinds", "remat", "unroll"),
+    [*((GEMMA_3, remat, 1) for remat in REMAT), (GEMMA_3, "full", 4), (GEMMA_3, "none", 99), (QWEN_2, "full", 1)],
+)
 def test_scanned_layers_equal_a_loop(kinds, remat, unroll):
     """Carry, outs and gradients, by every policy; no kind is decided on by the program."""
     Layers, Embed = Axis(LAYERS, len(kinds)), Axis("embed", 3)

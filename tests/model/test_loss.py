@@ -1,7 +1,5 @@
 """The blocked loss against a plain softmax, and the shapes that its compiled program holds."""
 
-from __future__ import annotations
-
 import math
 
 import haliax as hax
@@ -26,7 +24,7 @@ SCALE = 0.37  # the caller divides by the weights; any factor has to reach the g
 def inputs(weights: str = "uneven"):
     generator = np.random.default_rng(0)
     random = generator.random((Rows.size, Position.size), dtype=np.float32)
-    chosen = {"uneven": random * (random > 0.4), "ones": np.ones_like(random), "zeros": np.zeros_like(random)}
+    chosen = {"uneven": random * (random > 0.4), "zeros": np.zeros_like(random)}
     return (
         hax.named(generator.standard_normal((8, 7, 16), dtype=np.float32), (Rows, Position, Embed)),
         hax.named(generator.standard_normal((16, 24), dtype=np.float32) * 3, (Embed, Vocab)),
@@ -49,8 +47,9 @@ def both(loss, arguments):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
 
 
-@pytest.mark.parametrize("weights", ["uneven", "ones", "zeros"])
-@pytest.mark.parametrize("block", [1, 5, 16, TOKENS, 1000])
+@pytest.mark.parametrize(
+    ("block", "weights"), [*((block, "uneven") for block in (1, 5, 16, TOKENS, 1000)), (5, "zeros")]
+)
 def test_blocks_give_the_plain_loss(block, weights):
     arguments = inputs(weights)
     loss, gradients = both(blocked(one_device(loss_block=block)), arguments)
@@ -128,8 +127,4 @@ def largest_array(block: int) -> int:
 
 
 def test_full_logits_are_never_held():
-    assert largest_array(block=5) < TOKENS * Vocab.size
-
-
-def test_full_logits_would_be_found():
-    assert largest_array(block=TOKENS) >= TOKENS * Vocab.size
+    assert largest_array(block=5) < TOKENS * Vocab.size <= largest_array(block=TOKENS), "they would be found"

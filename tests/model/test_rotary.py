@@ -1,7 +1,5 @@
 """Rotary frequencies against the published cases, and rotation against complex numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import haliax as hax

@@ -1,7 +1,5 @@
 """Log-likelihoods of targets against a plain softmax, with columns that are no tokens, equal logits, and meshes."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp

@@ -37,10 +37,3 @@ def test_named_parameters_are_judged_by_their_axes(names, sides, decay):
 def test_plain_arrays_are_judged_by_their_rank(shape, matrix, decay):
     assert (matrix_axes(jnp.zeros(shape)) is not None) == matrix
     assert decays(jnp.zeros(shape)) == decay
-
-
-def test_a_model_may_name_its_own_matrices():
-    sides = MatrixAxes(("heads",), ("mlp",))
-    weight = leaf("heads mlp")
-    assert not decays(weight)
-    assert decays(weight, lambda _: sides)

@@ -12,6 +12,7 @@ import pytest
 from haliax import Axis, NamedArray
 from optax.contrib import MuonDimensionNumbers, muon
 
+from gregale.axes.layout import is_named
 from gregale.errors import UserError
 from gregale.optim import (
     AdamWConfig,
@@ -212,7 +213,7 @@ def test_what_is_not_trained_is_passed_over(config):
 
 @EVERY_CONFIG
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_dtype_and_axes_are_kept(config, dtype):
+def test_dtype_and_axes_are_kept_and_state_can_be_sharded_like_the_parameters(config, dtype):
     parameters = jax.tree.map(lambda array: array.astype(dtype), model(arrays(0)))
     optimizer = config.build(parameters, STEPS)
     described = jax.eval_shape(lambda: parameters)
@@ -222,17 +223,9 @@ def test_dtype_and_axes_are_kept(config, dtype):
         assert jax.tree.structure(updates) == jax.tree.structure(described)
         assert [leaf.dtype for leaf in jax.tree.leaves(updates)] == [dtype] * len(AXES)
         assert after == state
-
-
-@EVERY_CONFIG
-def test_state_can_be_sharded_like_the_parameters(config):
-    optimizer = config.build(model(arrays(0)), STEPS)
-    described = jax.eval_shape(lambda: model(arrays(0)))
-    is_named = lambda leaf: isinstance(leaf, NamedArray)  # noqa: E731
-    for leaf in jax.tree.leaves(jax.eval_shape(optimizer.sharded.init, described), is_leaf=is_named):
-        assert leaf.axes in AXES.values() if is_named(leaf) else leaf.shape == ()
-    for leaf in jax.tree.leaves(jax.eval_shape(optimizer.gathered.init, described), is_leaf=is_named):
-        assert leaf.shape == (), "the gathered part holds scalars only"
+        for leaf in jax.tree.leaves(state, is_leaf=is_named):
+            in_shards = part is optimizer.sharded and is_named(leaf)
+            assert leaf.axes in AXES.values() if in_shards else leaf.shape == (), "the gathered part holds scalars only"
 
 
 def test_the_sharded_part_of_muon_multiplies_no_matrices():
@@ -294,13 +287,9 @@ def test_the_learning_rate_can_be_reported():
     ("make", "message"),
     [
         (lambda: AdamWConfig(decay="some"), "decay is 'some'. Valid choices: matrices, all"),
-        (lambda: AdamWConfig(learning_rate=-1.0), "learning_rate is -1"),
-        (lambda: AdamWConfig(weight_decay=-0.1), "weight_decay is -0.1"),
         (lambda: AdamWConfig(clip_norm=0.0), "clip_norm is 0"),
         (lambda: AdamWConfig(betas=(0.9, 1.0)), r"betas\.1 is 1;"),
-        (lambda: LionConfig(betas=(1.5, 0.9)), r"betas\.0 is 1.5"),
         (lambda: SgdConfig(momentum=1.0), "momentum is 1"),
-        (lambda: MuonConfig(momentum=-0.1), "momentum is -0.1"),
     ],
 )
 def test_bad_values_are_refused(make, message):

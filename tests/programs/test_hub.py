@@ -27,18 +27,17 @@ from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
 from gregale.programs.exporting import write_beside
-from gregale.programs.runtime.lazy_model import opened
 from gregale.programs.runtime.model_card import Exported
-from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, set_up_run
+from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
+from tests.packages import Package
 from tests.programs.tiny import losses, write_config
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch, transformers = Package("torch"), Package("transformers")
 
 SHARDED = "20KB"
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from gregale.errors import UserError
-from gregale.runs.history import FiguresReader, flat, read_history, samples_in, spikes_kept
+from gregale.runs.history import FiguresReader, read_history, samples_in, spikes_kept
 from gregale.runs.run_directory import RunDirectory
-from gregale.storage.jsonl_reader import read_entries
 
 
 def lines(*entries: dict) -> bytes:
@@ -31,6 +30,9 @@ def test_figures_come_by_name_with_their_steps(metrics):
     assert figures["loss"].steps.tolist() == [1, 2]
     assert figures["loss"].values.tolist() == [2.5, 2.0]
     assert math.isnan(figures["eval_loss"].values[0])
+    with metrics.open("ab") as file:
+        file.write(b'{"step": 3, "loss": NaN}\n{"step": 4, "loss": -Infinity}\n{"step": 5, "loss": 1e999}\n')
+    assert np.isnan(FiguresReader(metrics).read()["loss"].values[2:]).all()
     assert (figures.lines, figures.last_step, figures.problems) == (3, 2, ())
 
 
@@ -69,13 +71,6 @@ def test_damaged_lines_are_left_out_and_told(metrics, damage):
     assert "metrics.jsonl: 1 of 3 lines are damaged, the first is line 2" in problem
 
 
-def test_numbers_that_are_none_are_none(metrics):
-    metrics.write_bytes(b'{"step": 1, "loss": NaN}\n{"step": 2, "loss": -Infinity}\n{"step": 3, "loss": 1e999}\n')
-    figures = FiguresReader(metrics).read()
-    assert np.isnan(figures["loss"].values).all()
-    assert figures.problems == ()
-
-
 def test_steps_that_go_back_are_put_in_order_and_told(metrics):
     metrics.write_bytes(lines({"step": 2, "loss": 2.0}, {"step": 3, "loss": 3.0}, {"step": 2, "loss": 9.0}))
     figures = FiguresReader(metrics).read()
@@ -84,24 +79,11 @@ def test_steps_that_go_back_are_put_in_order_and_told(metrics):
     assert "do not ascend" in figures.problems[0]
 
 
-def test_entries_are_those_that_are_whole(tmp_path):
-    path = tmp_path / "rounds.jsonl"
-    assert read_entries(path) == ((), None)
-    path.write_bytes(b'{"round": 1}\nnothing\n{"round": 2}\n{"rou')
-    entries, problem = read_entries(path)
-    assert [each["round"] for each in entries] == [1, 2]
-    assert "1 of 3 lines" in str(problem)
-
-
 def test_samples_stand_by_step():
     samples = samples_in("--- step 5\none\n\ntwo\n--- step 5\nthree\n--- step 10\n</script>\n")
     assert [(each.step, each.texts) for each in samples] == [(5, ("one\n\ntwo", "three")), (10, ("</script>",))]
     text = f"--- step {'9' * 5000}"  # what a model may write
     assert samples_in(f"--- step 5\n{text}\n")[0].texts == (text,)
-
-
-def test_a_configuration_by_dotted_keys():
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 def test_spikes_and_gaps_are_kept():
@@ -112,13 +94,10 @@ def test_spikes_and_gaps_are_kept():
     assert len(kept) <= 3 * 500 + 2
     assert {0, 12_345, 54_321, 70_000, 99_999} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
-
-
-@pytest.mark.parametrize("values", [[], [1.0], [np.nan] * 1000, [np.inf] * 10 + [1.0] * 1000])
-def test_odd_columns_are_thinned_too(values):
-    kept = spikes_kept(np.array(values, float), 10)
-    assert len(kept) <= 32
-    assert not values or kept[-1] == len(values) - 1
+    for values in ([], [1.0], [np.nan] * 1000, [np.inf] * 10 + [1.0] * 1000):
+        kept = spikes_kept(np.array(values, float), 10)
+        assert len(kept) <= 32
+        assert not values or kept[-1] == len(values) - 1
 
 
 def test_a_history_has_all_of_a_run_and_tells_what_it_lacks(tmp_path):
@@ -134,5 +113,5 @@ def test_a_history_has_all_of_a_run_and_tells_what_it_lacks(tmp_path):
     assert history.starts[0]["device_kind"] == "cpu"
     assert history.samples[0].texts == ("hello",)
     assert history.problems == (f"{run.config}: there is no such configuration file.",)
-    run.config.write_text("steps: 3\nmodel: {layers: 2}\n", encoding="utf-8")
-    assert read_history(run).config == {"steps": 3, "model.layers": 2}
+    run.config.write_text("steps: 3\nmodel: {layers: 2, a: {}}\n", encoding="utf-8")
+    assert read_history(run).config == {"steps": 3, "model.layers": 2, "model.a": {}}

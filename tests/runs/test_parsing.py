@@ -2,9 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
 
 import draccus
 import pytest
@@ -14,11 +12,6 @@ from hypothesis import strategies as st
 
 from gregale.errors import UserError
 from gregale.runs.parsing import dump, load, split_arguments
-
-
-class Color(Enum):
-    RED = 1
-    BLUE = 2
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,6 @@ class Run:
     flag: bool = field(default=False, metadata={"help": "whether"})
     limit: float | None = field(default=1.0, metadata={"help": "null: none"})
     either: int | str = field(default=1, metadata={"help": "a number or a word"})
-    mode: Literal["fast", "slow"] = field(default="fast", metadata={"help": "how"})
-    color: Color = field(default=Color.RED, metadata={"help": "which"})
     folder: Path = field(default=Path("runs"), metadata={"help": "where"})
     words: list[str] = field(default_factory=list, metadata={"help": "some words"})
     numbers: tuple[int, ...] = field(default=(1, 2), metadata={"help": "some numbers"})
@@ -77,7 +68,6 @@ class Run:
     shape: Shape = field(default=Bar(), metadata={"help": "the shape"})
     sources: dict[str, Source] = field(default_factory=dict, metadata={"help": "the data"})
     more: tuple[Source, ...] = field(default=(), metadata={"help": "more data"})
-    anything: Any = field(default=None, metadata={"help": "what you like"})
 
 
 @pytest.fixture
@@ -92,51 +82,10 @@ def parse(tmp_path):
     return parse
 
 
-def test_what_is_left_out_keeps_its_default(parse):
+def test_yaml_fills_fields_and_what_is_left_out_keeps_its_default(parse):
     assert parse("name: a") == Run(name="a")
-
-
-def test_yaml_fills_every_kind_of_field(parse):
-    run = parse(
-        """
-name: a
-steps: 1e3
-rate: 1e-3
-flag: true
-limit: null
-either: word
-mode: slow
-color: BLUE
-folder: /tmp/x
-words: [x, y]
-numbers: [3]
-mesh: {model: 2}
-second_mesh: {data: 8}
-shape: {type: disc, size: 2, holes: 1}
-sources: {web: {path: p}}
-more: [{path: q, weight: 2}]
-anything: {x: [1]}
-"""
-    )
-    assert run == Run(
-        name="a",
-        steps=1000,
-        rate=0.001,
-        flag=True,
-        limit=None,
-        either="word",
-        mode="slow",
-        color=Color.BLUE,
-        folder=Path("/tmp/x"),
-        words=["x", "y"],
-        numbers=(3,),
-        mesh=Mesh(data=4, model=2),
-        second_mesh=Mesh(data=8),
-        shape=Disc(size=2.0, holes=1),
-        sources={"web": Source("p")},
-        more=(Source("q", 2.0),),
-        anything={"x": [1]},
-    )
+    run = parse("name: a\nsteps: 1e3\nrate: 1e-3\nlimit: null\nmesh: {model: 2}\nshape: {type: disc, size: 2}")
+    assert run == Run("a", 1000, 0.001, limit=None, mesh=Mesh(data=4, model=2), shape=Disc(size=2.0))
     assert type(run.shape.size) is float
 
 
@@ -144,16 +93,12 @@ anything: {x: [1]}
     ("arguments", "changes"),
     [
         (["--steps", "5"], {"steps": 5}),
-        (["--steps=5", "--steps=6"], {"steps": 6}),
-        (["--steps", "1_000"], {"steps": 1000}),
+        (["--steps=5", "--steps=1_000"], {"steps": 1000}),
         (["--rate", "-1e-3"], {"rate": -0.001}),
-        (["--rate", "2"], {"rate": 2.0}),
         (["--flag"], {"flag": True}),
-        (["--flag", "--steps", "5"], {"flag": True, "steps": 5}),
         (["--flag=false"], {"flag": False}),
         (["--limit", "null"], {"limit": None}),
         (["--name", "null"], {"name": "null"}),
-        (["--name", "12"], {"name": "12"}),
         (["--name", "a: [b"], {"name": "a: [b"}),
         (["--either", "7"], {"either": 7}),
         (["--either", "x"], {"either": "x"}),
@@ -161,9 +106,6 @@ anything: {x: [1]}
         (["--words", "[a, 'b,c']"], {"words": ["a", "b,c"]}),
         (["--words="], {"words": []}),
         (["--numbers", "5"], {"numbers": (5,)}),
-        (["--numbers", "1,2,3"], {"numbers": (1, 2, 3)}),
-        (["--color", "BLUE"], {"color": Color.BLUE}),
-        (["--folder", "x"], {"folder": Path("x")}),
         (["--mesh.model", "2"], {"mesh": Mesh(data=4, model=2)}),
         (["--mesh", "{model: 2}"], {"mesh": Mesh(data=4, model=2)}),
         (["--second_mesh.data", "2"], {"second_mesh": Mesh(data=2)}),
@@ -171,7 +113,6 @@ anything: {x: [1]}
         (["--shape.size", "9"], {"shape": Bar(size=9.0)}),
         (["--shape.type", "disc"], {"shape": Disc()}),
         (["--sources.web.path", "p", "--sources.web.weight", "2"], {"sources": {"web": Source("p", 2.0)}}),
-        (["--anything", "{a: 1}"], {"anything": {"a": 1}}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -180,9 +121,7 @@ def test_arguments_override(parse, arguments, changes):
 
 
 def test_arguments_go_on_top_of_the_file(parse):
-    run = parse(
-        "name: a\nmore: [{path: p}]\nshape: {type: bar, size: 5}", "--more", "[{path: p}, {path: q, weight: 3}]"
-    )
+    run = parse("name: a\nmore: [{path: p}]", "--more", "[{path: p}, {path: q, weight: 3}]")
     assert run.more == (Source("p"), Source("q", 3.0))
     assert parse("name: a\nshape: {type: bar, size: 5}", "--shape.type", "disc").shape == Disc(size=5.0)
 
@@ -199,7 +138,6 @@ def test_arguments_go_on_top_of_the_file(parse):
         (["--sources.web", "{weight: 2}"], {"sources": {"web": Source("p", 2.0)}}),
         (["--sources", "{other: {path: q}}"], {"sources": {"other": Source("q")}}),
         (["--second_mesh", "{data: 3}"], {"second_mesh": Mesh(data=3)}),
-        (["--anything", "{b: 2}"], {"anything": {"b": 2}}),
         (["--name", "{data: 3}"], {"name": "{data: 3}"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -212,7 +150,6 @@ shape: {size: 5}
 more: [{path: p, weight: 4}]
 sources: {web: {path: p}}
 second_mesh: null
-anything: {a: 1}
 """
     assert parse(text, *arguments) == replace(parse(text), **changes)
 
@@ -222,16 +159,12 @@ def test_anchors_and_merges_are_understood(parse):
     assert run.second_mesh == Mesh(2, 4)
 
 
-def test_no_file_is_needed():
-    assert load(Mesh, None, ["--data", "3"]) == Mesh(data=3)
-
-
 MISTAKES = {
     "unknown key": (
         "name: a\nstepz: 3",
         [],
         "`stepz` (run.yaml, line 2) is not a valid key at the top. Did you mean `steps`? Valid keys at the top: "
-        "anything, color, either,",
+        "either, flag,",
     ),
     "key of another place": ("name: a", ["--data", "2"], "`data` (on the command line) .* Did you mean `mesh.data` or"),
     "nested unknown key": ("name: a\nmesh: {dta: 3}", [], "`mesh.dta` .* under `mesh`. Did you mean `mesh.data`"),
@@ -244,22 +177,17 @@ MISTAKES = {
     "unknown choice": (
         "name: a\nshape: {type: dics}",
         [],
-        "`shape.type` is 'dics' (run.yaml, line 2), .* Did you mean `disc`? Valid choices: disc, bar.",
+        "`shape.type` is 'dics' (run.yaml, line 2), .* `disc`? Valid",
     ),
     "choice without type": ("name: a\nshape: disc", [], "`shape` .* is 'disc', a str; .* `shape.type`: disc, bar"),
     "wrong type": ("name: a\nsteps: many", [], "`steps` (run.yaml, line 2) is 'many', a str; expected int (how long)."),
-    "float for int": ("name: a\nsteps: 2.5", [], "`steps` .* is 2.5, a float; expected int"),
     "bool for int": ("name: a\nsteps: true", [], "`steps` .* is true, a bool; expected int"),
     "not a number for int": ("name: a\nsteps: .nan", [], "`steps` .* is nan, a float; expected int"),
     "text for bool": ("name: a\nflag: perhaps", [], "`flag` .* is 'perhaps', a str; expected bool"),
     "number for text": ("name: 12", [], "`name` (run.yaml, line 1) is 12, an int; expected str .* in quotes, '12'"),
     "base 60": ("name: a\nsteps: 1:30", [], "run.yaml, line 2: `steps` is 1:30, a number to the base 60 .* (90)."),
     "octal": ("name: a\nsteps: 010", [], "run.yaml, line 2: `steps` is 010, an octal number in YAML 1.1 (8). Write"),
-    "octal on the command line": (
-        "name: a",
-        ["--steps", "010"],
-        "`--steps` on the command line, line 1: 010, an octal",
-    ),
+    "octal argument": ("name: a", ["--steps", "010"], "`--steps` on the command line, line 1: 010, an octal"),
     "no octal": ("name: a\nsteps: 08", [], "`steps` (run.yaml, line 2) is '08', a str; expected int"),
     "base 60 for text": ("name: 1:30", [], "`name` is 1:30, a number to the base 60 .* in quotes it is a text."),
     "dots": (
@@ -274,22 +202,12 @@ MISTAKES = {
         "`more` (run.yaml, line 2) is one mapping; expected list of mapping: `more: [{path: 'p'}]`.",
     ),
     "null for int": ("name: a\nsteps: null", [], "`steps` .* is null (nothing was given); expected int"),
-    "value forgotten": (
-        "name: a",
-        ["--steps", "--flag"],
-        "`steps` (on the command line) is true, a bool; expected int",
-    ),
+    "no value": ("name: a", ["--steps", "--flag"], "`steps` (on the command line) is true, a bool; expected int"),
     "wrong element": ("name: a\nnumbers: [1, x]", [], "`numbers.1` (.*) is 'x', a str; expected int"),
-    "wrong element on the command line": (
-        "name: a\nnumbers: [1, 2]",
-        ["--numbers", "1,x"],
-        "`numbers.1` (on the command line) is 'x'",
-    ),
+    "wrong element typed": ("name: a", ["--numbers", "1,x"], "`numbers.1` (on the command line) is 'x'"),
     "wrong length": ("name: a", ["--shape.ends", "1,2,3"], "`shape.ends` .* a list of 3; expected [float, float]"),
     "scalar for list": ("name: a\nwords: x", [], "`words` .* is 'x', a str; expected list of str"),
     "no member of a union": ("name: a\neither: [1]", [], "`either` .* is [1], a list of 1; expected int | str"),
-    "wrong literal": ("name: a\nmode: fats", [], "`mode` is 'fats' .* Did you mean `fast`? Valid choices: fast, slow."),
-    "wrong member": ("name: a\ncolor: GREEN", [], "`color` is 'GREEN' .* Valid choices: RED, BLUE."),
     "missing field": ("steps: 1", [], "`name` (name of the run) is missing: .* `--name VALUE`; its type is str."),
     "missing below": ("name: a\nsources: {web: {weight: 1}}", [], "`sources.web.path` (where it is) is missing"),
     "scalar for mapping": ("name: a\nsources: 5", [], "`sources` .* expected mapping of names to mapping"),
@@ -314,11 +232,8 @@ def test_a_mistake_gets_one_paragraph(parse, text, arguments, message):
     with pytest.raises(UserError) as caught:
         parse(text, *arguments)
     found = re.sub(r"[^ (`]*run\.yaml", "run.yaml", str(caught.value))
-    pieces = [piece for part in message.split(" .* ") for piece in part.split(".*")]
-    position = 0
-    for piece in pieces:
-        assert piece in found[position:], f"{piece!r} not in {found!r}"
-        position = found.index(piece, position) + len(piece)
+    wanted = ".*".join(map(re.escape, message.replace(" .* ", ".*").split(".*")))
+    assert re.search(wanted, found), found
     assert "\n" not in found
 
 
@@ -330,18 +245,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     with pytest.raises(UserError, match=r"latin\.yaml: not UTF-8 at byte 6"):
         load(Run, tmp_path / "latin.yaml")
-
-
-def test_an_empty_file_is_all_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load(Mesh, tmp_path / "empty.yaml") == Mesh()
 
 
 numbers = st.floats(allow_nan=False)
-shapes = st.one_of(
-    st.builds(Disc, size=numbers, holes=st.integers(0, 9)),
-    st.builds(Bar, size=numbers, ends=st.tuples(numbers, numbers)),
-)
+discs = st.builds(Disc, size=numbers, holes=st.integers(0, 9))
+bars = st.builds(Bar, size=numbers, ends=st.tuples(numbers, numbers))
 words = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8)
 sources = st.builds(Source, path=words, weight=numbers)
 runs = st.builds(
@@ -352,20 +262,18 @@ runs = st.builds(
     flag=st.booleans(),
     limit=st.none() | numbers,
     either=st.integers(),
-    mode=st.sampled_from(["fast", "slow"]),
-    color=st.sampled_from(Color),
-    folder=st.sampled_from([Path("a/b"), Path("/")]),
+    folder=st.just(Path("a/b")),
     words=st.lists(words, max_size=3),
     numbers=st.lists(st.integers(), max_size=3).map(tuple),
     mesh=st.builds(Mesh, st.integers(), st.integers()),
     second_mesh=st.none() | st.builds(Mesh, st.integers(), st.integers()),
-    shape=shapes,
+    shape=discs | bars,
     sources=st.dictionaries(st.text("abc_", min_size=1), sources, max_size=2),
     more=st.lists(sources, max_size=2).map(tuple),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(run=runs)
 def test_what_is_dumped_loads_back_equal(tmp_path_factory, run):
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
@@ -375,16 +283,13 @@ def test_what_is_dumped_loads_back_equal(tmp_path_factory, run):
 
 def test_a_dump_has_every_key_and_names_its_choices():
     raw = yaml.safe_load(dump(Run(name="a")))
-    assert raw["shape"] == {"size": 3.0, "ends": [0.0, 1.0], "type": "bar"}
-    assert raw["mesh"] == {"data": 4, "model": 1}
+    assert (raw["shape"], raw["mesh"]) == ({"size": 3.0, "ends": [0.0, 1.0], "type": "bar"}, {"data": 4, "model": 1})
 
 
 def test_words_and_keys_are_told_apart():
     arguments = ["a.yaml", "--fresh", "b", "--x.y", "-1", "--quiet", "false", "c", "--last"]
-    assert split_arguments(arguments, flags={"fresh", "quiet"}) == (
-        ["a.yaml", "b", "c"],
-        ["--fresh", "--x.y=-1", "--quiet=false", "--last"],
-    )
+    pairs = ["--fresh", "--x.y=-1", "--quiet=false", "--last"]
+    assert split_arguments(arguments, flags={"fresh", "quiet"}) == (["a.yaml", "b", "c"], pairs)
     assert split_arguments(["--fresh", "b"]) == ([], ["--fresh=b"])
 
 
@@ -392,10 +297,8 @@ def test_a_list_takes_the_words_that_a_shell_makes_of_a_pattern():
     def split(*arguments: str) -> tuple[list[str], list[str]]:
         return split_arguments(arguments, flags={"fresh"}, lists={"files"}, max_words=1)
 
-    assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (
-        ["a"],
-        ['--files=["x.txt", "y, \u00e9.txt"]', "--fresh"],
-    )
+    pairs = ['--files=["x.txt", "y, \u00e9.txt"]', "--fresh"]
+    assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (["a"], pairs)
     assert split("a", "--files", "[x, y]") == (["a"], ["--files=[x, y]"])
     assert split("--files", "x.txt", "a") == (["a"], ["--files=x.txt"]), "a word that is still missing comes first"
     assert split("a", "--files=x.txt", "b") == (["a", "b"], ["--files=x.txt"])

@@ -90,19 +90,17 @@ def test_one_that_goes_while_settings_are_compared_is_lost(meet, capfd):
 
 
 def test_what_belongs_to_a_host_may_differ():
-    trackers = [WandbConfig()]
     there = DistributedConfig("10.0.0.1:1", 2, 1, token_file="there")
-    other = dataclasses.replace(CONFIG, compilation_cache=None, trackers=trackers, distributed=there)
+    other = dataclasses.replace(CONFIG, compilation_cache=None, trackers=[WandbConfig()], distributed=there)
     here = dataclasses.replace(CONFIG, distributed=DistributedConfig("10.0.0.2:1", 2, 0))
     assert process_terms(here) == process_terms(other)
 
 
-@pytest.mark.parametrize("pattern", [*MAY_DIFFER, *MUST_AGREE])
-def test_every_pattern_is_of_a_key(pattern):
+def test_every_pattern_is_of_a_key():
     keys = {"data.sources", *(entry.key.replace("<name>", "words") for entry in entries(TrainConfig))}
     keys |= {key.replace("sources", "validation") for key in keys}
     keys |= {key.partition(".0.")[0] for key in keys}
-    assert any(matches(key, [pattern]) for key in keys)
+    assert [pattern for pattern in (*MAY_DIFFER, *MUST_AGREE) if not any(matches(key, [pattern]) for key in keys)] == []
 
 
 def test_two_checkouts_of_one_version_are_told_apart(tmp_path, monkeypatch):

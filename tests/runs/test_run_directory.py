@@ -1,7 +1,7 @@
-"""A run's directory: reading, comparing, setting aside; files are whole or not there."""
+"""A run's directory: reading, comparing, setting aside; files and objects are whole or not there."""
 
-import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +9,9 @@ from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
+from gregale.storage import RetryPolicy, StoragePath, files_below, storage_path
 from gregale.storage.jsonl_reader import read_entries
+from tests.stores import Fault, proxied
 
 CONFIG = TrainConfig("a", 10)
 
@@ -21,18 +23,31 @@ def run(tmp_path) -> RunDirectory:
     return run
 
 
-def test_what_is_written_is_read(run):
-    assert run.read_config() == CONFIG
-    run.write_config(replace(CONFIG, steps=20))
-    assert run.read_config().steps == 20
-    assert [path.name for path in run.path.iterdir()] == ["config.yaml"], "no temporary file is left"
+@pytest.fixture(params=["disk", "s3", "gs"])
+def place(request, tmp_path) -> StoragePath:
+    return tmp_path if request.param == "disk" else request.getfixturevalue(request.param)
 
 
-def test_no_run(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere is not a run directory: it has no config.yaml"):
-        RunDirectory(tmp_path / "nowhere").read_config()
-    RunDirectory(tmp_path / "nowhere").check_compatible(CONFIG)
-    assert RunDirectory(tmp_path / "nowhere").archive() is None
+def test_what_is_written_is_read(place):
+    run = RunDirectory(place / "a")
+    with pytest.raises(UserError, match=f"{place}/a is not a run directory: it has no config.yaml"):
+        run.read_config()
+    run.check_compatible(CONFIG)
+    assert run.archive() is None
+    for steps in (10, 20):
+        run.write_config(replace(CONFIG, steps=steps))
+        assert run.read_config().steps == steps
+    assert list(files_below(run.path)) == ["config.yaml"], "no temporary file is left"
+    for devices in (2, 4):
+        run.record_start(3, {"devices": devices})
+    assert [line["devices"] for line in read_entries(run.starts).entries] == [2, 4]
+    for step, texts in ((4, ["a"]), (8, ["b"]), (5, [])):
+        run.write_samples(step, texts)
+    assert run.samples.read_bytes() == b"--- step 4\na\n"
+    assert run.recorded_checkpoint() is None
+    run.note_checkpoint(4)
+    assert run.recorded_checkpoint() == 4
+    assert "There is no checkpoint yet" in run.resume_hint()
 
 
 def test_a_run_goes_on_with_what_may_change_only(run):
@@ -49,26 +64,46 @@ def test_changes_are_noted_line_by_line(run):
     assert not run.changes.exists()
     run.record_changes(4, changes(CONFIG, replace(CONFIG, steps=20)))
     run.record_changes(8, changes(CONFIG, replace(CONFIG, log_every=2, max_skipped=3)))
-    noted = [json.loads(line) for line in run.changes.read_text().splitlines()]
-    assert [line["step"] for line in noted] == [4, 8]
+    run.changes.write_bytes(run.changes.read_bytes().removesuffix(b"\n"))  # as an editor may
+    run.record_changes(9, changes(CONFIG, replace(CONFIG, steps=20)))
+    noted = read_entries(run.changes).entries
+    assert [line["step"] for line in noted] == [4, 8, 9]
     assert noted[0]["changes"] == {"steps": [CONFIG.steps, 20]}
     assert noted[1]["changes"] == {"log_every": [1, 2], "max_skipped": [10, 3]}
     assert all({"time", "gregale"} < set(line) for line in noted)
 
 
-def test_runs_are_set_aside_one_beside_the_other(run):
-    for number in (1, 2, 3):
-        (run.path / "mark").write_text(str(number))
-        assert run.archive() == run.path.with_name(f"a.old-{number}")
-        assert not run.path.exists()
+def test_a_run_is_set_aside_with_all_it_has(place):
+    run = RunDirectory(place / "a")
+    run.write_config(CONFIG)
+    (run.path / "checkpoints" / "step-00000004" / "x").mkdir(parents=True)
+    for name in ("checkpoints/step-00000004/manifest.json", "checkpoints/step-00000004/x/0", "samples.txt", "lock"):
+        (run.path / name).write_bytes(name.encode())
+    before = {name: (run.path / name).read_bytes() for name in files_below(run.path) if name != "lock"}
+    assert run.archive() == place / "a.old-1"
+    assert {name: (place / "a.old-1" / name).read_bytes() for name in files_below(place / "a.old-1")} == before
+    assert list(files_below(run.path)) == ["lock"] * (not isinstance(place, Path)), "which is held"
+    run.write_config(CONFIG)
+    assert run.archive() == place / "a.old-2"
+
+
+def test_setting_aside_that_fails_leaves_the_run(s3, s3_endpoint, monkeypatch):
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        run = RunDirectory(storage_path(str(s3 / "a"), RetryPolicy(seconds=0.2, first_delay_seconds=0.05)))
         run.write_config(CONFIG)
-    assert [(run.path.with_name(f"a.old-{number}") / "mark").read_text() for number in (1, 2, 3)] == ["1", "2", "3"]
+        (run.path / "samples.txt").write_bytes(b"text")
+        proxy.faults[:] = [Fault(503, 1000, "PUT", "a.old-1/samples.txt")]
+        with pytest.raises(UserError, match="the store did not answer as it should"):
+            run.archive()
+        assert list(files_below(run.path)) == ["config.yaml", "samples.txt"]
+        proxy.faults.clear()
+        assert run.archive() == s3 / "a.old-2"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, False),
         ("", False),
         ('{"step": 8, "loss": 1.0}\n', False),
         ('{"step": 4, "eval_loss": 1.0}\n{"step": 8, "loss": 1.0}\n', False),
@@ -82,8 +117,8 @@ def test_runs_are_set_aside_one_beside_the_other(run):
     ],
 )
 def test_whether_a_step_was_evaluated(run, text, expected):
-    if text is not None:
-        run.metrics.write_text(text)
+    assert run.has_evaluation(8) is False
+    run.metrics.write_text(text)
     assert run.has_evaluation(8) is expected
 
 
@@ -96,12 +131,6 @@ def test_damaged_figures_are_left_out_and_told(run):
     run.note_checkpoint(8)
     with pytest.raises(UserError, match="the metrics and samples of its 8 steps"):
         run.check_checkpoints([])
-
-
-def test_a_line_is_whole_behind_one_that_lost_its_end(run):
-    run.changes.write_text('{"step": 1}')
-    run.record_changes(4, changes(CONFIG, replace(CONFIG, steps=20)))
-    assert [entry["step"] for entry in read_entries(run.changes).entries] == [1, 4]
 
 
 def test_samples_of_a_step_replace_those_of_this_and_later_steps(run):
@@ -127,6 +156,9 @@ def test_missing_checkpoints_are_told_from_none_yet(run):
     assert run.check_checkpoints([]) is None, "a run that was killed before its first checkpoint begins anew"
     run.metrics.write_text('{"step": 7, "loss": 1.0}\n')
     assert run.check_checkpoints([]) is None
+    for text in ("", "{", "[]", '{"step": null}'):
+        run.newest_checkpoint.write_text(text)
+        assert run.recorded_checkpoint() is None
     run.note_checkpoint(4)
     assert run.check_checkpoints([2, 4]) is None
     assert run.check_checkpoints([4, 6]) is None, "a process was killed between the checkpoint and its note"
@@ -136,9 +168,3 @@ def test_missing_checkpoints_are_told_from_none_yet(run):
     assert run.check_checkpoints([1, 2]) == (
         "The newest checkpoint, of step 4, is gone: going on from that of step 2 repeats 2 steps."
     )
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null}'])
-def test_a_note_that_cannot_be_read_says_nothing(run, text):
-    run.newest_checkpoint.write_text(text)
-    assert run.recorded_checkpoint() is None

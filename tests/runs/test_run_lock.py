@@ -17,9 +17,8 @@ import pytest
 
 from gregale.atomic_files import acquire
 from gregale.errors import Busy, UserError
-from gregale.runs import run_lease, run_lock
-from gregale.runs.run_lease import LeaseRecord, RunLease
-from gregale.runs.run_lock import LOCK, training
+from gregale.runs import run_lock
+from gregale.runs.run_lock import LOCK, LeaseRecord, RunLease, training
 from gregale.storage import StoragePath, names
 from tests.disk import largest_file
 
@@ -118,17 +117,14 @@ def test_one_of_another_machine_is_waited_for(folder):
 def test_one_of_another_machine_that_counts_is_noticed_where_its_lock_does_not_reach(tmp_path, monkeypatch):
     other = of_another_machine()
     give(tmp_path, other)
-    monkeypatch.setattr(run_lease.time, "sleep", lambda _: give(tmp_path, replace(other, count=1)))
+    monkeypatch.setattr(run_lock.time, "sleep", lambda _: give(tmp_path, replace(other, count=1)))
     refused = pytest.raises(Busy, match=f"is being trained by process {os.getpid()} on elsewhere")
     with refused, training(tmp_path, print, LONG_BEAT_SECONDS):
         pass
-
-
-def test_one_of_this_host_before_it_started_anew_is_not_waited_for(tmp_path):
-    give(tmp_path, replace(LeaseRecord.of_this_process(), machine="before"))
+    give(tmp_path, replace(other, host=LeaseRecord.of_this_process().host))
     reports: list[str] = []
     with training(tmp_path, reports.append):
-        assert reports == [], "it would have locked the file"
+        assert reports == [], "a process of this host, before it started anew, would have locked the file"
 
 
 def take(folder: StoragePath, lease: LeaseRecord, check: Callable[[], None], has_ended: bool) -> None:
@@ -147,12 +143,12 @@ def test_a_process_that_another_took_for_dead_stops(folder, monkeypatch, has_end
         return
     signals: list[int] = []
     stopped = Event()
-    monkeypatch.setattr(run_lease.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
+    monkeypatch.setattr(run_lock.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
     reports: list[str] = []
     with training(folder, reports.append, BEAT_SECONDS) as check:
         check()
         other = of_another_machine()
-        with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other.holder}"):
+        with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other}"):
             take(folder, other, check, has_ended)
         assert stopped.wait(60)
         if not has_ended:
@@ -174,8 +170,8 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
         else:
             sleep(0)
 
-    monkeypatch.setattr(run_lease.time, "sleep", overtaken)
-    monkeypatch.setattr(run_lease, "_PERIODS", 0.1)
+    monkeypatch.setattr(run_lock.time, "sleep", overtaken)
+    monkeypatch.setattr(run_lock, "_PERIODS", 0.1)
     with (
         pytest.raises(UserError, match="is being trained by process 7 on elsewhere"),
         training(folder, print, BEAT_SECONDS),
@@ -183,15 +179,12 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
         pass
 
 
-def test_a_lease_that_is_gone_is_no_loss(s3):
+def test_a_lease_that_is_gone_is_no_loss_and_a_full_disk_does_not_take_it(s3, tmp_path):
     held = RunLease(s3 / LOCK, LeaseRecord.of_this_process())
     held.check()
     held.release()
     (s3 / LOCK).write_bytes(b"torn")
     held.check()
-
-
-def test_a_full_disk_does_not_take_the_lease(tmp_path):
     give(tmp_path, mine := LeaseRecord.of_this_process())
     with largest_file(len(mine.to_bytes())):
         RunLease(tmp_path / LOCK, mine).renew()

@@ -6,7 +6,6 @@ import draccus
 import pytest
 
 from gregale.errors import UserError
-from gregale.optim import AdamWConfig, OptimizerConfig
 from gregale.programs.train.command import READS
 from gregale.runs.config import TrainConfig
 from gregale.settings import DECAY, between, whole
@@ -74,13 +73,8 @@ def test_a_command_shows_the_keys_that_it_reads():
     assert "sequence_length" in shown
     assert not {"microbatches", "learning_rate", "--steps"} & set(shown.split())
     assert topics(TrainConfig, only=("data",)) == ["data.sources", "data.tokenizer"]
-    with pytest.raises(UserError, match="The first parts of the keys are: data"):
+    with pytest.raises(UserError, match=r"--help optimizer: there is no such key\. The first parts of .*: data\."):
         render(TrainConfig, "optimizer", only=("data",))
-
-
-@dataclass(frozen=True)
-class Training:
-    optimizer: OptimizerConfig = field(default=AdamWConfig(), metadata={"help": "the optimizer"})
 
 
 def test_every_key_has_its_type_default_and_meaning():
@@ -115,19 +109,18 @@ def test_every_key_has_its_type_default_and_meaning():
 @dataclass(frozen=True)
 class Long:
     colours: list[str] = field(
-        default_factory=lambda: ["crimson", "turquoise", "vermilion", "chartreuse", "aquamarine", "ultramarine"],
-        metadata={"help": "all of them"},
+        default_factory=lambda: [f"scarlet {number}" for number in range(6)], metadata={"help": "all of them"}
     )
 
 
 def test_a_long_default_pushes_the_meaning_to_its_own_line():
     first, second = render(Long).splitlines()
-    assert first.startswith("  --colours  list of str = [crimson, ")
+    assert first.startswith("  --colours  list of str = [scarlet 0, ")
     assert second.strip() == "all of them"
 
 
 def test_a_real_configuration_fits_the_screen():
-    text = render(Training, "optimizer")
+    text = render(TrainConfig, "optimizer")
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "  --optimizer.* with type muon\n" in text
     assert "      momentum             float = 0.95" in text
@@ -146,12 +139,7 @@ def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
     assert topics(TrainConfig) == ["data.sources", "data.tokenizer", "model", "optimizer", "sync", "trackers"]
 
 
-def test_an_unknown_topic_is_told():
-    with pytest.raises(UserError, match="optimizer"):
-        render(TrainConfig, "optimiser")
-
-
-@pytest.mark.parametrize("columns", [40, 90, 200])
+@pytest.mark.parametrize("columns", [40, 90])
 def test_help_is_as_wide_as_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = render(TrainConfig).splitlines()

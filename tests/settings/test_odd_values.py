@@ -5,8 +5,6 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from gregale.cli import PROGRAMS
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
@@ -20,8 +18,8 @@ ODD = [
     *("null", "true", "", "a", "\u00e9\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
     *("[]", "[1, 2]", "[null]", "{}", "{a: 1}", "{type: text}", "{", "&a [*a]", "a: b: c"),
 ]
-COMMANDS = {name: import_module(program.module).COMMAND for name, program in PROGRAMS.items()}
-CLASSES = {"keys of a run": TrainConfig, **{name: command.options for name, command in COMMANDS.items()}}
+FEW = ["0", "-1", "2", "0.5", "1e308", "18446744073709551616", "9" * 400, "null", "", '"\\0"', "[1, 2]", "{a: 1}"]
+CLASSES = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
 NEEDED = {"name": "odd", "steps": "1000", "run": "odd", "source": "odd", "target": "odd"}
 
 
@@ -73,18 +71,16 @@ def outcome(config_class: type, path: Path | None, arguments: list[str]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_no_value_of_any_key_ends_in_a_traceback(name, tmp_path):
-    """Each key on the command line; in a file the first of each type and range, since a file only nests keys."""
-    config_class, path = CLASSES[name], tmp_path / "odd.yaml"
-    loaded, in_files = 0, set()
-    for entry in entries(config_class):
+def test_no_value_of_any_key_ends_in_a_traceback(tmp_path):
+    """Each key with a few values on the command line; the first of each type with all, in a file too."""
+    path, loaded, types = tmp_path / "odd.yaml", 0, set()
+    for config_class, entry in ((each, entry) for each in CLASSES for entry in entries(each)):
         others = given(config_class, entry)
-        is_in_file = (entry.type, entry.range) not in in_files
-        in_files.add((entry.type, entry.range))
-        for value in ODD:
+        is_new = entry.type not in types
+        types.add(entry.type)
+        for value in ODD if is_new else FEW:
             ways = [(None, [*others, f"--{named(entry.key)}={value}"])]
-            if is_in_file:
+            if is_new:
                 path.write_text(as_yaml(entry.key, value), encoding="utf-8")
                 ways.append((path, [other for other in others if not other.startswith(f"--{named(entry.key)}=")]))
             for file, arguments in ways:
@@ -92,4 +88,4 @@ def test_no_value_of_any_key_ends_in_a_traceback(name, tmp_path):
                 assert "\n" not in found, (entry.key, value[:40], file, found)
                 assert len(found) < 1500, (entry.key, value[:40], file, found)
                 loaded += not found
-    assert loaded or not list(entries(config_class))
+    assert loaded > 500

@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import re
 import struct
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,20 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
-from gregale.storage.jsonl_reader import read_entries
-from gregale.tracking import (
-    Console,
-    JsonlTracker,
-    Rate,
-    RunInfo,
-    TrackerConfig,
-    Trackers,
-    check_installed,
-    open_trackers,
-)
-from gregale.tracking.metrics import METRICS
-from gregale.tracking.tracker import Guarded
+from gregale.storage import RetryPolicy, jsonl_writer, storage_path
+from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
+from gregale.tracking.console import Console
+from gregale.tracking.metrics import METRICS, metric_of
+from gregale.tracking.rate import Rate
+from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Trackers
 from tests.disk import largest_file
+from tests.stores import Fault, proxied
 from tests.test_terminal import Terminal
 
 CONFIGS = {name: choice() for name, choice in TrackerConfig.get_known_choices().items()}
@@ -41,7 +37,7 @@ class Clock:
 
 
 def entries(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_jsonl_has_an_object_a_line_on_disk_at_once(tmp_path):
@@ -52,27 +48,12 @@ def test_jsonl_has_an_object_a_line_on_disk_at_once(tmp_path):
         {"step": 1, **TRAINING},
         {"step": 1, "eval_loss": 1.5, "bits_per_byte": 2.25},
     ]
+    no_numbers = [float("nan"), float("inf"), None, jnp.float32("nan")]
+    for value in no_numbers:
+        tracker.log(3, {"loss": value, "tokens": 1})
     tracker.close()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, jnp.float32("nan")])
-def test_what_is_no_number_is_null(tmp_path, value):
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    tracker.log(3, {"loss": value, "tokens": 1})
-    tracker.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "loss": null, "tokens": 1}\n'
-
-
-def test_resuming_drops_what_a_killed_run_wrote_later(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    steps = [1, 2, 2, 3, 4]
-    damaged = "[" * 9999 + "\n" + "nothing\n"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + damaged + '{"step": 1, "lo')
-    tracker = JsonlTracker(path, resumed_from=2)
-    tracker.log(3, {"loss": 1.0})
-    tracker.close()
-    assert entries(path) == [{"step": 1}, {"step": 2}, {"step": 2}, {"step": 3, "loss": 1.0}]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[2:] == ['{"step": 3, "loss": null, "tokens": 1}'] * len(no_numbers)
 
 
 @pytest.mark.parametrize("room", [0, 5, 30])
@@ -97,13 +78,18 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path, room):
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3, 4, 5]
 
 
-def test_resuming_tells_once_of_damaged_lines_and_keeps_all_others(tmp_path):
+def test_resuming_drops_what_a_killed_run_wrote_later_and_tells_once_of_damaged_lines(tmp_path):
     path, reports = tmp_path / "metrics.jsonl", []
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "loss": \xfe}\n{"step": 3, "note": "\xe2\x80\xa8"}\n{"step": 4, "lo')
+    kept = ['{"step": 1}', '{"step": 2}', '{"step": 2}', '{"step": 3, "note": "\u2028"}']
+    lines = [*kept, "[" * 9999, '{"step": 4}', '{"step": 1, "lo']
+    path.write_bytes("\n".join(lines).encode().replace(b'{"step": 2}', b'{"step": 2, "loss": \xfe}\n{"step": 2}', 1))
     for _ in range(2):
-        JsonlTracker(path, resumed_from=3, report=reports.append).close()
-    assert reports == [f"{path}: 1 of 3 lines are damaged, the first is line 2; they are left out."]
-    assert [entry["step"] for entry in read_entries(path).entries] == [1, 3]
+        tracker = JsonlTracker(path, resumed_from=3, report=reports.append)
+        tracker.log(4, {"loss": 1.0})
+        tracker.close()
+        assert [entry["step"] for entry in entries(path)] == [1, 2, 2, 3, 4]
+    assert reports == [f"{path}: 2 of 7 lines are damaged, the first is line 2; they are left out."]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_resuming_on_a_full_disk_leaves_the_file_as_it_was(tmp_path):
@@ -126,6 +112,52 @@ def test_wherever_the_file_was_cut_whole_lines_remain(tmp_path_factory, cut, res
     assert [entry["step"] for entry in entries(path)] == list(range(1, min(whole, resumed_from) + 1))
 
 
+def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
+    tracker = JsonlTracker(s3 / "metrics.jsonl")
+    tracker.log(1, {"loss": 2.0})
+    assert not (s3 / "metrics.jsonl").exists(), "not with every line"
+    tracker.flush()
+    assert entries(s3 / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+    for step in (2, 3):
+        tracker.log(step, {"loss": float("nan")})
+    tracker.close()
+    assert entries(s3 / "metrics.jsonl")[1:] == [{"step": step, "loss": None} for step in (2, 3)]
+    resumed = JsonlTracker(s3 / "metrics.jsonl", resumed_from=2)
+    resumed.log(3, {"loss": 1.0})
+    resumed.close()
+    assert [(line["step"], line["loss"]) for line in entries(s3 / "metrics.jsonl")] == [(1, 2.0), (2, None), (3, 1.0)]
+    JsonlTracker(s3 / "metrics.jsonl", resumed_from=1).close()
+    assert entries(s3 / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+
+
+def test_lines_are_written_after_a_while_and_kept_while_the_store_is_away(s3, s3_endpoint, monkeypatch):
+    monkeypatch.setattr(jsonl_writer, "FLUSH_SECONDS", 0.05)
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        reports: list[str] = []
+        to = storage_path(str(s3 / "metrics.jsonl"), RetryPolicy(seconds=0.1, first_delay_seconds=0.05))
+        tracker = JsonlTracker(to, report=reports.append)
+        proxy.faults[:] = [Fault(500, 4, "PUT")]
+        tracker.log(1, {"loss": 2.0})
+        until = time.monotonic() + 30
+        while len(reports) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "Its lines are kept until it can be written." in reports[0]
+        assert reports[1] == f"{to} is written again, with the lines that were kept."
+        assert entries(to) == [{"step": 1, "loss": 2.0}]
+        proxy.faults[:] = [Fault("denied", 1000, "PUT")]
+        tracker.log(2, {"loss": 2.0})
+        with pytest.raises(UserError, match=r"metrics.jsonl lacks its last 1 lines\. .*the store refused access"):
+            tracker.close()
+
+
+def test_other_trackers_of_a_run_in_a_store_have_a_folder_here(s3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunInfo(s3 / "a", "a", {}).files.absolute() == tmp_path / "trackers" / "a"
+    assert os.listdir("trackers") == ["a"]
+    assert RunInfo(tmp_path / "a", "a", {}).files == tmp_path / "a"
+
+
 def test_the_rate_is_of_the_window_and_leaves_out_the_first_step():
     rate = Rate(now=1000.0, step=50, window=4)
     assert (rate.tokens_per_second, rate.step_seconds) == (0.0, 0.0)
@@ -136,14 +168,11 @@ def test_the_rate_is_of_the_window_and_leaves_out_the_first_step():
     for step in range(53, 60):
         rate.completed(step, tokens=100, now=1010.5 + (step - 52) * 2.0)
     assert (rate.tokens_per_second, rate.step_seconds) == (50.0, 2.0)
-
-
-def test_the_rate_takes_several_steps_at_once_and_no_time_at_all():
     rate = Rate(now=5.0)
     rate.completed(1, tokens=10, now=5.0)
-    assert rate.tokens_per_second == 0.0
+    assert rate.tokens_per_second == 0.0, "no time has passed"
     rate.completed(5, tokens=40, now=7.0)
-    assert (rate.tokens_per_second, rate.step_seconds) == (20.0, 0.5)
+    assert (rate.tokens_per_second, rate.step_seconds) == (20.0, 0.5), "several steps at once"
 
 
 def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
@@ -163,21 +192,34 @@ def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
     assert [line.split("/")[0] for line in lines[1:]] == ["step 1", "step 41", "step 81", "step 100"]
 
 
-def test_a_run_that_goes_on_compiles_too_and_one_that_is_done_does_not():
+def test_a_run_that_goes_on_compiles_too_and_evaluations_and_messages_are_always_shown():
     file = io.StringIO()
     console = Console(file, interval_seconds=0)
     console.begin(9, done=4)
     console.log(5, TRAINING)
     console.log(6, TRAINING)
+    for _ in range(2):
+        console.log(6, {"eval_loss": 1.25, "bits_per_byte": 1.803})
+        console.message("checkpoint [4] saved")
     console.begin(9, done=9)
     assert file.getvalue().splitlines() == [
         "step 4/9  compiling the first step",
         "step 5/9  loss 2.5000  30s, compiling included",
         "step 6/9  loss 2.5000  12,346 tokens/s  ETA 1m 30s",
+        *["step 6/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"] * 2,
     ]
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_preparations_tell_how_far_they_are():
+    file = io.StringIO()
+    console = Console(file, clock=Clock())
+    for done in range(11):
+        console.progress("tokenizing", done, 10, "files")
+    console.progress("reading", 5_000_000, 5_000_000)
+    assert file.getvalue().splitlines() == ["tokenizing 0/10 files", "tokenizing 10/10 files", "reading 5.0 MB/5.0 MB"]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -192,26 +234,6 @@ def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
     assert "loss 2.5000" in last
     assert last.rstrip().endswith("ETA 50m 00s")
     assert ("replica bytes" in last) == (columns == 120)
-
-
-def test_evaluations_and_messages_are_always_shown():
-    file = io.StringIO()
-    console = Console(file, clock=Clock())
-    console.begin(9)
-    for _ in range(2):
-        console.log(4, {"eval_loss": 1.25, "bits_per_byte": 1.803})
-        console.message("checkpoint [4] saved")
-    shown = ["step 4/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"]
-    assert file.getvalue().splitlines()[1:] == shown * 2
-
-
-def test_preparations_tell_how_far_they_are():
-    file, clock = io.StringIO(), Clock()
-    console = Console(file, clock=clock)
-    for done in range(11):
-        console.progress("tokenizing", done, 10, "files")
-    console.progress("reading", 5_000_000, 5_000_000)
-    assert file.getvalue().splitlines() == ["tokenizing 0/10 files", "tokenizing 10/10 files", "reading 5.0 MB/5.0 MB"]
 
 
 def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
@@ -285,34 +307,18 @@ def tensorboard_records(path) -> list[bytes]:
     return found
 
 
-def test_tensorboard_gets_the_scalars(tmp_path):
-    run = RunInfo(tmp_path, "a run", {"steps": 3})
-    with open_trackers([CONFIGS["tensorboard"]], run, Console(io.StringIO()), is_writer=True) as trackers:
-        trackers.log(1, {"loss": 2.5, "grad_norm": float("nan")})
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    records = b"".join(tensorboard_records(path))
-    assert b"loss" in records
-    assert struct.pack("<f", 2.5) in records
-    assert b"grad_norm" not in records
-    assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "grad_norm": None}]
-
-
-def test_tensorboard_has_every_name_as_it_is(tmp_path):
+def test_tensorboard_gets_every_number_under_its_name(tmp_path):
     names = [re.sub(r"<\w+>", "0", metric.name) for metric in METRICS]
     with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(io.StringIO()), True) as trackers:
-        trackers.log(1, dict.fromkeys(names, 1.0))
+        trackers.log(1, {**dict.fromkeys(names, 1.0), "loss": 2.5, "grad_norm": float("nan")})
     (path,) = (tmp_path / "tensorboard").iterdir()
     records = tensorboard_records(path)
     for name in names:
-        field = b"\x0a" + bytes([len(name)]) + name.encode()  # Summary.Value.tag
-        assert any(field in record for record in records), name
-
-
-def test_processes_that_do_not_write_leave_nothing(tmp_path):
-    run = RunInfo(tmp_path, "a run", {})
-    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
-        trackers.log(1, TRAINING)
-    assert list(tmp_path.iterdir()) == []
+        tag = b"\x0a" + bytes([len(name)]) + name.encode()  # Summary.Value.tag
+        assert any(tag in record for record in records) == (name != "grad_norm"), name
+    assert struct.pack("<f", 2.5) in b"".join(records)
+    (line,) = entries(tmp_path / "metrics.jsonl")
+    assert (line["loss"], line["grad_norm"]) == (2.5, None)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -321,4 +327,15 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, CONFIGS[name].package, raising=False)
     with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
-    assert list(tmp_path.iterdir()) == []
+    run = RunInfo(tmp_path, "a run", {})
+    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
+        trackers.log(1, TRAINING)
+    assert list(tmp_path.iterdir()) == [], "a process that does not write needs no package and leaves nothing"
+
+
+def test_every_metric_is_found_by_a_name_of_it():
+    for metric in METRICS:
+        name = metric.name.replace("<replica>", "3").replace("<part>", "layer.7.mlp").replace("<source>", "news")
+        assert metric_of(name.replace("<task>", "sums").replace("<figure>", "acc_norm")) is metric
+    for name in ("los", "loss_", "loss_x", "grad_norm/", "eval_loss.", "tokensX"):
+        assert metric_of(name) is None

@@ -1,7 +1,7 @@
 """The device mesh: named axes, slowest link first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 
 Device = Any  # a `jax.Device`; tests also pass descriptions of devices
 
@@ -22,44 +22,25 @@ AXES = ("island", "replica", "stage", "data", "model")
 class MeshConfig(Settings):
     """The sizes of the mesh axes, slowest link first; at most one is -1 and takes the remaining devices."""
 
-    island: int = field(
-        default=1,
-        metadata={
-            "help": "groups of replicas that DiLoCo joins; 1: it joins the replicas",
-            "range": AXIS_SIZE,
-        },
+    island: int = setting(1, "groups of replicas that DiLoCo joins; 1: it joins the replicas", range=AXIS_SIZE)
+    replica: int = setting(
+        1,
+        "replicas: groups of devices joined by the slow link",
+        range=AXIS_SIZE,
+        aliases=("replicas", "dp_replicate", "num_replicas"),
     )
-    replica: int = field(
-        default=1,
-        metadata={
-            "help": "replicas: groups of devices joined by the slow link",
-            "range": AXIS_SIZE,
-            "aliases": ("replicas", "dp_replicate", "num_replicas"),
-        },
+    stage: int = setting(1, "pipeline stages", range=AXIS_SIZE, aliases=("stages", "pipeline_parallel", "pp"))
+    data: int = setting(
+        -1,
+        "devices that share a replica's batch and parameters (FSDP)",
+        range=AXIS_SIZE,
+        aliases=("fsdp", "dp", "data_parallel", "dp_shard"),
     )
-    stage: int = field(
-        default=1,
-        metadata={
-            "help": "pipeline stages",
-            "range": AXIS_SIZE,
-            "aliases": ("stages", "pipeline_parallel", "pp"),
-        },
-    )
-    data: int = field(
-        default=-1,
-        metadata={
-            "help": "devices that share a replica's batch and parameters (FSDP)",
-            "range": AXIS_SIZE,
-            "aliases": ("fsdp", "dp", "data_parallel", "dp_shard"),
-        },
-    )
-    model: int = field(
-        default=1,
-        metadata={
-            "help": "devices that split each layer (tensor parallelism)",
-            "range": AXIS_SIZE,
-            "aliases": ("tensor", "tp", "tensor_parallel", "model_parallel"),
-        },
+    model: int = setting(
+        1,
+        "devices that split each layer (tensor parallelism)",
+        range=AXIS_SIZE,
+        aliases=("tensor", "tp", "tensor_parallel", "model_parallel"),
     )
 
     def __post_init__(self):

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gregale.checkpoint.manifest import MANIFEST
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 from gregale.storage import StoragePath, names, status
 
 LEAVES = "leaves.json"
@@ -21,25 +21,16 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 class CheckpointConfig(Settings):
     """The interval between checkpoints and the number to keep."""
 
-    every: int = field(
-        default=1000,
-        metadata={
-            "help": "Save a checkpoint every this many steps.",
-            "range": whole(1),
-            "aliases": ("save_steps", "save_every", "save_interval", "checkpoint_every", "ckpt_interval"),
-        },
+    every: int = setting(
+        1000,
+        "Save a checkpoint every this many steps.",
+        range=whole(1),
+        aliases=("save_steps", "save_every", "save_interval", "checkpoint_every", "ckpt_interval"),
     )
-    keep_last: int = field(
-        default=3,
-        metadata={
-            "help": "Number of newest checkpoints to keep.",
-            "range": whole(1),
-            "aliases": ("save_total_limit", "max_to_keep", "keep"),
-        },
+    keep_last: int = setting(
+        3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("save_total_limit", "max_to_keep", "keep")
     )
-    keep_every: int | None = field(
-        default=None, metadata={"help": "Keep multiples of this many steps for ever.", "range": whole(1)}
-    )
+    keep_every: int | None = setting(None, "Keep multiples of this many steps for ever.", range=whole(1))
 
 
 def folder_name(step: int) -> str:

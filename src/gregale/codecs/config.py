@@ -30,7 +30,7 @@ class FeedbackConfig(Settings):
 class ReduceConfig(Settings):
     """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
 
-    renamed_keys: ClassVar = {"second_leg": "gather_codec"}
+    earlier: ClassVar = {"second_leg": "gather_codec"}
 
     codec: str = field(
         default="none",

@@ -7,7 +7,7 @@ from gregale.data.mixtures import check_mixtures
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Fixed, Range, RemovedKey, Settings, at_least, check_path, whole
+from gregale.settings import Fixed, Range, Removed, Settings, at_least, check_path, setting, whole
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
@@ -18,17 +18,15 @@ SOURCES, VALIDATION = "sources", "validation"
 class DataConfig(Settings):
     """The training text, and how it becomes examples."""
 
-    removed_keys: ClassVar = {
-        "order": RemovedKey(
-            "whole",
+    earlier: ClassVar = {
+        "order": Removed(
             "all text is tokenized before the first step (`gregale tokenize` does it ahead of time, on hosts without "
             "accelerators too). A run in the order by parts cannot go on: begin a new one",
+            default="whole",
         )
     }
 
-    sources: dict[str, SourceConfig] = field(
-        default_factory=dict, metadata={"help": "documents, by a name of your choice"}
-    )
+    sources: dict[str, SourceConfig] = setting(dict, "documents, by a name of your choice")
     tokenizer: TokenizerConfig = field(
         default_factory=BytesConfig,
         metadata={
@@ -36,30 +34,22 @@ class DataConfig(Settings):
             "fixed": Fixed("the saved parameters were trained on its tokens"),
         },
     )
-    validation: dict[str, SourceConfig] = field(
-        default_factory=dict,
-        metadata={"help": "only evaluated on", "keys_of": "data.sources"},
+    validation: dict[str, SourceConfig] = setting(dict, "only evaluated on", keys_of="data.sources")
+    held_out: float = setting(
+        0.02,
+        "share kept to evaluate; 0: nothing",
+        range=Range(0, 1, below=True),
+        aliases=("val_split", "validation_split", "val_fraction", "eval_fraction", "test_size"),
+        fixed=Fixed("what would be held out now has been trained on"),
     )
-    held_out: float = field(
-        default=0.02,
-        metadata={
-            "help": "share kept to evaluate; 0: nothing",
-            "range": Range(0, 1, below=True),
-            "aliases": ("val_split", "validation_split", "val_fraction", "eval_fraction", "test_size"),
-            "fixed": Fixed("what would be held out now has been trained on"),
-        },
+    shuffle: bool = setting(True, "random order, anew each epoch", fixed=ORDER)
+    cross_documents: bool = setting(False, "let attention and loss cross documents")
+    replica_mixtures: list[dict[str, float]] = setting(
+        list, "for each DiLoCo replica its own weights", range=at_least(0), fixed=ORDER
     )
-    shuffle: bool = field(default=True, metadata={"help": "random order, anew each epoch", "fixed": ORDER})
-    cross_documents: bool = field(default=False, metadata={"help": "let attention and loss cross documents"})
-    replica_mixtures: list[dict[str, float]] = field(
-        default_factory=list,
-        metadata={"help": "for each DiLoCo replica its own weights", "range": at_least(0), "fixed": ORDER},
-    )
-    cache: str = field(default="cache", metadata={"help": "folder or URL; tokenized text for later runs"})
-    local_cache: str = field(default=AUTO, metadata={"help": "of pieces read of a URL; auto: ~/.cache/gregale"})
-    workers: int = field(
-        default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}
-    )
+    cache: str = setting("cache", "folder or URL; tokenized text for later runs")
+    local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale")
+    workers: int = setting(0, "processes that tokenize; 0: one for each core", range=whole(0, 4096))
 
     def __post_init__(self):
         super().__post_init__()

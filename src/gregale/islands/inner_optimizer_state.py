@@ -5,7 +5,7 @@ not come from an optimizer with empty moments.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from gregale.communication.shards import keys_here, on_devices, shards_here
 from gregale.methods.method import PsdpState
 
-Tree = Any
 Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 

@@ -50,14 +50,10 @@ def compared(sync: SyncConfig, layers: int) -> dict[str, Compared]:
         "streaming": Compared(replace(streaming, delay=0), False),
         "streaming_overlap": Compared(streaming, False),
     }
-    if isinstance(sync, StreamingDilocoConfig) and sync.delay:
-        return found | {
-            "streaming": Compared(replace(sync, delay=0), False),
-            "streaming_overlap": Compared(sync, True),
-        }
     if isinstance(sync, StreamingDilocoConfig):
+        overlapping = sync if sync.delay else replace(sync, delay=delay)
         return found | {
-            "streaming": Compared(sync, True),
-            "streaming_overlap": Compared(replace(sync, delay=delay), False),
+            "streaming": Compared(replace(sync, delay=0), not sync.delay),
+            "streaming_overlap": Compared(overlapping, bool(sync.delay)),
         }
     return found | {"diloco": Compared(sync, True)} if isinstance(sync, DilocoConfig) else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import draccus
@@ -21,7 +21,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.settings import Range, Settings, between, whole
+from gregale.settings import Range, Removed, Settings, between, setting, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -49,11 +49,13 @@ class Methods(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
-    """The choice by `type` of the synchronisation of replicas; `gone` has removed types and their replacements."""
+    """The choice by `type` of the synchronisation of replicas."""
 
-    gone: ClassVar[dict[str, str]] = {
-        "delayed_psdp": "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends "
-        "less over the slow link, and so do the codecs of PSDP (reduce.codec)."
+    earlier: ClassVar = {
+        "type delayed_psdp": Removed(
+            "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends less over "
+            "the slow link, and so do the codecs of PSDP (reduce.codec)."
+        )
     }
 
     @classmethod
@@ -127,23 +129,16 @@ class PsdpConfig(SyncConfig):
 class DilocoConfig(SyncConfig):
     """Replicas train separately; an outer optimizer joins them every `period` steps (arXiv 2311.08105)."""
 
-    period: int = field(
-        default=100,
-        metadata={
-            "help": "H: steps between two synchronisations",
-            "range": whole(1),
-            "aliases": ("sync_every", "local_steps", "inner_steps", "h", "sync_interval"),
-        },
+    period: int = setting(
+        100,
+        "H: steps between two synchronisations",
+        range=whole(1),
+        aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval"),
     )
-    outer: OptimizerConfig = field(default=OUTER, metadata={"help": "the outer optimizer; its steps are outer ones"})
-    warmup_steps: int = field(default=0, metadata={"help": "steps of PSDP before the replicas part", "range": whole(0)})
-    dropout: float = field(
-        default=0.0,
-        metadata={"help": "probability that a replica misses a synchronisation", "range": Range(0, 1, below=True)},
-    )
-    evaluate: str = field(
-        default="outer", metadata={"help": "which parameters are evaluated and sampled", "choices": EVALUATED}
-    )
+    outer: OptimizerConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
+    warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))
+    dropout: float = setting(0.0, "probability that a replica misses a synchronisation", range=Range(0, 1, below=True))
+    evaluate: str = setting("outer", "which parameters are evaluated and sampled", choices=EVALUATED)
 
     def __post_init__(self):
         super().__post_init__()
@@ -262,20 +257,10 @@ class DilocoConfig(SyncConfig):
 class StreamingDilocoConfig(DilocoConfig):
     """DiLoCo by fragments, staggered over the period and hidden behind the steps (arXiv 2501.18512)."""
 
-    fragments: int = field(
-        default=4, metadata={"help": "P: all that is not in layers, and P - 1 groups of layers", "range": whole(1)}
-    )
-    delay: int = field(
-        default=2,
-        metadata={"help": "tau: steps from sending to applying; 2 or more hides all of it", "range": whole(0)},
-    )
-    alpha: float = field(
-        default=0.5,
-        metadata={"help": "what a replica keeps of its own when a fragment arrives", "range": between(0, 1)},
-    )
-    pattern: str = field(
-        default="strided", metadata={"help": "layers of a fragment: strided or sequential", "choices": PATTERNS}
-    )
+    fragments: int = setting(4, "P: all that is not in layers, and P - 1 groups of layers", range=whole(1))
+    delay: int = setting(2, "tau: steps from sending to applying; 2 or more hides all of it", range=whole(0))
+    alpha: float = setting(0.5, "what a replica keeps of its own when a fragment arrives", range=between(0, 1))
+    pattern: str = setting("strided", "layers of a fragment: strided or sequential", choices=PATTERNS)
 
     @property
     def mixing(self) -> float:

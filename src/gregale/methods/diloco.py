@@ -24,7 +24,7 @@ from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
 from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Actions, PsdpState
+from gregale.methods.method import Actions, Method, PsdpState
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import Replicas
@@ -51,7 +51,7 @@ def sync_axis(layout: Layout) -> str:
 
 
 @dataclass(frozen=True)
-class Diloco:
+class Diloco(Method):
     """DiLoCo on any Equinox module and loss (DESIGN section 4).
 
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses
@@ -125,12 +125,10 @@ class Diloco:
 
     @property
     def step_layout(self) -> Layout:
-        """Return the layout of one replica: each replica makes its own step."""
         return self.inner.layout
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Return the axes of the step's metrics: each replica makes its own step."""
         return (self.axis,)
 
     @property
@@ -154,7 +152,6 @@ class Diloco:
         return self.reset_error(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
 
     def reset_error(self, state: DilocoState) -> DilocoState:
-        """Return a state of any mesh with a zero error of quantised averages."""
         error = self.joint.reducer.init(state.outer.parameters)
         error = errors_per_fragment(error, self.schedule.fragments)
         return state._replace(outer=state.outer._replace(error=error))
@@ -171,13 +168,11 @@ class Diloco:
         return PsdpState(self.outer_parameters(state), sharded, gathered)
 
     def shardings(self, state: DilocoState) -> DilocoState:
-        """Return the sharding of each array of a state."""
         seen = self.layout.shardings(state.seen, {self.axis: self.axis})
         inner, outer = self.replicas.shardings(state.inner), self.joint.shardings(state.outer)
         return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
-        """Return the actions of step number `step` (from 1) beside its update."""
         schedule, legs = self.schedule, self.schedule.legs(step)
         if schedule.delay == 0:
             return Actions((None, None), Fragment.at(schedule, legs.send, step))
@@ -224,7 +219,6 @@ class Diloco:
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
     def inspected(self, state: DilocoState, batch: Tree, probe: Probe) -> Inspected:
-        """Return the values of each replica's own step, as `Psdp.inspected`; `probe` is for one replica's layout."""
         own = partial(self.inner.inspected, probe=probe)
         return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
 
@@ -250,11 +244,9 @@ class Diloco:
         return total
 
     def metrics(self, step: int) -> dict[str, int]:
-        """Return `steps_since_sync`: steps since a fragment was last sent."""
         return {"steps_since_sync": step - self.schedule.last_sent(step)}
 
     def trees(self, state: DilocoState) -> dict[str, Tree]:
-        """Return one replica's parameters and optimizer state, and the outer trees."""
         inner, outer = state.inner, state.outer
         return {
             "parameters": inner.parameters,
@@ -277,7 +269,6 @@ class Diloco:
         return self.inner.model_with(self.outer_parameters(state))
 
     def eval_subset(self, state: DilocoState) -> DilocoState:
-        """Return the part of a state that `eval_model` needs; the rest is None."""
         if self.evaluate != "outer":
             return DilocoState(self.inner.eval_subset(state.inner), None, None, None)  # type: ignore[arg-type]
         outer = OuterState(state.outer.parameters, None, state.outer.pending)

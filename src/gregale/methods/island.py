@@ -42,7 +42,7 @@ from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 from gregale.communication.row_layout import RowLayout, rows_of
 from gregale.methods.fragments import Fragment, errors_per_fragment
 from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.outer import pseudo_gradient
 from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
@@ -61,7 +61,7 @@ class IslandState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Island:
+class Island(Method):
     """One island as a method: PSDP steps inside, and the two programs at the boundary to the network.
 
         depart: d = theta_f - theta_k,f        message = encode(d + e)        on each device, of its own shard
@@ -85,7 +85,6 @@ class Island:
     compiler_options: CompilerOptions | None = None
 
     name: ClassVar[str] = "island"
-    shown: ClassVar[tuple[str, ...]] = ()
 
     # Send a fragment to the network and apply its result.
 
@@ -230,25 +229,13 @@ class Island:
         """Return the mesh and the mappings."""
         return self.inner.layout
 
-    @property
-    def step_layout(self) -> Layout:
-        """Return the whole layout: all replicas make a step together."""
-        return self.inner.step_layout
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        return self.inner.replica_axes
-
     def init(self, model: Tree | None = None) -> IslandState:
-        """Return the state before the first step."""
         return self.from_psdp(self.inner.init(model))
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> IslandState:
-        """Return the state that continues from a PSDP state."""
         return self.reset_error(IslandState(self.inner.from_psdp(start, step), None))
 
     def reset_error(self, state: IslandState) -> IslandState:
-        """Return a state of any mesh and codec with a zero error of sent messages."""
         error = init_error(state.psdp.parameters, self.finest, self.reduce, ISLAND)._replace(second={})
         return state._replace(error=errors_per_fragment(error, self.schedule.fragments))
 
@@ -256,7 +243,6 @@ class Island:
         return state._replace(error=None)
 
     def shardings(self, state: IslandState) -> IslandState:
-        """Return the sharding of each array of a state."""
         error = None if state.error is None else error_shardings(state.error, self.finest, ISLAND)
         return IslandState(self.inner.shardings(state.psdp), error)
 
@@ -265,36 +251,17 @@ class Island:
         psdp, metrics = self.inner.step(state.psdp, batch)
         return state._replace(psdp=psdp), metrics
 
-    def actions(self, step: int) -> Actions:
-        """Return no actions beside the update."""
-        return self.inner.actions(step)
-
-    def synchronise(self, state: IslandState, after: Any) -> tuple[IslandState, None]:
-        """Do nothing after a step."""
-        del after
-        return state, None
-
     def to_psdp(self, state: IslandState) -> PsdpState:
-        """Return the PSDP state that continues."""
         return self.inner.to_psdp(state.psdp)
 
     def eval_model(self, state: IslandState) -> Tree:
-        """Return the model with the parameters of the next step."""
         return self.inner.eval_model(state.psdp)
 
     def eval_subset(self, state: IslandState) -> IslandState:
         return IslandState(self.inner.eval_subset(state.psdp), None)
 
-    def needs_full_state(self, step: int) -> bool:
-        """Return whether evaluation needs more than `eval_subset`: never."""
-        return self.inner.needs_full_state(step)
-
     def inspected(self, state: IslandState, batch: Tree, probe: Probe) -> Inspected:
-        """Return the values of a step, which is one of PSDP."""
         return self.inner.inspected(state.psdp, batch, probe)
-
-    def metrics(self, step: int) -> dict[str, int]:
-        return self.inner.metrics(step)
 
     def bytes_sent(self, step: int) -> int:
         """Return 0 bytes over an axis of the mesh. `NetworkReducer.bytes_sent` counts those over the network."""

@@ -17,7 +17,7 @@ from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
-from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
 
@@ -34,7 +34,7 @@ def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
 
 
 @dataclass(frozen=True)
-class Psdp:
+class Psdp(Method):
     """The PSDP step for any Equinox module and any loss (DESIGN section 3).
 
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
@@ -59,17 +59,6 @@ class Psdp:
     reduce: ReduceConfig = field(default=ReduceConfig())
 
     name: ClassVar[str] = "psdp"
-    shown: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def step_layout(self) -> Layout:
-        """Return the whole layout: all replicas make a step together."""
-        return self.layout
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """Return no axes of the step's metrics: all replicas make one step together."""
-        return ()
 
     def init(self, model: Tree | None = None) -> PsdpState:
         """Return the state before the first step, from the arrays of `model` (default: `self.model`).
@@ -84,11 +73,9 @@ class Psdp:
         return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
 
     def reset_error(self, state: PsdpState) -> PsdpState:
-        """Return a state of any mesh and codec with a zero error of quantised averages."""
         return state._replace(error=self.reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Return the sharding of each array of a state."""
         layout = self.layout
         return PsdpState(
             parameters=layout.shardings(state.parameters, layout.params),
@@ -106,7 +93,6 @@ class Psdp:
         return either(metrics.finite, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        """Return the values of `step`, in a separate program."""
         moved, grads, _ = self._moved(state, batch)
         return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
 
@@ -153,23 +139,11 @@ class Psdp:
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 
-    def actions(self, step: int) -> Actions:
-        """Return no actions beside the update."""
-        del step
-        return Actions()
-
-    def synchronise(self, state: PsdpState, after: Any) -> tuple[PsdpState, None]:
-        """Do nothing after a step."""
-        del after
-        return state, None
-
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
-        """Return the state that continues from another PSDP state."""
         del step
         return self.reset_error(start)
 
     def to_psdp(self, state: PsdpState) -> PsdpState:
-        """Return the state without the error of quantised averages."""
         return self.without_error(state)
 
     def without_error(self, state: PsdpState) -> PsdpState:
@@ -179,11 +153,6 @@ class Psdp:
         """Return a device's bytes over `replica` in the first `step` steps, for gradients and updates."""
         return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
 
-    def metrics(self, step: int) -> dict[str, int]:
-        """Return no further metrics."""
-        del step
-        return {}
-
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
 
@@ -191,7 +160,6 @@ class Psdp:
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        """Return the model with the state's parameters."""
         return self.model_with(state.parameters)
 
     def model_with(self, parameters: Tree) -> Tree:
@@ -199,13 +167,7 @@ class Psdp:
         return eqx.combine(parameters, self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
-        """Return the part of a state that `eval_model` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
-
-    def needs_full_state(self, step: int) -> bool:
-        """Return whether evaluation needs more than `eval_subset`: never."""
-        del step
-        return False
 
     @property
     def reducer(self) -> Reducer:

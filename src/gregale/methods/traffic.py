@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,13 +24,19 @@ from gregale.audit.traffic import (
 from gregale.axes.layout import Layout, is_named, is_parameter
 from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
-from gregale.methods.method import StepKind
 from gregale.methods.schedule import Schedule, StepFragments
 
 Tree = Any
 
 SYNCHRONISE = "synchronise"
 WITH_LEGS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}
+
+
+class StepKind(NamedTuple):
+    """A kind of steps with actions beside their update, described by one of them."""
+
+    step: int  # the number of the step of this kind that sends most
+    transfers: list[Transfer]  # of its phases, in closed form
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,11 @@ class PsdpTraffic:
     model: Tree
     step: StepShape
 
-    period = 1
+    period = 1  # steps after which the transfers repeat
 
     @property
     def averages(self) -> list[Transfer] | None:
-        """Return the transfers to average gradients and gather updates; None if they are float32."""
+        """Return each step's transfers to average gradients, take their norm and gather updates; None: float32."""
         reducer = self.reducer
         if not isinstance(reducer, QuantisedReducer):
             return None
@@ -58,12 +64,15 @@ class PsdpTraffic:
         return [*sent, *reducer.measure_transfers(2), *gathered]
 
     def kinds(self) -> dict[str, StepKind]:
+        """Return, by the name of its program, each kind of steps with actions beside their update: none."""
         return {}
 
     def joins(self) -> list[Transfer]:
+        """Return all transfers of a period's steps beside their updates: none."""
         return []
 
     def bytes_a_step(self) -> tuple[float, float]:
+        """Return a device's bytes over the slow axis for the parameters: average and maximum of a step."""
         sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
         return sent, sent
 

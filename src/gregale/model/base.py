@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import draccus
 from haliax import Axis
 
-from gregale.settings import Fixed, Settings, check_path
+from gregale.settings import Fixed, Settings, check_path, setting
 
 SHAPE = Fixed("the saved parameters have this shape")
 
@@ -41,7 +41,7 @@ class HuggingFaceConfig(ModelConfig):
     """The shape in the config.json of a model of the hub, with random weights; a run keeps it as `type: llama`."""
 
     path: str = field(metadata={"help": "its folder, or its name on the hub: ORG/NAME or ORG/NAME@REVISION"})
-    with_tokenizer: bool = field(default=True, metadata={"help": "its tokenizer too, unless data.tokenizer is another"})
+    with_tokenizer: bool = setting(True, "its tokenizer too, unless data.tokenizer is another")
 
     def __post_init__(self):
         super().__post_init__()

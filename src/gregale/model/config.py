@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from gregale.errors import KeyedError
 from gregale.model.base import SHAPE, ModelConfig
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Settings, above, at_least, whole
+from gregale.settings import Settings, above, at_least, setting, whole
 
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
@@ -61,69 +61,37 @@ class LlamaConfig(Sizes):
     scaled_embedding: ClassVar[bool] = False
     window_rotary_base: ClassVar[float | None] = None
 
-    norms: str = field(
-        default="before",
-        metadata={
-            "help": "normalise what a layer takes, gives, or both",
-            "choices": NORMS,
-            "fixed": MEANING,
-        },
+    norms: str = setting("before", "normalise what a layer takes, gives, or both", choices=NORMS, fixed=MEANING)
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen 3)", fixed=SHAPE)
+    qk_norm_over: str = setting("head", "one head's values, or all heads' (OLMo 2)", choices=QK_NORM_OVER, fixed=SHAPE)
+    attention_bias: bool = setting(False, "biases on query, key and value (Qwen 2)", aliases=("qkv_bias",), fixed=SHAPE)
+    sliding_window: int | None = setting(
+        None,
+        "tokens that a token sees at most (Mistral)",
+        range=whole(1),
+        aliases=("window_size", "attention_window", "window"),
+        fixed=MEANING,
     )
-    qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys (Qwen 3)", "fixed": SHAPE})
-    qk_norm_over: str = field(
-        default="head",
-        metadata={
-            "help": "one head's values, or all heads' (OLMo 2)",
-            "choices": QK_NORM_OVER,
-            "fixed": SHAPE,
-        },
+    full_layers: tuple[int, ...] = setting((), "layers, from 0, that see all tokens", range=whole(0), fixed=MEANING)
+    norm_epsilon: float = setting(
+        1e-5,
+        "added to the mean square in RMSNorm",
+        range=above(0),
+        aliases=("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "rms_norm_epsilon"),
+        fixed=MEANING,
     )
-    attention_bias: bool = field(
-        default=False,
-        metadata={"help": "biases on query, key and value (Qwen 2)", "aliases": ("qkv_bias",), "fixed": SHAPE},
+    rotary_base: float = setting(
+        10000.0,
+        "base of the rotary wavelengths",
+        range=at_least(1),
+        aliases=("rope_theta", "rope_base", "rotary_theta", "theta"),
+        fixed=MEANING,
     )
-    sliding_window: int | None = field(
-        default=None,
-        metadata={
-            "help": "tokens that a token sees at most (Mistral)",
-            "range": whole(1),
-            "aliases": ("window_size", "attention_window", "window"),
-            "fixed": MEANING,
-        },
+    rotary_scaling: RotaryScaling | None = setting(
+        None, "for a longer context; null: none", aliases=("rope_scaling",), fixed=MEANING
     )
-    full_layers: tuple[int, ...] = field(
-        default=(),
-        metadata={"help": "layers, from 0, that see all tokens", "range": whole(0), "fixed": MEANING},
-    )
-    norm_epsilon: float = field(
-        default=1e-5,
-        metadata={
-            "help": "added to the mean square in RMSNorm",
-            "range": above(0),
-            "aliases": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "rms_norm_epsilon"),
-            "fixed": MEANING,
-        },
-    )
-    rotary_base: float = field(
-        default=10000.0,
-        metadata={
-            "help": "base of the rotary wavelengths",
-            "range": at_least(1),
-            "aliases": ("rope_theta", "rope_base", "rotary_theta", "theta"),
-            "fixed": MEANING,
-        },
-    )
-    rotary_scaling: RotaryScaling | None = field(
-        default=None,
-        metadata={"help": "for a longer context; null: none", "aliases": ("rope_scaling",), "fixed": MEANING},
-    )
-    init_scale: float = field(
-        default=0.02,
-        metadata={
-            "help": "standard deviation of the initial weights",
-            "range": at_least(0),
-            "aliases": ("initializer_range", "init_std"),
-        },
+    init_scale: float = setting(
+        0.02, "standard deviation of the initial weights", range=at_least(0), aliases=("initializer_range", "init_std")
     )
 
     def __post_init__(self):
@@ -179,57 +147,42 @@ class LlamaConfig(Sizes):
 class GemmaConfig(LlamaConfig):
     """The Llama family with the additions of Gemma 2 and 3; their norms are `around`."""
 
-    activation: str = field(
-        default="silu",
-        metadata={
-            "help": "of the gate: SwiGLU, or GeGLU by tanh (Gemma)",
-            "choices": ACTIVATIONS,
-            "aliases": ("hidden_act", "hidden_activation", "activation_function"),
-            "fixed": MEANING,
-        },
+    activation: str = setting(
+        "silu",
+        "of the gate: SwiGLU, or GeGLU by tanh (Gemma)",
+        choices=ACTIVATIONS,
+        aliases=("hidden_act", "hidden_activation", "activation_function"),
+        fixed=MEANING,
     )
-    norm_offset: float = field(
-        default=0.0,
-        metadata={"help": "added to the weights of RMSNorm (Gemma: 1)", "range": at_least(0), "fixed": MEANING},
+    norm_offset: float = setting(0.0, "added to the weights of RMSNorm (Gemma: 1)", range=at_least(0), fixed=MEANING)
+    score_width: float | None = setting(
+        None,
+        "scores are divided by its root; null: head_size",
+        range=above(0),
+        aliases=("query_pre_attn_scalar",),
+        fixed=MEANING,
     )
-    score_width: float | None = field(
-        default=None,
-        metadata={
-            "help": "scores are divided by its root; null: head_size",
-            "range": above(0),
-            "aliases": ("query_pre_attn_scalar",),
-            "fixed": MEANING,
-        },
+    score_softcap: float | None = setting(
+        None,
+        "bounds scores by tanh (Gemma 2); null: nothing",
+        range=above(0),
+        aliases=("attn_logit_softcapping", "attention_softcap"),
+        fixed=MEANING,
     )
-    score_softcap: float | None = field(
-        default=None,
-        metadata={
-            "help": "bounds scores by tanh (Gemma 2); null: nothing",
-            "range": above(0),
-            "aliases": ("attn_logit_softcapping", "attention_softcap"),
-            "fixed": MEANING,
-        },
+    logit_softcap: float | None = setting(
+        None,
+        "bounds logits by tanh (Gemma 2); null: nothing",
+        range=above(0),
+        aliases=("final_logit_softcapping",),
+        fixed=MEANING,
     )
-    logit_softcap: float | None = field(
-        default=None,
-        metadata={
-            "help": "bounds logits by tanh (Gemma 2); null: nothing",
-            "range": above(0),
-            "aliases": ("final_logit_softcapping",),
-            "fixed": MEANING,
-        },
-    )
-    scaled_embedding: bool = field(
-        default=False, metadata={"help": "embeddings times sqrt(hidden) (Gemma)", "fixed": MEANING}
-    )
-    window_rotary_base: float | None = field(
-        default=None,
-        metadata={
-            "help": "of layers with a window, unscaled (Gemma 3)",
-            "range": at_least(1),
-            "aliases": ("rope_local_base_freq",),
-            "fixed": MEANING,
-        },
+    scaled_embedding: bool = setting(False, "embeddings times sqrt(hidden) (Gemma)", fixed=MEANING)
+    window_rotary_base: float | None = setting(
+        None,
+        "of layers with a window, unscaled (Gemma 3)",
+        range=at_least(1),
+        aliases=("rope_local_base_freq",),
+        fixed=MEANING,
     )
 
 
@@ -240,45 +193,28 @@ GATHER = ("per_layer", "per_step")
 class ComputeConfig(Settings):
     """The computation of a model; it changes the results only by rounding."""
 
-    renamed_keys: ClassVar = {"rules": "autodiff_rules"}
+    earlier: ClassVar = {"rules": "autodiff_rules"}
 
-    dtype: str = field(
-        default="bfloat16",
-        metadata={
-            "help": "dtype of activations and gathered weights",
-            "choices": tuple(DTYPES),
-            "aliases": ("precision", "mixed_precision", "torch_dtype", "bf16"),
-        },
+    dtype: str = setting(
+        "bfloat16",
+        "dtype of activations and gathered weights",
+        choices=tuple(DTYPES),
+        aliases=("precision", "mixed_precision", "torch_dtype", "bf16"),
     )
-    gather: str = field(
-        default="per_layer",
-        metadata={"help": "weights over data: ZeRO-3, or kept", "choices": GATHER},
+    gather: str = setting("per_layer", "weights over data: ZeRO-3, or kept", choices=GATHER)
+    remat: str = setting(
+        "full",
+        "what a layer saves for its backward pass",
+        choices=REMAT,
+        aliases=("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
     )
-    remat: str = field(
-        default="full",
-        metadata={
-            "help": "what a layer saves for its backward pass",
-            "choices": REMAT,
-            "aliases": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
-        },
+    unroll: int | None = setting(None, "layers unrolled; null: by backend", range=whole(1))
+    autodiff_rules: str = setting("auto", "rules of differentiation; auto: the platform's", choices=RULES)
+    attention: str = setting(
+        "auto",
+        "attention; auto: the fastest that fits",
+        choices=ATTENTION,
+        aliases=("attn_implementation", "flash_attention", "attention_backend"),
     )
-    unroll: int | None = field(default=None, metadata={"help": "layers unrolled; null: by backend", "range": whole(1)})
-    autodiff_rules: str = field(
-        default="auto",
-        metadata={"help": "rules of differentiation; auto: the platform's", "choices": RULES},
-    )
-    attention: str = field(
-        default="auto",
-        metadata={
-            "help": "attention; auto: the fastest that fits",
-            "choices": ATTENTION,
-            "aliases": ("attn_implementation", "flash_attention", "attention_backend"),
-        },
-    )
-    loss_block: int = field(
-        default=1024, metadata={"help": "tokens whose logits are held at a time", "range": whole(1)}
-    )
-    compiler_options: CompilerOptions = field(
-        default_factory=dict,
-        metadata={"help": "XLA's own options"},
-    )
+    loss_block: int = setting(1024, "tokens whose logits are held at a time", range=whole(1))
+    compiler_options: CompilerOptions = setting(dict, "XLA's own options")

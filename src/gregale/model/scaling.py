@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import draccus
 import numpy as np
 
 from gregale.errors import KeyedError
-from gregale.settings import Fixed, Settings, above, whole
+from gregale.settings import Fixed, Settings, above, setting, whole
 
 MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
 
@@ -19,9 +19,7 @@ MEANING = Fixed("the saved parameters were trained for this one, and would silen
 class RotaryScaling(Settings, draccus.ChoiceRegistry):
     """A scaling of the rotary frequencies to a longer context than that of the model's first training."""
 
-    factor: float = field(
-        default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
-    )
+    factor: float = setting(8.0, "how much longer the context becomes", range=above(0), fixed=MEANING)
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -48,32 +46,22 @@ class LinearScaling(RotaryScaling):
 class Llama3Scaling(RotaryScaling):
     """Llama 3.1's scaling: low frequencies are scaled, high ones kept, and those between interpolated."""
 
-    low_frequency_factor: float = field(
-        default=1.0,
-        metadata={
-            "help": "wavelengths above context / this are stretched",
-            "range": above(0),
-            "aliases": ("low_freq_factor",),
-            "fixed": MEANING,
-        },
+    low_frequency_factor: float = setting(
+        1.0,
+        "wavelengths above context / this are stretched",
+        range=above(0),
+        aliases=("low_freq_factor",),
+        fixed=MEANING,
     )
-    high_frequency_factor: float = field(
-        default=4.0,
-        metadata={
-            "help": "wavelengths below context / this are kept",
-            "range": above(0),
-            "aliases": ("high_freq_factor",),
-            "fixed": MEANING,
-        },
+    high_frequency_factor: float = setting(
+        4.0, "wavelengths below context / this are kept", range=above(0), aliases=("high_freq_factor",), fixed=MEANING
     )
-    original_context: int = field(
-        default=8192,
-        metadata={
-            "help": "context length before the stretching, in tokens",
-            "range": whole(1),
-            "aliases": ("original_max_position_embeddings",),
-            "fixed": MEANING,
-        },
+    original_context: int = setting(
+        8192,
+        "context length before the stretching, in tokens",
+        range=whole(1),
+        aliases=("original_max_position_embeddings",),
+        fixed=MEANING,
     )
 
     def __post_init__(self):

@@ -2,94 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
 from gregale.errors import KeyedError, UserError
 from gregale.model.base import SHAPE, ModelConfig
-from gregale.settings import whole
+from gregale.settings import setting, whole
 
 
 @dataclass(frozen=True)
 class Sizes(ModelConfig):
     """The settings that determine the parameter shapes of a decoder-only model."""
 
-    layers: int = field(
-        default=12,
-        metadata={
-            "help": "number of layers",
-            "range": whole(1, 100_000),
-            "aliases": ("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
-            "fixed": SHAPE,
-        },
+    layers: int = setting(
+        12,
+        "number of layers",
+        range=whole(1, 100_000),
+        aliases=("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
+        fixed=SHAPE,
     )
-    hidden: int = field(
-        default=768,
-        metadata={
-            "help": "width of the residual stream",
-            "range": whole(1),
-            "aliases": ("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
-            "fixed": SHAPE,
-        },
+    hidden: int = setting(
+        768,
+        "width of the residual stream",
+        range=whole(1),
+        aliases=("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
+        fixed=SHAPE,
     )
-    heads: int = field(
-        default=12,
-        metadata={
-            "help": "query heads",
-            "range": whole(1),
-            "aliases": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
-            "fixed": SHAPE,
-        },
+    heads: int = setting(
+        12,
+        "query heads",
+        range=whole(1),
+        aliases=("num_heads", "n_heads", "n_head", "num_attention_heads"),
+        fixed=SHAPE,
     )
-    kv_heads: int | None = field(
-        default=None,
-        metadata={
-            "help": "key and value heads; null: as many as heads",
-            "range": whole(1),
-            "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
-            "fixed": SHAPE,
-        },
+    kv_heads: int | None = setting(
+        None,
+        "key and value heads; null: as many as heads",
+        range=whole(1),
+        aliases=("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+        fixed=SHAPE,
     )
-    head_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "width of a head; null: hidden / heads",
-            "range": whole(1),
-            "aliases": ("head_dim", "d_head", "d_kv"),
-            "fixed": SHAPE,
-        },
+    head_size: int | None = setting(
+        None,
+        "width of a head; null: hidden / heads",
+        range=whole(1),
+        aliases=("head_dim", "d_head", "d_kv"),
+        fixed=SHAPE,
     )
-    mlp: int = field(
-        default=2048,
-        metadata={
-            "help": "width of the gated layer",
-            "range": whole(1),
-            "aliases": ("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
-            "fixed": SHAPE,
-        },
+    mlp: int = setting(
+        2048,
+        "width of the gated layer",
+        range=whole(1),
+        aliases=("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
+        fixed=SHAPE,
     )
-    vocabulary: int | None = field(
-        default=None,
-        metadata={
-            "help": "rows of tables; null: the tokenizer's",
-            "range": whole(1),
-            "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
-            "fixed": SHAPE,
-        },
+    vocabulary: int | None = setting(
+        None,
+        "rows of tables; null: the tokenizer's",
+        range=whole(1),
+        aliases=("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
+        fixed=SHAPE,
     )
-    row_multiple: int = field(
-        default=1,
-        metadata={"help": "rows are filled up to it, without logits", "range": whole(1), "fixed": SHAPE},
-    )
-    tied_head: bool = field(
-        default=False,
-        metadata={
-            "help": "the output head is the embedding table",
-            "aliases": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
-            "fixed": SHAPE,
-        },
+    row_multiple: int = setting(1, "rows are filled up to it, without logits", range=whole(1), fixed=SHAPE)
+    tied_head: bool = setting(
+        False,
+        "the output head is the embedding table",
+        aliases=("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
+        fixed=SHAPE,
     )
 
     def __post_init__(self):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
 
 import draccus
 import optax
@@ -12,11 +11,9 @@ from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout
 from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
-from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
+from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
-from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated
-
-Decaying = Literal["matrices", "all"]
+from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated, setting
 
 
 @dataclass(frozen=True)
@@ -57,49 +54,30 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
     """
 
-    learning_rate: float = field(
-        default=1e-3,
-        metadata={
-            "help": "peak learning rate",
-            "range": at_least(0),
-            "aliases": ("lr", "rate", "peak_lr", "max_lr", "step_size"),
-        },
+    learning_rate: float = setting(
+        1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "rate", "peak_lr", "max_lr", "step_size")
     )
-    schedule: ScheduleConfig = field(
-        default=CosineSchedule(),
-        metadata={
-            "help": "how the learning rate moves",
-            "aliases": ("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
-        },
+    schedule: ScheduleConfig = setting(
+        CosineSchedule(),
+        "how the learning rate moves",
+        aliases=("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
     )
-    weight_decay: float = field(
-        default=0.0,
-        metadata={
-            "help": "weight decay, times the learning rate",
-            "range": at_least(0),
-            "aliases": ("wd", "decay_rate", "l2"),
-        },
+    weight_decay: float = setting(
+        0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")
     )
-    decay: Decaying = field(
-        default="matrices",
-        metadata={"help": "matrices (embeddings are some) or all parameters", "choices": get_args(Decaying)},
-    )
-    clip_norm: float | None = field(
-        default=1.0,
-        metadata={
-            "help": "largest gradient norm; null: no clipping",
-            "range": above(0),
-            "aliases": ("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
-        },
+    decay: str = setting("matrices", "matrices (embeddings are some) or all parameters", choices=("matrices", "all"))
+    clip_norm: float | None = setting(
+        1.0,
+        "largest gradient norm; null: no clipping",
+        range=above(0),
+        aliases=("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
     )
 
     @classmethod
     def default_choice_name(cls) -> str:
         return "adamw"
 
-    def build(
-        self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
-    ) -> Optimizer:
+    def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         """Return the optimizer for these parameters.
 
         Arguments:
@@ -107,7 +85,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
           leaves are skipped
         - `steps`: length of the run, for the schedule
         - `layout`: the parameters' layout, for an optimizer that needs whole matrices; None outside of a mesh
-        - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)
 
         Raises `UserError` if the schedule does not fit the run.
         """
@@ -115,30 +92,30 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         sharded = optax.chain(
             self.clip(),
             self.direction(),
-            self.add_decay(parameters, matrix_axes_of),
+            self.add_decay(parameters),
             optax.scale_by_learning_rate(schedule),
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
-    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+    def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers of `gathered` in a step, in closed form; the arguments are those of `build`."""
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return []
 
-    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_bytes(self, parameters, layout: Layout) -> int:
         """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible.
 
         The arguments are those of `build`.
         """
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return 0
 
-    def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_flops(self, parameters, layout: Layout) -> int:
         """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
 
         The arguments are those of `build`.
         """
-        del parameters, layout, matrix_axes_of
+        del parameters, layout
         return 0
 
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
@@ -153,11 +130,11 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def clip(self) -> optax.GradientTransformation:
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
-    def add_decay(self, parameters, matrix_axes_of: MatrixAxesOf) -> optax.GradientTransformation:
+    def add_decay(self, parameters) -> optax.GradientTransformation:
         """Add `weight_decay * parameter` to the direction of the parameters that decay."""
         if not self.weight_decay:
             return optax.identity()
-        mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf, matrix_axes_of), parameters)
+        mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)
         return optax.add_decayed_weights(self.weight_decay, mask)
 
 
@@ -171,10 +148,8 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.95), metadata={"help": "decays of the first and second moment", **BETAS}
-    )
-    epsilon: float = field(default=1e-8, metadata={"help": "added to the root of the second moment", **EPSILON})
+    betas: tuple[float, float] = setting((0.9, 0.95), "decays of the first and second moment", **BETAS)
+    epsilon: float = setting(1e-8, "added to the root of the second moment", **EPSILON)
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(*self.betas, eps=self.epsilon)
@@ -191,9 +166,7 @@ class LionConfig(OptimizerConfig):
     weight_decay: float = restated(
         OptimizerConfig, "weight_decay", 1.0, "decoupled weight decay (three to ten times AdamW's)"
     )
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.99), metadata={"help": "decays in the sign and of the momentum", **BETAS}
-    )
+    betas: tuple[float, float] = setting((0.9, 0.99), "decays in the sign and of the momentum", **BETAS)
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(*self.betas)
@@ -205,15 +178,13 @@ class SgdConfig(OptimizerConfig):
     """Gradient descent along the momentum `m = momentum * m + g`, or `g + momentum * m` (Nesterov)."""
 
     learning_rate: float = restated(OptimizerConfig, "learning_rate", 0.1)
-    momentum: float = field(
-        default=0.9,
-        metadata={
-            "help": "decay of the momentum; 0: none is kept",
-            "range": DECAY,
-            "fixed": Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
-        },
+    momentum: float = setting(
+        0.9,
+        "decay of the momentum; 0: none is kept",
+        range=DECAY,
+        fixed=Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
     )
-    nesterov: bool = field(default=False, metadata={"help": "look one step ahead along the momentum"})
+    nesterov: bool = setting(False, "look one step ahead along the momentum")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -21,16 +20,13 @@ class MatrixAxes(NamedTuple):
     outputs: tuple[str | int, ...]
 
 
-MatrixAxesOf = Callable[[NamedArray | jax.Array], MatrixAxes | None]
-
-
 def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     """Return the sides of a parameter, or None if it is not a matrix: norm scales, biases, embeddings, output heads.
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. An
     array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads, head_size]`), is not
-    a matrix. A model with other names passes its own function. Without names: an array with exactly two axes.
+    a matrix. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
@@ -41,9 +37,9 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     return MatrixAxes((EMBED,), others) if names[0] == EMBED else MatrixAxes(others, (EMBED,))
 
 
-def decays(leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf = matrix_axes) -> bool:
+def decays(leaf: NamedArray | jax.Array) -> bool:
     """Return whether weight decay applies to this parameter: matrices, embeddings and heads; not scales and biases."""
-    if matrix_axes_of(leaf) is not None:
+    if matrix_axes(leaf) is not None:
         return True
     if not isinstance(leaf, NamedArray):
         return leaf.ndim > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ from gregale.audit.memory import bytes_on_device
 from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, is_named
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
-from gregale.optim.matrices import MatrixAxes, MatrixAxesOf, map_parameters, matrix_axes
+from gregale.optim.matrices import MatrixAxes, map_parameters, matrix_axes
 from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
-from gregale.settings import DECAY, above, at_least, restated, whole
+from gregale.settings import DECAY, above, at_least, restated, setting, whole
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -37,34 +37,26 @@ class MuonConfig(OptimizerConfig):
     """
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
-    momentum: float = field(default=0.95, metadata={"help": "decay of Muon's momentum", "range": DECAY})
-    nesterov: bool = field(default=True, metadata={"help": "look one step ahead along the momentum (AdamW's too)"})
-    iterations: int = field(
-        default=5, metadata={"help": "Newton-Schulz iterations", "range": whole(1, 100), "aliases": ("ns_steps",)}
-    )
-    rms: float | None = field(
-        default=0.2, metadata={"help": "size of an update's elements; null: scale by shape instead", "range": above(0)}
-    )
-    adamw_learning_rate: float | None = field(
-        default=None, metadata={"help": "AdamW's peak; null: Muon's", "range": at_least(0)}
-    )
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments", **BETAS})
-    epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators", **EPSILON})
+    momentum: float = setting(0.95, "decay of Muon's momentum", range=DECAY)
+    nesterov: bool = setting(True, "look one step ahead along the momentum (AdamW's too)")
+    iterations: int = setting(5, "Newton-Schulz iterations", range=whole(1, 100), aliases=("ns_steps",))
+    rms: float | None = setting(0.2, "size of an update's elements; null: scale by shape instead", range=above(0))
+    adamw_learning_rate: float | None = setting(None, "AdamW's peak; null: Muon's", range=at_least(0))
+    betas: tuple[float, float] = setting((0.9, 0.95), "decays of AdamW's two moments", **BETAS)
+    epsilon: float = setting(1e-8, "added to norms and AdamW's denominators", **EPSILON)
 
-    def build(
-        self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
-    ) -> Optimizer:
-        labels = map_parameters(lambda leaf: ADAMW if matrix_axes_of(leaf) is None else MUON, parameters)
+    def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
+        labels = map_parameters(lambda leaf: ADAMW if matrix_axes(leaf) is None else MUON, parameters)
         schedule = self.build_schedule(self.learning_rate, steps)
         peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
-        decay = self.add_decay(parameters, matrix_axes_of)
+        decay = self.add_decay(parameters)
         adamw = optax.chain(
             optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
             decay,
             optax.scale_by_learning_rate(self.build_schedule(peak, steps)),
         )
         orthogonal = optax.stateless(
-            lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, matrix_axes_of, layout), updates)
+            lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, layout), updates)
         )
         muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule))
         momentum = scale_by_momentum(self.momentum, self.nesterov)
@@ -74,25 +66,25 @@ class MuonConfig(OptimizerConfig):
             learning_rate=schedule,
         )
 
-    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+    def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers that gather every matrix inside a replica and spread its update again."""
-        matrices = _matrices(parameters, matrix_axes_of)
+        matrices = _matrices(parameters)
         return [transfer for leaf, sides in matrices for transfer in exchanges(leaf, sides, layout)]
 
-    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_bytes(self, parameters, layout: Layout) -> int:
         """Return the bytes of all matrices' updates, in shards, and of the iterations on the largest parameter."""
-        matrices = _matrices(parameters, matrix_axes_of)
+        matrices = _matrices(parameters)
         shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
         return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
 
-    def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+    def update_flops(self, parameters, layout: Layout) -> int:
         """Return the FLOPs of the iterations on the whole matrices of a device; every replica repeats them all."""
-        matrices = _matrices(parameters, matrix_axes_of)
+        matrices = _matrices(parameters)
         return self.iterations * sum(iteration_flops(leaf, sides, layout) for leaf, sides in matrices)
 
-    def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
+    def orthogonal(self, leaf: NamedArray | jax.Array, layout: Layout | None):
         """Return `scale * orthogonal(leaf)` for every matrix of a stack."""
-        sides = matrix_axes_of(leaf)
+        sides = matrix_axes(leaf)
         assert sides is not None, "only matrices are labelled for Muon"
         fan_in, fan_out = (prod(_size(leaf, axis) for axis in side) for side in sides)
         scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
@@ -100,10 +92,10 @@ class MuonConfig(OptimizerConfig):
         return jax.tree.map(lambda array: array * scale, result)
 
 
-def _matrices(parameters, matrix_axes_of: MatrixAxesOf) -> list[tuple[NamedArray, MatrixAxes]]:
+def _matrices(parameters) -> list[tuple[NamedArray, MatrixAxes]]:
     """Return the named matrices, which a mesh splits, with their sides."""
     leaves = [leaf for leaf in jax.tree.leaves(parameters, is_leaf=is_named) if isinstance(leaf, NamedArray)]
-    return [(leaf, sides) for leaf in leaves if (sides := matrix_axes_of(leaf)) is not None]
+    return [(leaf, sides) for leaf in leaves if (sides := matrix_axes(leaf)) is not None]
 
 
 def _size(leaf: NamedArray | jax.Array, axis: str | int) -> int:

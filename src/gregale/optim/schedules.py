@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import draccus
 import optax
 
 from gregale.errors import KeyedError
-from gregale.settings import LARGEST_WHOLE, Range, Settings, between
+from gregale.settings import LARGEST_WHOLE, Range, Settings, between, setting
 
 LONGEST = float(LARGEST_WHOLE)  # steps, which may also be given as a fraction
 
@@ -21,13 +21,11 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     rate of zero; step w has the peak.
     """
 
-    warmup: float = field(
-        default=0.0,
-        metadata={
-            "help": "steps of warmup; below 1: a fraction of the run",
-            "range": between(0, LONGEST),
-            "aliases": ("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
-        },
+    warmup: float = setting(
+        0.0,
+        "steps of warmup; below 1: a fraction of the run",
+        range=between(0, LONGEST),
+        aliases=("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
     )
 
     @classmethod
@@ -68,13 +66,11 @@ def in_steps(length: float, steps: int) -> int:
 
 def _final(default: float):
     """Return the field that several shapes share, with a default for each."""
-    return field(
-        default=default,
-        metadata={
-            "help": "learning rate at the end, divided by the peak",
-            "range": between(0, 1),
-            "aliases": ("min_lr_ratio", "min_ratio", "min_lr", "final_ratio"),
-        },
+    return setting(
+        default,
+        "learning rate at the end, divided by the peak",
+        range=between(0, 1),
+        aliases=("min_lr_ratio", "min_ratio", "min_lr", "final_ratio"),
     )
 
 
@@ -117,13 +113,11 @@ class WarmupStableDecaySchedule(ScheduleConfig):
     A run can be prolonged from a checkpoint before the decay (Hu et al., MiniCPM, 2404.06395).
     """
 
-    decay: float = field(
-        default=0.2,
-        metadata={
-            "help": "steps of the decay at the end; below 1: a fraction of the run",
-            "range": Range(0, LONGEST, above=True),
-            "aliases": ("decay_steps", "cooldown"),
-        },
+    decay: float = setting(
+        0.2,
+        "steps of the decay at the end; below 1: a fraction of the run",
+        range=Range(0, LONGEST, above=True),
+        aliases=("decay_steps", "cooldown"),
     )
     final: float = _final(0.0)
 

@@ -25,7 +25,7 @@ from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evalu
 from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
 from gregale.programs.runtime.tasks import evaluation_on, start_of, task_figures
 from gregale.programs.runtime.trained_model import Trained, open_trained
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 from gregale.streams import say
 from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
@@ -41,33 +41,20 @@ class EvalOptions(Settings):
     """Options of the command. Without `data` and `tasks` the command uses the run's own text and tasks."""
 
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
-    data: list[str] = field(
-        default_factory=list,
-        metadata={"help": "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet"},
+    data: list[str] = setting(list, "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet")
+    tasks: list[str] = setting(list, "files of tasks (globs, JSON lines) to score")
+    parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
+    stride: int | None = setting(
+        None,
+        "the number of tokens that a sliding window scores; null: windows do not overlap, as in training",
+        range=whole(1),
     )
-    tasks: list[str] = field(default_factory=list, metadata={"help": "files of tasks (globs, JSON lines) to score"})
-    parse_special: bool = field(
-        default=False, metadata={"help": "encode names of special tokens in tasks as special tokens, not as text"}
+    step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    batches: int | None = setting(
+        None, "the number of batches of each text; null: the run's evaluation.batches, or all of --data", range=whole(1)
     )
-    stride: int | None = field(
-        default=None,
-        metadata={
-            "help": "the number of tokens that a sliding window scores; null: windows do not overlap, as in training",
-            "range": whole(1),
-        },
-    )
-    step: int | None = field(
-        default=None, metadata={"help": "the checkpoint's step; null: the newest checkpoint", "range": whole(0)}
-    )
-    batches: int | None = field(
-        default=None,
-        metadata={
-            "help": "the number of batches of each text; null: the run's evaluation.batches, or all of --data",
-            "range": whole(1),
-        },
-    )
-    all: bool = field(default=False, metadata={"help": "evaluate on all batches, whatever evaluation.batches says"})
-    json: bool = field(default=False, metadata={"help": "print the metrics as JSON; notes go to standard error"})
+    all: bool = setting(False, "evaluate on all batches, whatever evaluation.batches says")
+    json: bool = setting(False, "print the metrics as JSON; notes go to standard error")
 
     def __post_init__(self):
         super().__post_init__()

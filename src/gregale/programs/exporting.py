@@ -50,14 +50,13 @@ from gregale.huggingface.writing import (
 )
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.runtime.lazy_model import Opened, opened
 from gregale.programs.runtime.model_card import Exported, model_card
-from gregale.programs.runtime.trained_model import find_run, on_devices, set_up_run
+from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import FiguresReader
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import Settings, above, shown, whole
+from gregale.settings import Settings, above, setting, shown, whole
 from gregale.streams import say
 
 T = TypeVar("T")
@@ -70,33 +69,23 @@ SHARD_GIGABYTES = 5.0
 class ExportOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
-    step: int | None = field(
-        default=None, metadata={"help": "the checkpoint's step; null: the newest checkpoint", "range": whole(0)}
+    step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    dtype: str | None = setting(
+        None,
+        "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
+        aliases=("torch_dtype",),
     )
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
-            "aliases": ("torch_dtype",),
-        },
+    shard_gigabytes: float | None = setting(
+        None,
+        "the maximum size of a file; null: the files of the imported model, else 5",
+        range=above(0),
+        aliases=("max_shard_size",),
     )
-    shard_gigabytes: float | None = field(
-        default=None,
-        metadata={
-            "help": "the maximum size of a file; null: the files of the imported model, else 5",
-            "range": above(0),
-            "aliases": ("max_shard_size",),
-        },
+    devices: int | None = setting(
+        None, "number of devices that share each parameter; null: one, or one for each process", range=whole(1)
     )
-    devices: int | None = field(
-        default=None,
-        metadata={
-            "help": "number of devices that share each parameter; null: one, or one for each process",
-            "range": whole(1),
-        },
-    )
-    distributed: DistributedConfig = field(
-        default=DistributedConfig(), metadata={"help": "the rendezvous of several processes that write together"}
+    distributed: DistributedConfig = setting(
+        DistributedConfig(), "the rendezvous of several processes that write together"
     )
 
     def __post_init__(self):

@@ -26,7 +26,7 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import Settings
+from gregale.settings import Settings, setting
 from gregale.storage import write_bytes
 from gregale.streams import say
 
@@ -37,8 +37,8 @@ MAX_SEQUENCE_LENGTH = 4096  # tokens; limit of the written configuration, not of
 class ImportOptions(Settings):
     source: str = field(metadata={"help": "the model's folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
     target: str = field(metadata={"help": "the folder to make; a bare name is in the current folder, not under runs/"})
-    end_of_document: str | None = field(
-        default=None, metadata={"help": "the name of the token that ends a text; null: the token of eos_token_id"}
+    end_of_document: str | None = setting(
+        None, "the name of the token that ends a text; null: the token of eos_token_id"
     )
 
 

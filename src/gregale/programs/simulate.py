@@ -7,7 +7,7 @@ import numpy as np
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
-from gregale.settings import Range, Settings, between, whole
+from gregale.settings import Range, Settings, between, setting, whole
 from gregale.tables import print_table
 from gregale.terminal import Console
 from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
@@ -24,29 +24,18 @@ GBIT_PER_SECOND = Range(0, 1e9, above=True)
 class SimulateConfig(Settings):
     """Configuration of the simulation and of its output."""
 
-    model: str = field(
-        default="1b", metadata={"help": "Preset of size, layers and step time.", "choices": tuple(PRESETS)}
+    model: str = setting("1b", "Preset of size, layers and step time.", choices=tuple(PRESETS))
+    parameters: float | None = setting(None, "Parameters; in place of the preset's.", range=Range(1, 1e18))
+    layers: int | None = setting(None, "Layers; in place of the preset's.", range=whole(1, 100_000))
+    step_seconds: float | None = setting(
+        None, "Compute time of one step in seconds; in place of the preset's.", range=SECONDS
     )
-    parameters: float | None = field(
-        default=None, metadata={"help": "Parameters; in place of the preset's.", "range": Range(1, 1e18)}
-    )
-    layers: int | None = field(
-        default=None, metadata={"help": "Layers; in place of the preset's.", "range": whole(1, 100_000)}
-    )
-    step_seconds: float | None = field(
-        default=None,
-        metadata={"help": "Compute time of one step in seconds; in place of the preset's.", "range": SECONDS},
-    )
-    microbatches: int = field(
-        default=1, metadata={"help": "Forward and backward passes in one step.", "range": whole(1, MAX_STEPS)}
-    )
-    tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of one site's step: at `bandwidth`, the table also has tokens per second of all sites.",
-            "range": whole(1),
-            "aliases": ("tokens_per_step",),
-        },
+    microbatches: int = setting(1, "Forward and backward passes in one step.", range=whole(1, MAX_STEPS))
+    tokens: int | None = setting(
+        None,
+        "Tokens of one site's step: at `bandwidth`, the table also has tokens per second of all sites.",
+        range=whole(1),
+        aliases=("tokens_per_step",),
     )
     methods: list[str] = field(
         default_factory=lambda: list(PAPER_METHODS),
@@ -55,52 +44,28 @@ class SimulateConfig(Settings):
             "choices": tuple(METHODS),
         },
     )
-    codec: str | None = field(
-        default=None,
-        metadata={"help": "Wire format of every method, in place of each method's own.", "choices": tuple(PAYLOADS)},
+    codec: str | None = setting(
+        None, "Wire format of every method, in place of each method's own.", choices=tuple(PAYLOADS)
     )
-    period_steps: int = field(
-        default=100,
-        metadata={
-            "help": "H: steps between two reductions of one parameter.",
-            "range": whole(1),
-            "aliases": ("period",),
-        },
+    period_steps: int = setting(
+        100, "H: steps between two reductions of one parameter.", range=whole(1), aliases=("period",)
     )
-    fragment_layers: int = field(default=3, metadata={"help": "Layers of one streaming fragment.", "range": whole(1)})
-    overlap_steps: int = field(
-        default=1,
-        metadata={
-            "help": "tau: steps that an overlapped transfer may take.",
-            "range": whole(0),
-            "aliases": ("delay", "tau", "overlap"),
-        },
+    fragment_layers: int = setting(3, "Layers of one streaming fragment.", range=whole(1))
+    overlap_steps: int = setting(
+        1, "tau: steps that an overlapped transfer may take.", range=whole(0), aliases=("delay", "tau", "overlap")
     )
-    steps: int = field(
-        default=100,
-        metadata={"help": "Steps to simulate, after which the link drains.", "range": whole(1, MAX_STEPS)},
+    steps: int = setting(100, "Steps to simulate, after which the link drains.", range=whole(1, MAX_STEPS))
+    bandwidth: list[float] = setting(
+        list,
+        "Bandwidths between sites in Gbit/s at which to show utilisation.",
+        range=GBIT_PER_SECOND,
+        aliases=("bandwidths", "gbit_per_second", "link_gbit_per_second"),
     )
-    bandwidth: list[float] = field(
-        default_factory=list,
-        metadata={
-            "help": "Bandwidths between sites in Gbit/s at which to show utilisation.",
-            "range": GBIT_PER_SECOND,
-            "aliases": ("bandwidths", "gbit_per_second", "link_gbit_per_second"),
-        },
+    sites: int = setting(2, "Sites on the ring.", range=whole(1, 10_000), aliases=("replicas", "workers"))
+    latency_seconds: float = setting(
+        0.0, "Delay of one message over one link.", range=between(0, 1e9), aliases=("latency", "delay_seconds")
     )
-    sites: int = field(
-        default=2,
-        metadata={"help": "Sites on the ring.", "range": whole(1, 10_000), "aliases": ("replicas", "workers")},
-    )
-    latency_seconds: float = field(
-        default=0.0,
-        metadata={
-            "help": "Delay of one message over one link.",
-            "range": between(0, 1e9),
-            "aliases": ("latency", "delay_seconds"),
-        },
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
+    json: bool = setting(False, "Print JSON in place of tables.")
 
 
 def check_length(config: SimulateConfig, workload: Workload) -> None:

@@ -16,7 +16,7 @@ from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
-from gregale.settings import Fixed, Settings, at_least, check_name, check_path, shown, whole
+from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
 from gregale.tracking.choices import TrackerConfig, check_each_once
 
@@ -25,30 +25,24 @@ from gregale.tracking.choices import TrackerConfig, check_each_once
 class BatchConfig(Settings):
     """The batch of one step."""
 
-    size: int = field(
-        default=64,
-        metadata={
-            "help": "number of sequences in a step, over all replicas",
-            "range": whole(1, 1_000_000),
-            "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
-        },
+    size: int = setting(
+        64,
+        "number of sequences in a step, over all replicas",
+        range=whole(1, 1_000_000),
+        aliases=("batch_size", "global_batch_size", "train_batch_size", "bs"),
     )
-    sequence_length: int = field(
-        default=1024,
-        metadata={
-            "help": "number of tokens in a sequence",
-            "range": whole(1),
-            "aliases": ("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
-            "fixed": Fixed("examples are cut to this length, and others would repeat or leave out text"),
-        },
+    sequence_length: int = setting(
+        1024,
+        "number of tokens in a sequence",
+        range=whole(1),
+        aliases=("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
+        fixed=Fixed("examples are cut to this length, and others would repeat or leave out text"),
     )
-    microbatches: int = field(
-        default=1,
-        metadata={
-            "help": "number of parts of a step's batch, computed in sequence",
-            "range": whole(1),
-            "aliases": ("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
-        },
+    microbatches: int = setting(
+        1,
+        "number of parts of a step's batch, computed in sequence",
+        range=whole(1),
+        aliases=("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
     )
 
     @property
@@ -60,16 +54,9 @@ class BatchConfig(Settings):
 class SamplesConfig(Settings):
     """Texts that the model continues at every evaluation, written to samples.txt."""
 
-    prompts: list[str] = field(
-        default_factory=list, metadata={"help": "beginnings for the model to continue", "aliases": ("prompt",)}
-    )
-    tokens: int = field(
-        default=128,
-        metadata={"help": "tokens to add to each prompt", "range": whole(1), "aliases": ("max_new_tokens",)},
-    )
-    temperature: float = field(
-        default=0.8, metadata={"help": "randomness; 0: always the likeliest token", "range": at_least(0)}
-    )
+    prompts: list[str] = setting(list, "beginnings for the model to continue", aliases=("prompt",))
+    tokens: int = setting(128, "tokens to add to each prompt", range=whole(1), aliases=("max_new_tokens",))
+    temperature: float = setting(0.8, "randomness; 0: always the likeliest token", range=at_least(0))
 
 
 MAX_NAME_BYTES = 240  # a file system allows 255; an archived run appends `.old-12`
@@ -79,48 +66,32 @@ MAX_NAME_BYTES = 240  # a file system allows 255; an archived run appends `.old-
 class EvaluationConfig(Settings):
     """The schedule and the amount of evaluation, and the tasks to score."""
 
-    every: int | None = field(
-        default=None,
-        metadata={
-            "help": "steps between evaluations; null: only at the end",
-            "range": whole(1),
-            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
-        },
+    every: int | None = setting(
+        None,
+        "steps between evaluations; null: only at the end",
+        range=whole(1),
+        aliases=("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
     )
-    batches: int | None = field(
-        default=None,
-        metadata={
-            "help": "number of held-out batches to evaluate on; null: all",
-            "range": whole(1),
-            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
-        },
+    batches: int | None = setting(
+        None,
+        "number of held-out batches to evaluate on; null: all",
+        range=whole(1),
+        aliases=("eval_batches", "eval_iters", "max_eval_batches"),
     )
-    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text"})
-    tasks: list[str] = field(
-        default_factory=list,
-        metadata={"help": "task files (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
-    )
-    parse_special: bool = field(
-        default=False, metadata={"help": "names of special tokens in tasks are tokens, not text"}
-    )
+    bigram: bool = setting(False, "at the end, show a bigram model of the same text")
+    tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))
+    parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
 
 
 @dataclass(frozen=True)
 class InspectConfig(Settings):
     """Inspection of layers: norms of parameters and gradients, update-to-weight ratios, largest attention logits."""
 
-    renamed_keys: ClassVar = {"each": "granularity"}
+    earlier: ClassVar = {"each": "granularity"}
 
-    every: int | None = field(
-        default=None,
-        metadata={
-            "help": "steps between inspections; null: never",
-            "range": whole(1),
-        },
-    )
-    granularity: str = field(
-        default="layer",
-        metadata={"help": "of what there are norms: of each layer, or of each array", "choices": ("layer", "array")},
+    every: int | None = setting(None, "steps between inspections; null: never", range=whole(1))
+    granularity: str = setting(
+        "layer", "of what there are norms: of each layer, or of each array", choices=("layer", "array")
     )
 
 
@@ -138,89 +109,60 @@ class TrainConfig(Settings):
             "aliases": ("max_steps", "num_steps", "total_steps", "num_train_steps", "max_iters", "n_steps"),
         }
     )
-    seed: int = field(
-        default=0,
-        metadata={
-            "help": "seed of weights and data order",
-            "range": whole(0, 2**32 - 1),
-            "aliases": ("random_seed", "data_seed"),
-            "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
-        },
+    seed: int = setting(
+        0,
+        "seed of weights and data order",
+        range=whole(0, 2**32 - 1),
+        aliases=("random_seed", "data_seed"),
+        fixed=Fixed("it orders the data, and another order would repeat and leave out examples"),
     )
-    start_from: str | None = field(
-        default=None,
-        metadata={
-            "help": "run or imported model to start from; null: random",
-            "aliases": (
-                "init_from",
-                "from_pretrained",
-                "pretrained",
-                "model_name_or_path",
-                "load_from",
-                "initialize_from",
-            ),
-        },
+    start_from: str | None = setting(
+        None,
+        "run or imported model to start from; null: random",
+        aliases=(
+            "init_from",
+            "from_pretrained",
+            "pretrained",
+            "model_name_or_path",
+            "load_from",
+            "initialize_from",
+        ),
     )
-    runs: str = field(
-        default="runs",
-        metadata={
-            "help": "folder or URL of the run directories",
-            "aliases": ("output_dir", "out_dir", "save_dir", "log_dir"),
-        },
+    runs: str = setting(
+        "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")
     )
-    cpu_devices: int | None = field(
-        default=None,
-        metadata={"help": "simulate this many CPU devices", "range": whole(1, 4096)},
+    cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
+    compilation_cache: str | None = setting(
+        AUTO, "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"
     )
-    compilation_cache: str | None = field(
-        default=AUTO,
-        metadata={"help": "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"},
+    log_every: int = setting(
+        1,
+        "number of steps between lines of metrics.jsonl",
+        range=whole(1),
+        aliases=("logging_steps", "log_interval", "log_steps"),
     )
-    log_every: int = field(
-        default=1,
-        metadata={
-            "help": "number of steps between lines of metrics.jsonl",
-            "range": whole(1),
-            "aliases": ("logging_steps", "log_interval", "log_steps"),
-        },
+    max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
+    mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
+    model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
+    compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
+    pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
+    data: DataConfig = setting(DataConfig(), "the data to train on")
+    batch: BatchConfig = setting(BatchConfig(), "the batch of one step")
+    optimizer: OptimizerConfig = setting(
+        AdamWConfig(),
+        "the optimizer",
+        aliases=("optim", "optimizer_name"),
+        fixed=Fixed("each optimizer keeps a state of its own kind"),
     )
-    max_skipped: int = field(
-        default=10, metadata={"help": "stop after this many non-finite steps in a row", "range": whole(1)}
-    )
-    mesh: MeshConfig = field(default=MeshConfig(), metadata={"help": "sizes of the mesh axes"})
-    model: ModelConfig = field(default=LlamaConfig(), metadata={"help": "the model's shape", "fixed": SHAPE})
-    compute: ComputeConfig = field(default=ComputeConfig(), metadata={"help": "how the model is computed"})
-    pipeline: PipelineConfig | None = field(
-        default=None, metadata={"help": "layers pipelined over mesh.stage; null: no pipeline"}
-    )
-    data: DataConfig = field(default=DataConfig(), metadata={"help": "the data to train on"})
-    batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "the batch of one step"})
-    optimizer: OptimizerConfig = field(
-        default=AdamWConfig(),
-        metadata={
-            "help": "the optimizer",
-            "aliases": ("optim", "optimizer_name"),
-            "fixed": Fixed("each optimizer keeps a state of its own kind"),
-        },
-    )
-    sync: SyncConfig = field(
-        default=PsdpConfig(), metadata={"help": "the method that synchronises replicas", "begins_anew": True}
-    )
-    reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "the data sent between replicas"})
-    checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
-    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss, and tasks"})
-    samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
-    inspect: InspectConfig = field(default=InspectConfig(), metadata={"help": "metrics of each layer"})
-    trackers: list[TrackerConfig] = field(
-        default_factory=list,
-        metadata={"help": "further trackers: tensorboard, wandb, trackio"},
-    )
-    distributed: DistributedConfig = field(
-        default=DistributedConfig(), metadata={"help": "the rendezvous and timeouts of several processes"}
-    )
-    islands: IslandsConfig = field(
-        default=IslandsConfig(), metadata={"help": "training at several sites (`gregale island`)"}
-    )
+    sync: SyncConfig = setting(PsdpConfig(), "the method that synchronises replicas", begins_anew=True)
+    reduce: ReduceConfig = setting(ReduceConfig(), "the data sent between replicas")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "when to save, what to keep")
+    evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks")
+    samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
+    inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
+    trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio")
+    distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
+    islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")
 
     def __post_init__(self):
         super().__post_init__()

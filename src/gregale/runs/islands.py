@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gregale.errors import KeyedError
-from gregale.settings import Range, RemovedKey, Settings, at_least, check_path, shown, whole
+from gregale.settings import Range, Removed, Settings, at_least, check_path, setting, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
@@ -21,83 +21,52 @@ _BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 class IslandsConfig(Settings):
     """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
 
-    renamed_keys: ClassVar = {"minimum": "min_members", "start": "min_members_to_start"}
-
-    name: str | None = field(default=None, metadata={"help": "this island's unique name; null: the name of its host"})
-    lighthouse: str | None = field(
-        default=None,
-        metadata={"help": "HOST:PORT of the coordinator (`gregale lighthouse`)", "aliases": ("coordinator",)},
-    )
-    token_file: str | None = field(
-        default=None,
-        metadata={"help": "file with the fleet's secret, the same on all islands, readable only by you"},
-    )
-    bind: str = field(
-        default="127.0.0.1",
-        metadata={"help": "HOST or HOST:PORT at which other islands reach this host; no port: any free port"},
-    )
-    min_members: int = field(
-        default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
-    )
-    min_members_to_start: int = field(
-        default=1,
-        metadata={
-            "help": "islands that have to be there for a fleet to begin, anew or from checkpoints",
-            "range": whole(1),
-        },
-    )
-    lockstep: bool = field(
-        default=False,
-        metadata={"help": "wait for all islands in each round, so that all make the same steps: bit-identical runs"},
-    )
-    outlier_factor: float = field(
-        default=10.0,
-        metadata={
-            "help": "maximum ratio of a message's norm to the expected norm; a larger message contributes nothing",
-            "range": Range(1, 1e9, above=True),
-        },
-    )
-    network: str = field(
-        default="lan", metadata={"help": "network that sets the default timeouts", "choices": NETWORKS}
-    )
-    heartbeat_seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "time without a heartbeat before an island is removed; null: 2 on a lan, 10 on a wan",
-            "range": SECONDS,
-        },
-    )
-    grace_seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "maximum wait of a round for an island that is inside a step; null: estimated from the steps",
-            "range": at_least(0),
-        },
-    )
-    reduce_seconds: float | None = field(
-        default=None,
-        metadata={"help": "timeout of a round's transfer; null: 5 on a lan, 60 on a wan", "range": SECONDS},
-    )
-    heal_seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "timeout of a joiner's transfer; null: 120 on a lan, 1800 on a wan",
-            "range": SECONDS,
-        },
-    )
-    lease_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "maximum number of steps without contact to the fleet; null: 4 sync.period",
-            "range": whole(1),
-        },
-    )
-
-    removed_keys: ClassVar = {
-        "outer_memory": RemovedKey(
-            "host", "outer parameters and their optimizer's state are always in this host's memory"
-        )
+    earlier: ClassVar = {
+        "minimum": "min_members",
+        "start": "min_members_to_start",
+        "outer_memory": Removed(
+            "outer parameters and their optimizer's state are always in this host's memory", "host"
+        ),
     }
+
+    name: str | None = setting(None, "this island's unique name; null: the name of its host")
+    lighthouse: str | None = setting(
+        None, "HOST:PORT of the coordinator (`gregale lighthouse`)", aliases=("coordinator",)
+    )
+    token_file: str | None = setting(
+        None, "file with the fleet's secret, the same on all islands, readable only by you"
+    )
+    bind: str = setting("127.0.0.1", "HOST or HOST:PORT at which other islands reach this host; no port: any free port")
+    min_members: int = setting(1, "islands that a round takes; with fewer all train on, apart", range=whole(1))
+    min_members_to_start: int = setting(
+        1, "islands that have to be there for a fleet to begin, anew or from checkpoints", range=whole(1)
+    )
+    lockstep: bool = setting(
+        False, "wait for all islands in each round, so that all make the same steps: bit-identical runs"
+    )
+    outlier_factor: float = setting(
+        10.0,
+        "maximum ratio of a message's norm to the expected norm; a larger message contributes nothing",
+        range=Range(1, 1e9, above=True),
+    )
+    network: str = setting("lan", "network that sets the default timeouts", choices=NETWORKS)
+    heartbeat_seconds: float | None = setting(
+        None, "time without a heartbeat before an island is removed; null: 2 on a lan, 10 on a wan", range=SECONDS
+    )
+    grace_seconds: float | None = setting(
+        None,
+        "maximum wait of a round for an island that is inside a step; null: estimated from the steps",
+        range=at_least(0),
+    )
+    reduce_seconds: float | None = setting(
+        None, "timeout of a round's transfer; null: 5 on a lan, 60 on a wan", range=SECONDS
+    )
+    heal_seconds: float | None = setting(
+        None, "timeout of a joiner's transfer; null: 120 on a lan, 1800 on a wan", range=SECONDS
+    )
+    lease_steps: int | None = setting(
+        None, "maximum number of steps without contact to the fleet; null: 4 sync.period", range=whole(1)
+    )
 
     def __post_init__(self):
         super().__post_init__()

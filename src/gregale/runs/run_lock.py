@@ -1,26 +1,115 @@
 """The lock of a run, which lets one process at a time train it, on any host.
 
-The lock is a lease (see `run_lease`). On a disk its file is also locked (flock); the system releases that lock when the
-process ends. Some network file systems do not pass that lock to other hosts, or only with certain mount options. The
-lease works on all hosts.
+The lock is a lease: a file or an object `lock` that names its holder and has a counter, which the holder increases
+every few seconds. A process that finds a lease waits until it knows whether the counter still increases, unless the
+holder was a process of this machine that has ended. An expired lease is overwritten; the process that the lease names a
+moment later holds it. In a store with conditional requests, a lease is created only if there is none. A process that
+finds another holder in its lease has lost it and must not write any more; it was unreachable for so long that its lease
+expired.
+
+On a disk the file is also locked (flock), so that a process of the same host takes the lease or is rejected at once;
+the system releases that lock when the process ends. Some network file systems do not pass that lock to other hosts, or
+only with certain mount options. The lease works on all hosts.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import IO
+from uuid import uuid4
 
-from gregale.atomic_files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held
-from gregale.errors import Busy
-from gregale.runs.run_lease import hold_lease, is_renewed
-from gregale.storage import StoragePath
+from gregale.atomic_files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held, is_process_dead, machine
+from gregale.errors import Busy, UserError
+from gregale.storage import StoragePath, StoreError, create
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
 TIMEOUT_SECONDS = 6 * BEAT_SECONDS  # maximum age of the lease of a running process on another host
+_MAX_BYTES = 4096  # a lease is smaller
+_PERIODS = 3.0  # number of intervals without a renewal after which a lease has expired
+
+
+@dataclass(frozen=True)
+class LeaseRecord(LockHolder):
+    """The content of the file or the object."""
+
+    machine: str  # identifies the machine, because two hosts may have the same name
+    token: str
+    count: int = 0
+
+    @staticmethod
+    def of_this_process() -> LeaseRecord:
+        return LeaseRecord(**asdict(LockHolder.this_process()), machine=machine(), token=uuid4().hex)
+
+    @staticmethod
+    def parse(content: bytes) -> LeaseRecord | None:
+        """Parse a lease; return None if the content is no lease."""
+        try:
+            return LeaseRecord(**json.loads(content))
+        except (ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def read(path: StoragePath) -> LeaseRecord | None:
+        """Read a lease; return None if it is absent or damaged."""
+        try:
+            return LeaseRecord.parse(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: StoragePath) -> None:
+        if not isinstance(path, Path):
+            path.write_bytes(self.to_bytes())
+            return
+        with path.open("r+b", buffering=0) as file:  # keeps the locked file, and works on a full disk
+            file.write(self.to_bytes())
+            file.truncate()
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the holder was a process of this machine, and no process has its id now."""
+        return self.machine == machine() and is_process_dead(self.pid)
+
+
+class RunLease:
+    """A lease that this process holds until it loses it; `locked` is the lock file on a disk with locks."""
+
+    def __init__(self, path: StoragePath, lease: LeaseRecord, locked: IO[str] | None = None):
+        self._path, self._lease, self._locked = path, lease, locked
+        self._lost_to: LeaseRecord | None = None
+
+    def check(self) -> None:
+        """Read the lease; raise `UserError` if this process has lost it."""
+        found = LeaseRecord.read(self._path)
+        if found is None and self._locked is not None:  # another process may have taken it, ended and removed it
+            found = LeaseRecord.parse(os.pread(self._locked.fileno(), _MAX_BYTES, 0))
+        if found is not None and found.token != self._lease.token:
+            self._lost_to = found
+        if self._lost_to is not None:
+            raise UserError(f"{self._path.parent}: this process lost the run's lease to {self._lost_to}")
+
+    def renew(self) -> None:
+        """Increase the counter of the lease. Raises as `check`."""
+        self.check()
+        self._lease = replace(self._lease, count=self._lease.count + 1)
+        self._lease.write(self._path)
+
+    def release(self) -> None:
+        """Delete the lease if this process still holds it."""
+        found = LeaseRecord.read(self._path)
+        if found is not None and found.token == self._lease.token:
+            self._path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -39,12 +128,18 @@ def training(
 
     Raises `Busy`, with host, process id and start time of the holder, if another process holds the lock.
     """
-    refusal = partial(_refusal, directory)
-    with (
-        _locked(directory, refusal) as file,
-        hold_lease(directory / LOCK, refusal, report, beat_seconds, file) as held,
-    ):
-        yield held.check
+    with _locked(directory) as file:
+        lease = _take_lease(directory / LOCK, report, beat_seconds, file is not None)
+        held, ended = RunLease(directory / LOCK, lease, file), Event()
+        renewing = Thread(target=_renew, args=(held, ended, report, beat_seconds), daemon=True, name="run lease")
+        renewing.start()
+        try:
+            yield held.check
+        finally:
+            ended.set()
+            renewing.join(beat_seconds)
+            with suppress(StoreError, OSError):  # after a failure the next process waits until the lease expires
+                held.release()
 
 
 def is_being_trained(directory: StoragePath) -> bool:
@@ -53,10 +148,19 @@ def is_being_trained(directory: StoragePath) -> bool:
     For a process on another host only the lease is known, by the clocks of this host and of the disk or the store.
     """
     path = directory / LOCK
-    return (isinstance(path, Path) and is_held(path)) or is_renewed(path, TIMEOUT_SECONDS)
+    if isinstance(path, Path) and is_held(path):
+        return True
+    try:
+        lease = LeaseRecord.read(path)
+        modified = path.stat().st_mtime if isinstance(path, Path) else path.modified()
+    except OSError:
+        return False
+    if lease is None or modified is None or lease.is_abandoned:
+        return False
+    return time.time() - modified < TIMEOUT_SECONDS
 
 
-def _locked(directory: StoragePath, refusal: Callable[[LockHeld], str]) -> IO[str] | nullcontext[None]:
+def _locked(directory: StoragePath) -> IO[str] | nullcontext[None]:
     """Lock the lease's file; return an empty context in a store, or on a file system without locks."""
     directory.mkdir(parents=True, exist_ok=True)
     if not isinstance(directory, Path):
@@ -64,15 +168,60 @@ def _locked(directory: StoragePath, refusal: Callable[[LockHeld], str]) -> IO[st
     try:
         return acquire(directory / LOCK)
     except LockHeld as taken:
-        raise Busy(refusal(taken)) from None
+        raise _refusal(directory, taken) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         return nullcontext()
 
 
-def _refusal(directory: StoragePath, holder: LockHeld | LockHolder) -> str:
-    return (
+def _refusal(directory: StoragePath, holder: LockHeld | LockHolder) -> Busy:
+    return Busy(
         f"{directory} is being trained by {holder}. Two processes would overwrite each other's checkpoints: stop that "
         f"process, or train under another name."
     )
+
+
+def _take_lease(path: StoragePath, report: Callable[[str], None], beat_seconds: float, is_locked: bool) -> LeaseRecord:
+    """Write this process's lease; raise `Busy` if another process holds it.
+
+    - `is_locked`: whether this process has locked the file, so that no other process of this host has the lease
+    """
+    mine = LeaseRecord.of_this_process()
+    if not is_locked and create(path, mine.to_bytes()):
+        other = LeaseRecord.read(path)  # a store without conditional requests may have overwritten another lease
+        if other is not None and other.token == mine.token:
+            return mine
+    last = LeaseRecord.read(path)
+    if is_locked and (last is None or last.host == mine.host):
+        mine.write(path)
+        return mine
+    # An earlier process may have had this process's id, as in a restarted container.
+    is_own = last is not None and last.machine == mine.machine and last.pid == mine.pid
+    if last is not None and not last.is_abandoned and not is_own:
+        seconds = _PERIODS * beat_seconds
+        report(f"{path.parent} was last trained by {last}; waiting {seconds:.0f} s to see whether it still is.")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(beat_seconds / 4)
+            if LeaseRecord.read(path) not in (None, last):
+                raise _refusal(path.parent, last)
+    mine.write(path)
+    time.sleep(beat_seconds / 10)  # if two processes write, the first one sees the lease of the second
+    found = LeaseRecord.read(path)
+    if found is not None and found.token != mine.token:
+        raise _refusal(path.parent, found)
+    return mine
+
+
+def _renew(held: RunLease, ended: Event, report: Callable[[str], None], seconds: float) -> None:
+    """Renew a lease until `ended`; stop this process by SIGTERM if it has lost the lease."""
+    while not ended.wait(seconds):
+        try:
+            held.renew()
+        except (StoreError, OSError):
+            continue  # the storage fails, so no other process can take the lease either
+        except UserError as error:
+            report(f"{error}. It stops.")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.runs.run_lock import LOCK
 from gregale.storage import StoragePath, is_url, storage_path
 
 
@@ -60,11 +59,6 @@ class RunPaths:
     def stalled(self) -> StoragePath:
         """The message of an island while no round is committed; empty or absent otherwise."""
         return self.path / "island.stalled"
-
-    @property
-    def lock(self) -> StoragePath:
-        """The lock file, which names the process that trains the run; see `run_lock`."""
-        return self.path / LOCK
 
     @property
     def newest_checkpoint(self) -> StoragePath:

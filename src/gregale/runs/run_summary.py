@@ -23,7 +23,7 @@ from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
-from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, read_range, status
+from gregale.storage import StoragePath, StoreError, files_below, names, read_range, status
 from gregale.storage.jsonl_reader import Entry, entry_of
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
@@ -83,17 +83,20 @@ def summaries(folder: StoragePath) -> list[Summary]:
         raise UserError(f"{folder} is a file; runs lie in a folder, such as runs/, or are one, such as runs/NAME.")
     if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
-    names = _names(folder)
-    if "config.yaml" in names and _OF_A_RUN & set(names):
+    here = names(folder)
+    if "config.yaml" in here and _OF_A_RUN & set(here):
         return [summary_of(RunPaths(folder))]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _summary_in(folder / name), names)
+        found = pool.map(lambda name: _summary_in(folder / name), here)
         return [summary for summary in found if summary is not None]
 
 
 def _summary_in(folder: StoragePath) -> Summary | None:
-    """Return the summary of a folder; None if it is no run."""
-    here = set(_names(folder))
+    """Return the summary of a folder; None if it is no run, or if this process may not list it."""
+    try:
+        here = set(names(folder))
+    except PermissionError:
+        return None
     is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
     try:
         return summary_of(RunPaths(folder)) if is_run else None
@@ -245,13 +248,3 @@ def _number(entry: Entry, name: str) -> float | None:
     """Return a metric of a line; None if it is no number."""
     value: Any = entry.get(name)
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
-
-
-def _names(folder: StoragePath) -> list[str]:
-    """Return the names in a folder; none if it is not a folder."""
-    if isinstance(folder, ObjectPath):
-        return folder.names()
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []

@@ -1,43 +1,216 @@
-"""The machinery of configuration: field metadata, decoding of plain values into configuration classes, and help."""
+"""The base class of configuration classes, and the metadata of their fields, which this package reads.
 
-from gregale.settings.settings import (
-    DECAY,
-    LARGEST_FLOAT,
-    LARGEST_WHOLE,
-    SMALLEST_FLOAT,
-    Fixed,
-    Range,
-    RemovedKey,
-    Settings,
-    above,
-    at_least,
-    between,
-    check_name,
-    check_path,
-    did_you_mean,
-    restated,
-    shortened,
-    shown,
-    whole,
-)
+`setting` makes a dataclass field of a default, a help text and the metadata:
 
-__all__ = [
-    "DECAY",
-    "LARGEST_FLOAT",
-    "LARGEST_WHOLE",
-    "SMALLEST_FLOAT",
-    "Fixed",
-    "Range",
-    "RemovedKey",
-    "Settings",
-    "above",
-    "at_least",
-    "between",
-    "check_name",
-    "check_path",
-    "did_you_mean",
-    "restated",
-    "shortened",
-    "shown",
-    "whole",
-]
+    learning_rate: float = setting(1e-3, "peak learning rate", range=at_least(0), aliases=("lr",))
+
+- `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None
+- `choices`: the valid values of a text
+- `aliases`: names of the key in other programs, for suggestions
+- `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
+
+A class may name keys of earlier versions, which saved configurations contain: `earlier = {"lr": "learning_rate"}`.
+
+A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs
+and error messages read the same metadata (`gregale.settings.config_schema`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from gregale.errors import KeyedError
+from gregale.streams import printable
+
+# The device stores numbers as int32 and float32, where values below the smallest normal float are 0.
+LARGEST_WHOLE = 2**31 - 1
+LARGEST_FLOAT = 3.4e38
+SMALLEST_FLOAT = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Range:
+    """The valid numbers: from `minimum` to `maximum`, and the numbers of `also`; never NaN or an infinity.
+
+    - `above`, `below`: whether minimum and maximum themselves are excluded
+    """
+
+    minimum: float
+    maximum: float
+    above: bool = False
+    below: bool = False
+    also: tuple[float, ...] = ()
+
+    def __contains__(self, number: float) -> bool:
+        if number in self.also:
+            return True
+        size = 0 if abs(number) < SMALLEST_FLOAT else number  # comparisons with NaN are false
+        over = size > self.minimum if self.above else size >= self.minimum
+        return bool(over and (size < self.maximum if self.below else size <= self.maximum))
+
+    def words(self, largest: bool = False) -> str:
+        """Format the range as `at least 1`; `largest` includes a maximum that is only the limit of the number type."""
+        span = f"from {_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'above' if self.above else 'at least'} {_bound(self.minimum)}"
+        under = f"{'below' if self.below else 'at most'} {_bound(self.maximum)}"
+        return self._format(over, under, span, " and ", largest)
+
+    def signs(self) -> str:
+        """Format the range as `>= 1`, for tables."""
+        span = f"{_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'>' if self.above else '>='} {_bound(self.minimum)}"
+        under = f"{'<' if self.below else '<='} {_bound(self.maximum)}"
+        return self._format(over, under, span, ", ", largest=False)
+
+    def _format(self, over: str, under: str, span: str, joint: str, largest: bool) -> str:
+        is_bound = largest or self.maximum not in (LARGEST_WHOLE, LARGEST_FLOAT)
+        both = f"{over}{joint}{under}" if self.above or self.below else span
+        return (both if is_bound else over) + "".join(f" or {_bound(number)}" for number in self.also)
+
+
+def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:
+    """Return the range of integers from `minimum` to `maximum`."""
+    return Range(minimum, maximum, also=also)
+
+
+def at_least(minimum: float) -> Range:
+    return Range(minimum, LARGEST_FLOAT)
+
+
+def above(minimum: float) -> Range:
+    return Range(minimum, LARGEST_FLOAT, above=True)
+
+
+def between(minimum: float, maximum: float) -> Range:
+    """Return the range with both limits included."""
+    return Range(minimum, maximum)
+
+
+DECAY = Range(0, 1, below=True)  # of a moving average: b in `b * old + (1 - b) * new`
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key that a run cannot change when it resumes from a checkpoint.
+
+    - `why`: the effect of a change, for the message
+    - `at`: if given, only changes from or to this value are forbidden
+    """
+
+    why: str
+    at: Any = ...
+
+    def forbids(self, before: Any, now: Any) -> bool:
+        return before != now and (self.at is ... or self.at in (before, now))
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key, or a choice of `type`, of earlier versions.
+
+    - `instead`: the present behaviour of the program, for the message
+    - `default`: of a key; saved configurations may contain it, any other value is rejected
+    """
+
+    instead: str
+    default: Any = None
+
+
+class Settings:
+    """A configuration dataclass that checks its fields against their metadata.
+
+    - `earlier`: keys of earlier versions, each with its present name, or `Removed`; `type lion` for a removed choice
+    """
+
+    earlier: ClassVar[Mapping[str, str | Removed]] = {}
+
+    def __post_init__(self):
+        check(self)
+
+
+def check(settings: Any) -> None:
+    """Raise `KeyedError` for the first value of a dataclass that is out of range or not a valid choice."""
+    for each in fields(settings):
+        for key, value in _values(each.name, getattr(settings, each.name)):
+            if (wanted := each.metadata.get("range")) is not None and value not in wanted:
+                raise KeyedError(key, f"is {shown(value)}", f"; it has to be {_needed(wanted, value, each)}.")
+            if (choices := each.metadata.get("choices")) is not None and value not in choices:
+                near = did_you_mean(get_close_matches(str(value), choices))
+                raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
+
+
+def check_name(key: str, name: str) -> None:
+    """Raise `KeyedError` for a name with control characters, or one that a command would read as an option."""
+    if name.startswith("-"):
+        raise KeyedError(key, f"is {shown(name)}", "; what begins with '-' is an option to every command.")
+    if printable(name) != name:
+        wrong = next(each for each in name if printable(each) != each)
+        raise KeyedError(key, f"is {shown(name)}", f"; the character U+{ord(wrong):04X} in it controls terminals.")
+
+
+def check_path(key: str, path: str) -> None:
+    """Raise `KeyedError` for a text that is not a path of the operating system."""
+    if not path:
+        raise KeyedError(key, "is empty", "; give a folder or a file, `.` is the folder that you are in.")
+    if "\0" in path:
+        raise KeyedError(key, f"is {shown(path)}", ": no path has a character of code 0.")
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a dataclass field with a default (`list` or `dict`: an empty one), a line of help and further metadata."""
+    if default is list or default is dict:
+        return field(default_factory=default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
+    """Return a base class's field with another default for a subclass, and another help text if given."""
+    (each,) = (each for each in fields(owner) if each.name == name)
+    return field(default=default, metadata={**each.metadata, **({"help": help} if help else {})})
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    named = " or ".join(f"`{name}`" for name in near)
+    return f" Did you mean {named}?" if named else ""
+
+
+def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the value with its key, or all its elements with their keys; skip None."""
+    if isinstance(value, list | tuple | dict):
+        for name, element in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _values(f"{key}.{name}", element)
+    elif value is not None:
+        yield key, value
+
+
+def _needed(wanted: Range, value: float, each: Any) -> str:
+    """Format a range, with the meaning of null if null is valid."""
+    _, _, null = str(each.metadata.get("help", "")).partition("null: ")
+    return wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
+
+
+def shown(value: float | str) -> str:
+    """Format a number or a text for a message; shorten it if it is too long (Python rejects 4,300 digits)."""
+    if isinstance(value, str):
+        return repr(shortened(value))
+    return _shown_number(value)
+
+
+def shortened(text: str, max_length: int = 60) -> str:
+    """Return a text shortened for a message."""
+    return text if len(text) <= max_length else f"{text[: max_length - 20]}...{text[-10:]}"
+
+
+def _shown_number(number: float) -> str:
+    if isinstance(number, int):
+        digits = 1 + int(abs(number).bit_length() * math.log10(2))
+        return str(number) if digits <= 40 else f"a whole number of about {digits} digits"
+    return repr(number).removesuffix(".0")
+
+
+def _bound(number: float) -> str:
+    return f"{int(number):,}" if abs(number) < 1e15 and number == int(number) else f"{number:g}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import types
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import draccus
 
@@ -17,7 +16,7 @@ from gregale.settings import Fixed, Range
 TYPE = draccus.CHOICE_TYPE_KEY
 REQUIRED = MISSING
 
-TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null", Any: "anything"}
+TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -171,16 +170,12 @@ def type_name(kind: Any, options: Collection[str] = ()) -> str:
         return TYPE_NAMES[kind]
     if is_union(kind):
         return " | ".join(type_name(argument, options) for argument in arguments)
-    if origin is Literal:
-        return " | ".join(str(argument) for argument in arguments)
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         return f"list of {type_name(arguments[0], options)}"
     if origin is tuple:
         return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin is dict:
         return f"mapping of names to {type_name(arguments[1])}"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return " | ".join(kind.__members__)
     return "mapping"
 
 

@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from enum import Enum
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from gregale.errors import KeyedError, UserError
-from gregale.settings import did_you_mean, shortened, shown
+from gregale.settings import Removed, did_you_mean, shortened, shown
 from gregale.settings.config_schema import (
     REQUIRED,
     TYPE,
@@ -60,7 +59,7 @@ class Decoder:
 
         Raises `UserError` that names the dotted key, the value and the valid values.
         """
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
         if is_union(kind):
             return self._union(kind, raw, key, default)
         if is_dataclass(kind):
@@ -70,12 +69,6 @@ class Decoder:
         if origin in (list, tuple):
             items = self._items(kind, raw, key)
             return origin(self.decode(item, value, join(key, i)) for i, (item, value) in enumerate(items))
-        if kind is Any:
-            return self._read(raw, key)
-        if origin is Literal:
-            return self._one_of({str(argument): argument for argument in arguments}, raw, key)
-        if issubclass(kind, Enum):
-            return self._one_of(kind.__members__, raw, key)
         return self._scalar(kind, raw, key)
 
     def _dataclass(self, kind: Any, raw: Any, key: str, default: Any) -> Any:
@@ -84,8 +77,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
-        self._rename_old(kind, given, key)
-        self._discard_removed(kind, given, key)
+        self._translate_earlier(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -116,34 +108,31 @@ class Decoder:
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
-            if isinstance(name, str) and name in (removed := getattr(registry, "gone", {})):
-                raise UserError(f"{found} was removed: {removed[name]}")
+            if removed := getattr(registry, "earlier", {}).get(f"{TYPE} {name}"):
+                raise UserError(f"{found} was removed: {removed.instead}")
             near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
 
-    def _rename_old(self, kind: Any, given: dict, key: str) -> None:
-        """Move values under earlier names of keys to the present names; of two, the command line's counts."""
-        for old, new in getattr(kind, "renamed_keys", {}).items():
+    def _translate_earlier(self, kind: Any, given: dict, key: str) -> None:
+        """Move values under earlier names of keys to the present names, and discard removed keys at their defaults."""
+        for old, new in getattr(kind, "earlier", {}).items():
             if old not in given:
                 continue
-            value, before, now = given.pop(old), join(key, old), join(key, new)
-            overrides = [self.origins.get(name) == COMMAND_LINE for name in (before, now)]
-            if new in given and overrides[0] == overrides[1]:
+            before, value = join(key, old), given.pop(old)
+            if isinstance(new, Removed):
+                if (value := self._read(value, before)) != new.default:
+                    found = f"`{before}` is {_show(value)}{self._at(before)}"
+                    raise UserError(f"{found}, but this key was removed: {new.instead}. Remove it.")
+                continue
+            now = join(key, new)
+            is_override, is_overridden = (self.origins.get(name) == COMMAND_LINE for name in (before, now))
+            if new in given and is_override == is_overridden:
                 raise UserError(
                     f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."
                 )
-            if new not in given or overrides[0]:
+            if new not in given or is_override:
                 given[new] = value
-
-    def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
-        """Remove keys of earlier versions at their defaults; raise `UserError` for such a key with another value."""
-        for name, removed in getattr(kind, "removed_keys", {}).items():
-            if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
-                raise UserError(
-                    f"`{join(key, name)}` is {_show(value)}{self._at(join(key, name))}, but this key was removed: "
-                    f"{removed.instead}. Remove it."
-                )
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]
@@ -209,13 +198,6 @@ class Decoder:
             except UserError:
                 continue
         raise self._wrong(kind, raw, key)
-
-    def _one_of(self, members: Mapping[str, Any], raw: Any, key: str) -> Any:
-        text = str(raw).lower() if isinstance(raw, bool) else str(raw)
-        if text not in members:
-            near = did_you_mean(get_close_matches(text, members))
-            raise UserError(f"`{key}` is {_show(raw)}{self._at(key)}.{near} Valid choices: {', '.join(members)}.")
-        return members[text]
 
     def _scalar(self, kind: Any, raw: Any, key: str) -> Any:
         value = str(raw) if kind in (str, Path) and isinstance(raw, Text) else self._read(raw, key)
@@ -299,16 +281,12 @@ def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list
         meant = [other for other in candidates if _last(other) in near]
     shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
     nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
-    shortest = [[key for key in found if _depth(key) == min(map(_depth, found))] for found in nearest]
+    shortest = [[key for key in found if key.count(".") == min(each.count(".") for each in found)] for found in nearest]
     return list(dict.fromkeys(shortest[0] + shortest[1]))[:3]
 
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def _depth(key: str) -> int:
-    return key.count(".")
 
 
 def _shared_levels(key: str, other: str) -> int:

@@ -4,16 +4,15 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import draccus
 
 from gregale.errors import KeyedError, UserError, install_hint
-from gregale.settings import Settings
+from gregale.settings import Settings, setting
 from gregale.tracking.console import Console
-from gregale.tracking.jsonl import JsonlTracker
-from gregale.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
+from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Tracker, Trackers, Values, finite
 
 _WANDB_MODES = ("auto", "online", "offline")
 
@@ -22,13 +21,10 @@ _WANDB_MODES = ("auto", "online", "offline")
 class TrackerConfig(Settings, draccus.ChoiceRegistry):
     """A tracker beside the console and `metrics.jsonl`.
 
-    Attributes:
-        package: the package that it needs.
-        extra: the extra that installs the package.
+    - `package`: the package that it needs; the extra with the name of the choice installs it
     """
 
     package: ClassVar[str]
-    extra: ClassVar[str]
 
     def open(self, run: RunInfo) -> Tracker:
         """Start the tracker for a run."""
@@ -55,7 +51,6 @@ class TensorBoardConfig(TrackerConfig):
     """Event files in the run directory's `tensorboard/`."""
 
     package: ClassVar[str] = "tensorboardX"
-    extra: ClassVar[str] = "tensorboard"
 
     def open(self, run: RunInfo) -> Tracker:
         return _TensorBoardTracker(run)
@@ -80,21 +75,17 @@ class WandbConfig(TrackerConfig):
     """Weights & Biases. A resumed run is a second session in the group that has the run's name."""
 
     package: ClassVar[str] = "wandb"
-    extra: ClassVar[str] = "wandb"
 
-    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
-    entity: str | None = field(default=None, metadata={"help": "the user or team, null for the login's own"})
-    mode: str = field(
-        default="auto",
-        metadata={
-            "help": "online, offline (files in the run directory), or auto: online with a login, else offline",
-            "choices": _WANDB_MODES,
-        },
+    project: str = setting("gregale", "the project that the run is filed under")
+    entity: str | None = setting(None, "the user or team, null for the login's own")
+    mode: str = setting(
+        "auto",
+        "online, offline (files in the run directory), or auto: online with a login, else offline",
+        choices=_WANDB_MODES,
     )
 
     def open(self, run: RunInfo) -> Tracker:
         wandb = importlib.import_module(self.package)
-
         session = wandb.init(
             project=self.project,
             entity=self.entity,
@@ -121,13 +112,11 @@ class TrackioConfig(TrackerConfig):
     """trackio, into its local database; `trackio show` displays it."""
 
     package: ClassVar[str] = "trackio"
-    extra: ClassVar[str] = "trackio"
 
-    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
+    project: str = setting("gregale", "the project that the run is filed under")
 
     def open(self, run: RunInfo) -> Tracker:
         trackio = importlib.import_module(self.package)
-
         trackio.init(project=self.project, name=run.name, config=dict(run.config), resume="allow")
         return _SessionTracker(trackio)
 
@@ -147,31 +136,20 @@ def check_each_once(configs: Sequence[TrackerConfig]) -> None:
 
 
 def check_installed(configs: Sequence[TrackerConfig]) -> None:
-    """Check that the packages of the chosen trackers are installed.
-
-    Raises:
-        UserError: a package is missing; the message names the extra that installs it.
-    """
+    """Raise `UserError` with the extra that installs it if the package of a chosen tracker is missing."""
     for config in configs:
         if importlib.util.find_spec(config.package) is None:
             name = TrackerConfig.get_choice_name(type(config))
             raise UserError(
                 f"trackers: {name} needs the package {config.package}, which is not installed. "
-                f"{install_hint(config.extra)} Or leave {name} out of trackers."
+                f"{install_hint(name)} Or leave {name} out of trackers."
             )
 
 
 def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Console, is_writer: bool) -> Trackers:
-    """Open the console, `metrics.jsonl` of the run, and the chosen trackers.
+    """Open `metrics.jsonl` of the run, whose directory exists, and the chosen trackers; the caller closes the console.
 
-    Args:
-        configs: the chosen trackers.
-        run: the run; its directory exists.
-        console: the console; the caller closes it.
-        is_writer: whether this process writes; the other processes get trackers that do nothing.
-
-    Raises:
-        UserError: the package of a chosen tracker is missing.
+    Processes that are not `is_writer` get trackers that do nothing. Raises `UserError` as `check_installed`.
     """
     if not is_writer:
         return Trackers([])

@@ -32,11 +32,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ):
         """
-        Args:
-            file: the output, standard output by default.
-            fields: further metrics in the line, such as `replica_bytes`; names with `bytes` get units.
-            interval_seconds: minimum time between plain lines.
-            clock: returns the time in seconds.
+        - `fields`: further metrics in the line, such as `replica_bytes`; names with `bytes` get units
+        - `interval_seconds`: minimum time between plain lines
         """
         stream = ResilientStream(file or sys.stdout)
         self._rich = Terminal(file=cast(TextIO, stream))

@@ -75,10 +75,8 @@ class Profile:
 
     def __init__(self, window: Window | None, folder: StoragePath, report: Callable[[str], None]):
         """
-        Args:
-            window: the steps; None for no trace.
-            folder: the folder of all traces of the run.
-            report: called with one line about the path of the trace, or the error, which never ends the run.
+        - `folder`: the folder of all traces of the run
+        - `report`: called with one line about the path of the trace, or the error, which never ends the run
         """
         self._window, self._report = window, report
         self._folder = folder / f"steps-{window}"

@@ -12,22 +12,14 @@ class Rate:
 
     def __init__(self, now: float, step: int = 0, window: int = 20):
         """
-        Args:
-            now: start time of the first step, in seconds of any monotonic clock.
-            step: number of steps completed before (in a resumed run).
-            window: number of completions in the window.
+        - `now`: start time of the first step, in seconds of any monotonic clock
+        - `step`: number of steps completed before (in a resumed run)
         """
         self._marks: deque[tuple[float, int, int]] = deque([(now, step, 0)], maxlen=window + 1)
         self._holds_start = True
 
     def completed(self, step: int, tokens: int, now: float) -> None:
-        """Record that a step is complete.
-
-        Args:
-            step: number of steps completed so far.
-            tokens: number of tokens in the steps completed since the last call.
-            now: the time of completion, in seconds.
-        """
+        """Record that `step` steps are complete, with `tokens` tokens in those completed since the last call."""
         self._marks.append((now, step, self._marks[-1][2] + tokens))
         if self._holds_start and len(self._marks) == 3:
             self._marks.popleft()

@@ -1,4 +1,4 @@
-"""The interface of a tracker, and a tracker that combines several."""
+"""The interface of a tracker, the tracker for `metrics.jsonl`, and a tracker that combines several."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gregale.storage import ObjectPath, StoragePath
+from gregale.storage.jsonl_writer import ResumePoint, lines_at
 
 Values = Mapping[str, float | int | None]
 """Metrics by name; None (or NaN or an infinity) if there is no number."""
@@ -22,12 +23,9 @@ def finite(values: Values) -> dict[str, float | int]:
 class RunInfo:
     """The run as trackers see it.
 
-    Attributes:
-        directory: the run directory.
-        name: the run's name.
-        config: the resolved configuration in its JSON form.
-        resumed_from: the step from which the run resumes, 0 for a new run. Trackers remove metrics of later steps if
-            they can.
+    - `config`: the resolved configuration in its JSON form
+    - `resumed_from`: the step from which the run resumes, 0 for a new run; trackers remove metrics of later steps if
+      they can
     """
 
     directory: StoragePath
@@ -57,11 +55,34 @@ class Tracker(Protocol):
         ...
 
 
+class JsonlTracker:
+    """Writes one JSON object per call, with null for NaN and infinities, to a line of a file or an object.
+
+    Lines of steps after `resumed_from` and damaged lines are removed. `report` is called with one line when the file
+    cannot be written, and when it can be written again.
+    """
+
+    def __init__(self, path: StoragePath, resumed_from: int = 0, report: Callable[[str], None] = print):
+        self._lines = lines_at(path, ResumePoint("step", resumed_from), report)
+
+    def log(self, step: int, values: Values) -> None:
+        """Write `{"step": step, **values}`, with numbers of NumPy and JAX as Python's."""
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in finite(values).items()}
+        self._lines.add({"step": step} | dict.fromkeys(values) | numbers)
+
+    def flush(self) -> None:
+        """Write buffered lines; raise `StoreError` if a store cannot be written."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Write the remaining lines; raise `UserError` if they cannot be written."""
+        self._lines.close()
+
+
 class Guarded:
     """A wrapper of a third-party tracker whose errors (a full disk, no network) never end the run."""
 
     def __init__(self, tracker: Tracker, report: Callable[[str], None]):
-        """`report`: called after the first failure."""
         self._tracker, self._report = tracker, report
         self._has_failed = False
 
@@ -84,7 +105,6 @@ class Trackers:
     """Several trackers as one."""
 
     def __init__(self, trackers: Sequence[Tracker], flush: Callable[[], None] = lambda: None):
-        """`flush`: see the method."""
         self._trackers, self._flush = tuple(trackers), flush
 
     def log(self, step: int, values: Values) -> None:

@@ -8,6 +8,8 @@ steps, rounds, evaluations, the initial state, conversions between methods, and 
 
 from __future__ import annotations
 
+import os
+
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -80,3 +82,23 @@ def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ").rstrip(".")
         kind = mesh.devices.flat[0].device_kind
         raise UserError(f"compute.compiler_options: the compiler for {kind} does not take them: {reason}.") from error
+
+
+# For the quickstart's initial state, compilation takes less than half the processor time of the defaults, the run time
+# is equal and the result is bit-identical. Level 0 changes bits, and makes a large model's state four times slower.
+_QUICKLY = {
+    "xla_backend_optimization_level": 1,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def fast_compile_options(mesh: Mesh) -> dict[str, int | bool] | None:
+    """Return options for a program that runs once, which a CPU compiles longer than it runs it.
+
+    Flags in XLA_FLAGS have priority.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in _QUICKLY.items() if f"--{name}=" not in flags}

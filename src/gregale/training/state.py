@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import with_shardings
 from gregale.methods.method import Method, StepMetrics
 from gregale.model.config import CompilerOptions
-from gregale.training.fast_compile_options import fast_compile_options
+from gregale.training.compiler_options import fast_compile_options
 
 Tree = Any
 Leaf = Any

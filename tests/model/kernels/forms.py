@@ -1,7 +1,5 @@
 """A form of an operation against the plain one, values and gradients: what the tests of all forms share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -1,7 +1,5 @@
 """Which form of attention a device, a dtype and a model get."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax.numpy as jnp

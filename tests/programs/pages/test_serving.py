@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gregale.programs.report.serving import LivePage
-from gregale.programs.watch.web import HERE, Server
+from gregale.programs.watch.web import Server
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from tests.programs.pages.browser import box, figure_of
@@ -23,7 +23,7 @@ def grow(folder, steps: int) -> None:
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):
     page = LivePage([RunPaths(folder)], live_seconds=0.2)
-    with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
+    with Server(page.now, "127.0.0.1", 0) as server, browser.open(server.address) as tab:
         scales = f"gregale.drawn({figure_of('figures-loss')}).scales.x.max"
         assert tab.value(scales) == 100
         tab.value("document.querySelectorAll('details').forEach(each => each.open = !each.open)")
@@ -57,7 +57,7 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     page = LivePage([RunPaths(folder)], live_seconds=0.1)
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
-    with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
+    with Server(page.now, "127.0.0.1", 0) as server, browser.open(server.address) as tab:
         with training(folder, print):
             tab.wait("document.body.textContent.includes('is still training')")
             assert "tokens" not in tab.value(controls)

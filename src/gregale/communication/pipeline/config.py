@@ -1,14 +1,14 @@
 """The pipeline's configuration, and the execution that runs a model's stack of layers through it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from haliax import NamedArray
 
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline, pipelined
 from gregale.communication.pipeline.stage import STAGE
-from gregale.communication.pipeline.window import GatherLevel
+from gregale.communication.pipeline.window import GATHER_LEVELS
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.settings import Settings, whole
@@ -38,9 +38,7 @@ class PipelineConfig(Settings):
         default=False,
         metadata={"help": "hand on an iteration later, behind compute"},
     )
-    gather: GatherLevel = field(
-        default="per_repeat", metadata={"help": "when weights are gathered", "choices": get_args(GatherLevel)}
-    )
+    gather: str = field(default="per_repeat", metadata={"help": "when weights are gathered", "choices": GATHER_LEVELS})
     remat: str = field(default="full", metadata={"help": "saved by name", "choices": tuple(SAVED)})
 
     def schedule(self, stages: int) -> Schedule:

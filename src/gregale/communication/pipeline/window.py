@@ -1,7 +1,7 @@
 """The pipeline's window of two slots for gathered weights, and the reduction of their gradients."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stage import DATA, REPEAT
 
 Tree = Any
-GatherLevel = Literal["per_repeat", "per_iteration", "once"]
+GATHER_LEVELS = ("per_repeat", "per_iteration", "once")
+GatherLevel = str
 
 
 class Slots(NamedTuple):

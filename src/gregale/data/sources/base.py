@@ -17,7 +17,7 @@ import numpy as np
 from gregale.data.sources.files import WILD, files_of
 from gregale.data.sources.globs import each_once
 from gregale.errors import UserError
-from gregale.settings import Fixed, Settings, above
+from gregale.settings import Fixed, Settings, above, setting
 from gregale.storage import Status, is_url, names, storage_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
@@ -74,17 +74,13 @@ class Skipped:
 class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
-    weight: float = field(
-        default=1.0,
-        metadata={
-            "help": "share of the examples, beside others",
-            "range": above(0),
-            "fixed": Fixed("examples would come in another order, which repeats and leaves out some"),
-        },
+    weight: float = setting(
+        1.0,
+        "share of the examples, beside others",
+        range=above(0),
+        fixed=Fixed("examples would come in another order, which repeats and leaves out some"),
     )
-    on_bad_document: str = field(
-        default=STOP, metadata={"help": "bad documents: stop, or skip and report", "choices": ON_BAD_DOCUMENT}
-    )
+    on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
 
     @abstractmethod
     def parts(self) -> list[SourceRange]:
@@ -132,13 +128,10 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
 class FileSource(SourceConfig):
     """A source that reads files found by glob patterns."""
 
-    files: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"},
+    files: tuple[str, ...] = setting(
+        (), "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"
     )
-    exclude: tuple[str, ...] = field(
-        default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}
-    )
+    exclude: tuple[str, ...] = setting((), "patterns of paths to leave out; a * matches any text, / included")
 
     def parts(self) -> list[SourceRange]:
         return [part for path, found in self.found().items() for part in self.parts_of(path, found.size)]

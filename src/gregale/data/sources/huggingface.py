@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gregale.data.sources.base import (
     BadDocument,
@@ -16,6 +16,7 @@ from gregale.data.sources.base import (
     ranges,
 )
 from gregale.errors import KeyedError, UserError, install_hint
+from gregale.settings import setting
 
 PART_ROWS = 4096
 
@@ -25,11 +26,11 @@ PART_ROWS = 4096
 class HuggingFaceSource(SourceConfig):
     """A data set of the `datasets` library, by name or as a saved folder. Needs the extra `hf`."""
 
-    path: str = field(default="", metadata={"help": "name of the data set, or folder written by its save_to_disk"})
-    name: str | None = field(default=None, metadata={"help": "configuration of the data set, where it has several"})
-    split: str = field(default="train", metadata={"help": "split to read"})
-    column: str = field(default="text", metadata={"help": "name of the column that holds a document's text"})
-    revision: str | None = field(default=None, metadata={"help": "version of the data set; none: the newest"})
+    path: str = setting("", "name of the data set, or folder written by its save_to_disk")
+    name: str | None = setting(None, "configuration of the data set, where it has several")
+    split: str = setting("train", "split to read")
+    column: str = setting("text", "name of the column that holds a document's text")
+    revision: str | None = setting(None, "version of the data set; none: the newest")
 
     def __post_init__(self):
         super().__post_init__()

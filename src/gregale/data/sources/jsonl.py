@@ -4,7 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from gregale.data.sources.base import (
 )
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError, install_hint
+from gregale.settings import setting
 
 PART_BYTES = 8 << 20
 READ_BYTES = 1 << 20
@@ -31,7 +32,7 @@ FIELDS_SHOWN = 20
 class JsonLinesSource(FileSource):
     """One JSON object a line (.jsonl, or compressed as .gz or .zst), its text in one field."""
 
-    field: str = field(default="text", metadata={"help": "name of the field that holds a document's text"})
+    field: str = setting("text", "name of the field that holds a document's text")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         if is_compressed(path):

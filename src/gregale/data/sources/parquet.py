@@ -1,11 +1,12 @@
 """Parquet files."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gregale.data.sources.base import BadDocument, Document, FileSource, SourceConfig, SourceRange, in_column
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError, install_hint
+from gregale.settings import setting
 from gregale.storage import is_url
 
 BATCH_ROWS = 1024
@@ -16,7 +17,7 @@ BATCH_ROWS = 1024
 class ParquetSource(FileSource):
     """Parquet files, a document per row, its text in one column. Needs the extra `formats` (pyarrow)."""
 
-    column: str = field(default="text", metadata={"help": "name of the column that holds a document's text"})
+    column: str = setting("text", "name of the column that holds a document's text")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         metadata = open_parquet(path).metadata

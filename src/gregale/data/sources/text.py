@@ -1,7 +1,7 @@
 """Text and source files."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from gregale.data.sources.base import (
@@ -14,6 +14,7 @@ from gregale.data.sources.base import (
     ranges,
 )
 from gregale.data.sources.files import opened, read_bytes, readable
+from gregale.settings import setting
 
 PART_BYTES = 8 << 20
 SEARCH_BYTES = 64 << 10
@@ -24,9 +25,7 @@ SEARCH_BYTES = 64 << 10
 class TextSource(FileSource):
     """UTF-8 text or source files: a document per file, or several if a separator is given."""
 
-    separator: str = field(
-        default="", metadata={"help": "text between two documents of one file; empty: a document per file"}
-    )
+    separator: str = setting("", "text between two documents of one file; empty: a document per file")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         if not can_be_cut_at(self.separator.encode()):

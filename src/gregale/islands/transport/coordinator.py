@@ -12,7 +12,6 @@
 import itertools
 import secrets
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
@@ -71,7 +70,6 @@ class CoordinatorClient:
         self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
-        self._heard = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
@@ -94,11 +92,6 @@ class CoordinatorClient:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
         self._status = {"round": round, "stalled": (stalled or "")[:LONGEST_REASON]}
 
-    @property
-    def last_heard_seconds(self) -> float:
-        """The time since the coordinator last accepted a heartbeat or answered."""
-        return time.monotonic() - self._heard
-
     def close(self) -> None:
         """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress."""
         if self._closed.is_set():
@@ -117,13 +110,11 @@ class CoordinatorClient:
         try:
             self._send(kind, content, CONNECT_SECONDS)
         except (CoordinatorUnreachable, NotAdmitted):
-            return  # `last_heard_seconds` shows the failure, and the next view request raises
+            return  # the next view request raises
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"kind": kind, "name": self.name, "session": self._session, **content}
-        reply = self._pool.request(message, wait_seconds)
-        self._heard = time.monotonic()
-        return reply
+        return self._pool.request(message, wait_seconds)
 
 
 class ConnectionPool:

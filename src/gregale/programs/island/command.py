@@ -5,7 +5,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,16 +50,19 @@ from gregale.programs.island.status import StatusTracker
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.command import describe, hold_run, is_writer, summary
-from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
+from gregale.programs.train.step_log import Observers
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
+from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
-from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.tracking.choices import check_installed, open_trackers
+from gregale.tracking.console import Console
+from gregale.tracking.tracker import RunInfo, Trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
 from gregale.training.stepper import Stepper
@@ -73,7 +76,7 @@ T = TypeVar("T")
 class IslandOptions:
     """Options of the command, beside the configuration."""
 
-    fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and join anew"})
+    fresh: bool = setting(False, "do not resume: set an existing run aside and join anew")
 
 
 def main(options: IslandOptions, config: TrainConfig) -> int:

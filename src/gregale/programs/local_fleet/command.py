@@ -4,7 +4,7 @@ import signal
 import subprocess
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gregale.data.sources.base import expand
@@ -19,7 +19,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.history import read_history
 from gregale.runs.parsing import dump
 from gregale.runs.run_paths import RunPaths
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
 from gregale.web.files import write_page
 
@@ -31,8 +31,8 @@ SHORT_RETRIES = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # so that signals
 class IslandsOptions(Settings):
     """Options of the command, beside the configuration."""
 
-    count: int = field(default=2, metadata={"help": "number of islands", "range": whole(1, 64)})
-    fresh: bool = field(default=False, metadata={"help": "do not resume: set existing runs aside and start anew"})
+    count: int = setting(2, "number of islands", range=whole(1, 64))
+    fresh: bool = setting(False, "do not resume: set existing runs aside and start anew")
 
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:

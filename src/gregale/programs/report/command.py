@@ -15,7 +15,7 @@ from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import runs_of
 from gregale.runs.history import read_history
 from gregale.runs.run_paths import RunPaths
-from gregale.settings import Settings
+from gregale.settings import Settings, setting
 from gregale.streams import say
 from gregale.web.files import check_page_path, write_page
 
@@ -25,10 +25,8 @@ class ReportOptions(Settings):
     runs: tuple[str, ...] = field(
         metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
     )
-    output: Path = field(default=Path("report.html"), metadata={"help": "the path of the page"})
-    plan: tuple[Path, ...] = field(
-        default=(), metadata={"help": "output of `gregale plan --json`, to compare with measurements"}
-    )
+    output: Path = setting(Path("report.html"), "the path of the page")
+    plan: tuple[Path, ...] = setting((), "output of `gregale plan --json`, to compare with measurements")
 
     def __post_init__(self):
         super().__post_init__()

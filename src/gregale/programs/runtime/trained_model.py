@@ -1,16 +1,19 @@
-"""Provides the model of a complete or running training run."""
+"""Provides the model of a complete or running training run, whole or one parameter at a time."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 
 import jax
+from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, standard_layout
+from gregale.axes.layout import BATCH, is_named, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.tokenizers import load_tokenizer
@@ -18,7 +21,8 @@ from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
 from gregale.huggingface.folder import open_folder
-from gregale.huggingface.weights import read_model
+from gregale.huggingface.tensor_names import parameters_of, path_of
+from gregale.huggingface.weights import read_model, reader
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs import run_paths
@@ -94,8 +98,7 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
     Raises `UserError` if there is no such checkpoint.
     """
     if run.is_imported:
-        if step:
-            raise UserError(f"{run.path} is an imported model: it has no checkpoint of step {step}.")
+        refuse_step(run, step)
         return read_model(open_folder(Path(str(run.huggingface))), setup.model, setup.layout), 0, {}
 
     def template(metadata: dict) -> TrainState:
@@ -107,6 +110,69 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
         else:
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
-        every = setup.config.checkpoint.every
-        raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {every}.")
+        raise no_checkpoint(run, setup)
     return evaluated_model(setup, restored.metadata, restored.tree), restored.step, restored.metadata
+
+
+def refuse_step(run: RunDirectory, step: int | None) -> None:
+    """Raise `UserError` for a step of an imported model."""
+    if step:
+        raise UserError(f"{run.path} is an imported model: it has no checkpoint of step {step}.")
+
+
+def no_checkpoint(run: RunDirectory, setup: Setup) -> UserError:
+    every = setup.config.checkpoint.every
+    return UserError(f"{run.path} has no checkpoint yet; the first one comes at step {every}.")
+
+
+# The model one parameter at a time, so that no process holds the whole model.
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model of a run.
+
+    - `step`: the checkpoint's step; 0 for an imported model
+    - `read`: returns a parameter by its path, on the mesh of the setup
+    """
+
+    step: int
+    read: Callable[[str], NamedArray]
+
+
+@contextmanager
+def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened]:
+    """Yield the model to evaluate of a step's checkpoint; None: the newest valid checkpoint.
+
+    All processes of the mesh make the same calls of `read` in the same order. Raises `UserError` if there is no such
+    checkpoint.
+    """
+    if run.is_imported:
+        refuse_step(run, step)
+        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.model, setup.layout))
+        return
+    with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints:
+        found = checkpoints.sound_step() if step is None else step
+        if found is None:
+            raise no_checkpoint(run, setup)
+        if step is not None:
+            checkpoints.check(step)
+        yield Opened(found, partial(_read, checkpoints, setup, found))
+
+
+def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> NamedArray:
+    """Read a parameter from each tree of the checkpoint's state that has the structure of the model."""
+
+    def template(metadata: dict) -> TrainState:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: leaf if not is_named(leaf) or _ends_with(path_of(keys), path) else None,
+            evaluation_template(setup, metadata),
+            is_leaf=is_named,
+        )
+
+    restored = checkpoints.read(step, template, partial=True)
+    return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
+
+
+def _ends_with(leaf_path: str, path: str) -> bool:
+    return f".{leaf_path}".endswith(f".{path}")

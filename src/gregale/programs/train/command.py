@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 
 import jax
 
@@ -28,20 +28,22 @@ from gregale.evaluation.tasks.files import read_tasks
 from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
-from gregale.programs.runtime.initial_weights import keep_what_came_with, origin_of
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
 from gregale.programs.train.loop import HELP, Loop
-from gregale.programs.train.observers import Observers
-from gregale.programs.train.resume import starting_point
+from gregale.programs.train.resume import keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.step_log import Observers
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
+from gregale.settings import setting
 from gregale.storage import storage_path
-from gregale.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.tracking.choices import check_installed, open_trackers
+from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
+from gregale.tracking.tracker import RunInfo
 from gregale.training.compilation_cache import keep_compiled
 
 
@@ -49,10 +51,9 @@ from gregale.training.compilation_cache import keep_compiled
 class TrainOptions:
     """Options of the command, beside the configuration."""
 
-    fresh: bool = field(default=False, metadata={"help": "do not resume: archive an existing run and start again"})
-    profile: str | None = field(
-        default=None,
-        metadata={"help": "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"},
+    fresh: bool = setting(False, "do not resume: archive an existing run and start again")
+    profile: str | None = setting(
+        None, "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"
     )
 
 

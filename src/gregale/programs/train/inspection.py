@@ -20,7 +20,7 @@ from haliax import NamedArray
 from gregale.axes.layout import LAYERS, is_named
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Lossy, Method
+from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup
 from gregale.training.state import TrainState
@@ -118,7 +118,6 @@ class QuantisationFigures:
     """
 
     def __init__(self, setup: Setup, held_out: Examples):
-        assert isinstance(setup.method, Lossy), "the configuration rejects `reduce.measure` without a codec"
         self._setup, self._held_out = setup, held_out
         self._lost = jax.jit(
             setup.method.lost,

@@ -24,9 +24,8 @@ from gregale.programs.runtime.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.inspection import Inspector, QuantisationFigures
-from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, converted
-from gregale.programs.train.step_log import StepLog, TooManySkipped
+from gregale.programs.train.step_log import Observers, StepLog, TooManySkipped
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError
 from gregale.training.state import TrainState

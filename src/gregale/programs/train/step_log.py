@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.chips import of_device
 from gregale.audit.roofline import model_flops_per_token
+from gregale.distributed.hang_detector import Progress
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
-from gregale.programs.train.observers import Observers
-from gregale.tracking import Rate
+from gregale.tracking.profile import Profile
+from gregale.tracking.rate import Rate
+from gregale.tracking.tracker import Trackers
 from gregale.training.state import StepReport
 
 # Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
 # simulated CPU devices in different steps could wait for one another because threads are few.
 STEPS_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Observers of a training loop.
+
+    - `trackers`: log the metrics of steps and evaluations
+    - `report`: takes one line about a failure that does not end the run
+    - `progress`: records the loop's phase, for hang detection
+    - `profile`: traces the selected steps
+    """
+
+    trackers: Trackers
+    report: Callable[[str], None]
+    progress: Progress = field(default_factory=Progress)
+    profile: Profile = field(default_factory=lambda: Profile(None, Path(), print))
 
 
 class TooManySkipped(UserError):

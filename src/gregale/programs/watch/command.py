@@ -20,7 +20,7 @@ from gregale.programs.watch.run_poller import RunPoller, RunStatus, state_senten
 from gregale.programs.watch.view import fleet_view, plain_line, view_of
 from gregale.runs.run_paths import RunPaths, find_run
 from gregale.runs.run_summary import State
-from gregale.settings import Settings, between, whole
+from gregale.settings import Settings, between, setting, whole
 from gregale.storage import ObjectPath, StoreError
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
@@ -36,19 +36,13 @@ FLEET, COORDINATOR = ".islands", "lighthouse"
 @dataclass(frozen=True)
 class WatchOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/; or a fleet's name"})
-    seconds: float | None = field(
-        default=None,
-        metadata={
-            "help": "the time between two polls; null: 1, and 10 for a run in an object store",
-            "range": between(0.1, 3600),
-        },
+    seconds: float | None = setting(
+        None, "the time between two polls; null: 1, and 10 for a run in an object store", range=between(0.1, 3600)
     )
-    once: bool = field(default=False, metadata={"help": "show the current state, and exit"})
-    web: bool = field(default=False, metadata={"help": "also serve a page to a browser on this machine, until Ctrl-C"})
-    port: int = field(default=0, metadata={"help": "the port of the page; 0: any free port", "range": whole(0, 65_535)})
-    address: str = field(
-        default="127.0.0.1", metadata={"help": "the page's address; other than loopback, it adds a secret path"}
-    )
+    once: bool = setting(False, "show the current state, and exit")
+    web: bool = setting(False, "also serve a page to a browser on this machine, until Ctrl-C")
+    port: int = setting(0, "the port of the page; 0: any free port", range=whole(0, 65_535))
+    address: str = setting("127.0.0.1", "the page's address; other than loopback, it adds a secret path")
 
     def __post_init__(self):
         super().__post_init__()

@@ -27,7 +27,6 @@ from gregale.errors import UserError
 Content = Callable[[], bytes]
 """Function that returns the current page; several threads call it."""
 
-HERE = "127.0.0.1"
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "frame-ancestors 'none'",

@@ -1,7 +1,5 @@
 """What made the plain form slow on XLA:CPU, large transposed copies, is not in what it makes of the rules."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 

@@ -1,7 +1,5 @@
 """What cuDNN's two operations compute, written down from JAX's description of them: they need a GPU to run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -1,7 +1,5 @@
 """What cuDNN is asked for: the same attention, with its two operations written out, and a step lowered for CUDA."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The TPU's rules of differentiation against the plain form, and what they leave of it in a program."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp

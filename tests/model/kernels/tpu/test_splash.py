@@ -1,7 +1,5 @@
 """The splash kernels, step by step on a CPU, against the plain form; and how rows are cut into blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

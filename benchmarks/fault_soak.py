@@ -28,14 +28,14 @@ LEAST_GOODPUT = 0.98
 MOST_LOSS = 1.03  # of the undisturbed one
 FRAGMENTS = 2
 SOAK_FAULTS = ("step", "reduce", "held", "now", "two", "stop", "lighthouse", "link")
-TOLD_WITHIN = 3.0
+REPORTED_WITHIN = 3.0
 
 
 @dataclass
-class Life:
-    """What islands said of themselves: seconds of training, and those of them in which they waited or healed.
+class IslandTimes:
+    """Seconds of training of all islands by their own status, and those in which they waited or healed.
 
-    What a process takes from its start to its first step in the fleet is `joining`: it is of one that was dead.
+    - `joining`: seconds from the start of restarted processes to their first step in the fleet
     """
 
     lived: float = 0.0
@@ -46,8 +46,8 @@ class Life:
     begun: dict[int, float] = field(default_factory=dict)  # by process: when it was heard first
     joined: int = 0  # processes
 
-    def see(self, island: Island, token: bytes) -> None:
-        """Asks once; what lies between two answers of a process counts, unless they are too far apart."""
+    def record(self, island: Island, token: bytes) -> None:
+        """Ask an island for its status; the time between two answers counts, unless they are too far apart."""
         try:
             status = ask_status(island.address, token, 2.0)
         except (OSError, PeerUnreachable, RequestRejected):
@@ -72,23 +72,23 @@ class Life:
 
 
 @dataclass
-class Quiet:
-    """Times without a round of the fleet, and those of them of which no island has said a word.
+class RoundGaps:
+    """Times without a round of the fleet, and those that no island has reported.
 
     - `longest`: seconds
-    - `untold`: after three usual round times and `TOLD_WITHIN` seconds, no living island's log had a line
+    - `unreported`: after three usual round times and `REPORTED_WITHIN` seconds, no living island's log had a line
     """
 
     longest: float = 0.0
-    untold: list[str] = field(default_factory=list)
+    unreported: list[str] = field(default_factory=list)
     _newest: int = -1
     _since: float = field(default_factory=time.monotonic)
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=15))
     _lines: int = 0
     _is_judged: bool = False
 
-    def see(self, fleet: Fleet) -> None:
-        """Looks at the fleet once."""
+    def record(self, fleet: Fleet) -> None:
+        """Compare the newest round and the logs with those of the last call."""
         now, newest = time.monotonic(), fleet.newest()
         lines = sum(island.said().count("No round for") for island in fleet.islands.values())
         if newest != self._newest:
@@ -96,20 +96,20 @@ class Quiet:
             self._newest, self._since, self._lines, self._is_judged = newest, now, lines, False
             return
         self.longest = max(self.longest, now - self._since)
-        limit = max(3 * median(self._gaps), 1.0) + TOLD_WITHIN
+        limit = max(3 * median(self._gaps), 1.0) + REPORTED_WITHIN
         if len(self._gaps) > 3 and not self._is_judged and now - self._since > limit:
             self._is_judged = True
             if lines == self._lines:
-                self.untold.append(f"after round {newest}: {now - self._since:.1f} s, allowed {limit:.1f} s")
+                self.unreported.append(f"after round {newest}: {now - self._since:.1f} s, allowed {limit:.1f} s")
 
 
 def tokens(fleet: Fleet) -> float:
-    """Those that committed rounds have brought into the outer parameters."""
+    """Return the tokens of committed rounds."""
     return sum(each.weight for each in fleet.observe()) / FRAGMENTS
 
 
 def loss(fleet: Fleet) -> float:
-    """The mean of the islands' newest losses."""
+    """Return the mean of the islands' newest losses."""
     return mean(
         each["loss"]
         for island in fleet.islands.values()
@@ -118,7 +118,7 @@ def loss(fleet: Fleet) -> float:
 
 
 def undisturbed(folder: Path, wanted: float, start: Callable[[Path], Fleet], seconds: float) -> float:
-    """The loss of a fleet after as many tokens."""
+    """Return the loss of a fleet without faults after `wanted` tokens."""
     with start(folder) as fleet:
         fleet.wait(lambda: tokens(fleet) >= wanted, seconds, f"{wanted:,.0f} tokens")
         return loss(fleet)
@@ -127,7 +127,7 @@ def undisturbed(folder: Path, wanted: float, start: Callable[[Path], Fleet], sec
 def started(
     folder: Path, options: argparse.Namespace, paces: Mapping[str, float], network: Network | None = None
 ) -> Fleet:
-    """A fleet in a folder of its own; `paces` of its islands."""
+    """Start a fleet in a folder of its own; `paces`: the seconds of a step, by island."""
     home = folder.parent
     folder.mkdir()
     shutil.copytree(home / "text", folder / "text")
@@ -142,7 +142,7 @@ def started(
 
 
 def network_of(options: argparse.Namespace) -> AbstractContextManager[Network | None]:
-    """The network that the options describe; the loopback without one."""
+    """Return the network that the options describe; no network without them."""
     if options.bandwidth is None and options.round_trip_ms == 0:
         return nullcontext()
     # A packet between two sites passes two links, each with its delay.
@@ -150,9 +150,9 @@ def network_of(options: argparse.Namespace) -> AbstractContextManager[Network | 
 
 
 def soak(options: argparse.Namespace, folder: Path) -> int:
-    """A random fault every few seconds; 1 if goodput or loss are worse than they should be, or states differ."""
+    """Cause a random fault every few seconds; return 1 if goodput or loss are worse than they should be."""
     source, paces = random.Random(options.seed), dict.fromkeys(NAMES, options.pace)
-    life, quiet, begun, faults = Life(), Quiet(), time.monotonic(), 0
+    times, gaps, begun, faults = IslandTimes(), RoundGaps(), time.monotonic(), 0
     with network_of(options) as network, started(folder / "soak", options, paces, network) as fleet:
         token = read_token(fleet.token, "islands.token_file")
         kinds = [each for each in options.faults if network is not None or each != "link"]
@@ -163,30 +163,30 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
             until = time.monotonic() + source.uniform(*options.every)
             while time.monotonic() < until:
                 revive(fleet, options.pace)
-                quiet.see(fleet)
+                gaps.record(fleet)
                 for island in fleet.living:
-                    life.see(island, token)
+                    times.record(island, token)
                 time.sleep(0.5)
             fleet.check()
         compared, trained, disturbed = fleet.check(), tokens(fleet), loss(fleet)
     print(
         f"\n{faults} faults in {options.soak:g} minutes; {compared} rounds compared, none differs.\n"
-        f"Goodput of the living: {life.goodput:.1%} of {life.lived:.0f} s (waited {life.waited:.0f} s, healed "
-        f"{life.healed:.0f} s); {life.joined} times a process joined, {life.joining / max(1, life.joined):.1f} s after "
-        "its server answered.\n"
-        f"Longest time without a round: {quiet.longest:.1f} s. Times without a round and without a line that says why: "
-        f"{len(quiet.untold)}. {'; '.join(quiet.untold)}",
+        f"Goodput of the living: {times.goodput:.1%} of {times.lived:.0f} s (waited {times.waited:.0f} s, healed "
+        f"{times.healed:.0f} s); {times.joined} times a process joined, "
+        f"{times.joining / max(1, times.joined):.1f} s after its server answered.\n"
+        f"Longest time without a round: {gaps.longest:.1f} s. Times without a round and without a line that says why: "
+        f"{len(gaps.unreported)}. {'; '.join(gaps.unreported)}",
         flush=True,
     )
     if options.skip_undisturbed:
-        return int(life.goodput < LEAST_GOODPUT or bool(quiet.untold))
+        return int(times.goodput < LEAST_GOODPUT or bool(gaps.unreported))
     beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
     print(f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}.")
-    return int(life.goodput < LEAST_GOODPUT or bool(quiet.untold) or disturbed > MOST_LOSS * beside)
+    return int(times.goodput < LEAST_GOODPUT or bool(gaps.unreported) or disturbed > MOST_LOSS * beside)
 
 
 def disturb(fleet: Fleet, source: random.Random, faults: Sequence[str]) -> str:
-    """Does something bad; says what."""
+    """Cause a random fault; return its description."""
     living = fleet.living
     what = source.choice(faults)
     if what == "lighthouse":
@@ -214,7 +214,7 @@ def disturb(fleet: Fleet, source: random.Random, faults: Sequence[str]) -> str:
 
 
 def revive(fleet: Fleet, pace: float) -> None:
-    """Starts what is dead."""
+    """Start the islands whose process has ended."""
     for island in list(fleet.islands.values()):
         if not island.lives:
             fleet.start(island.name, pace=pace)
