@@ -1,6 +1,6 @@
 """The choice of the codecs for the slow link."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
@@ -8,7 +8,7 @@ from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, wire_format
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
-from gregale.settings import DECAY, Settings, whole
+from gregale.settings import DECAY, Settings, setting, whole
 
 SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
 
@@ -20,10 +20,8 @@ class FeedbackConfig(Settings):
     The kept error is `beta * old + (1 - beta) * new`.
     """
 
-    beta: float = field(default=0.8, metadata={"help": "decay of the kept error; 0: the last step's", "range": DECAY})
-    reset_every: int | None = field(
-        default=None, metadata={"help": "steps after which it is zeroed; null: never", "range": whole(1)}
-    )
+    beta: float = setting(0.8, "decay of the kept error; 0: the last step's", range=DECAY)
+    reset_every: int | None = setting(None, "steps after which it is zeroed; null: never", range=whole(1))
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,16 @@ class ReduceConfig(Settings):
 
     earlier: ClassVar = {"second_leg": "gather_codec"}
 
-    codec: str = field(
-        default="none",
-        metadata={
-            "help": "codec of the first phase",
-            "choices": CODECS,
-            "aliases": ("compression", "quantization"),
-        },
+    codec: str = setting("none", "codec of the first phase", choices=CODECS, aliases=("compression", "quantization"))
+    block: int = setting(
+        DEFAULT_BLOCK, "values that share a scale", range=whole(1), aliases=("block_size", "group_size")
     )
-    block: int = field(
-        default=DEFAULT_BLOCK,
-        metadata={"help": "values that share a scale", "range": whole(1), "aliases": ("block_size", "group_size")},
+    feedback: FeedbackConfig | None = setting(
+        FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
-    feedback: FeedbackConfig | None = field(
-        default=FeedbackConfig(), metadata={"help": "error feedback; null: none", "aliases": ("error_feedback",)}
-    )
-    gather_codec: str = field(default="none", metadata={"help": "codec of the second phase", "choices": SECOND_LEGS})
-    hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
-    measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
+    gather_codec: str = setting("none", "codec of the second phase", choices=SECOND_LEGS)
+    hadamard: bool = setting(False, "rotate blocks before they are quantised (heavy tails)")
+    measure: bool = setting(False, "at evaluations, measure what quantising loses")
 
     def __post_init__(self):
         super().__post_init__()

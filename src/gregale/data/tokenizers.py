@@ -4,7 +4,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import draccus
@@ -15,7 +15,7 @@ from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
-from gregale.settings import Fixed, Settings, whole
+from gregale.settings import Fixed, Settings, setting, whole
 from gregale.storage import StoragePath, write_bytes
 
 SAVED_NAME = "tokenizer.json"
@@ -38,8 +38,8 @@ class BytesConfig(TokenizerConfig):
 class FileConfig(TokenizerConfig):
     """A `tokenizer.json` of the `tokenizers` library."""
 
-    path: str = field(default="tokenizer.json", metadata={"help": "the tokenizer.json file; ~ and $VARIABLES expand"})
-    end_of_document: str = field(default="<|endoftext|>", metadata={"help": "name of the token that ends a document"})
+    path: str = setting("tokenizer.json", "the tokenizer.json file; ~ and $VARIABLES expand")
+    end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document")
 
 
 @TokenizerConfig.register_subclass("bpe")
@@ -47,13 +47,11 @@ class FileConfig(TokenizerConfig):
 class BpeConfig(TokenizerConfig):
     """Byte-level byte-pair encoding, trained on the training documents."""
 
-    vocabulary: int = field(
-        default=8192,
-        metadata={
-            "help": "number of ids: 256 of bytes, of pairs, and of the end of a document",
-            "range": whole(257, 2**24),
-            "fixed": Fixed("the saved parameters were trained on its tokens"),
-        },
+    vocabulary: int = setting(
+        8192,
+        "number of ids: 256 of bytes, of pairs, and of the end of a document",
+        range=whole(257, 2**24),
+        fixed=Fixed("the saved parameters were trained on its tokens"),
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gregale.errors import KeyedError
-from gregale.settings import Settings, between, check_path, shown, whole
+from gregale.settings import Settings, between, check_path, setting, shown, whole
 
 AUTO = "auto"
 _TIMEOUT = between(1, 86_400)
@@ -15,31 +15,15 @@ _TIMEOUT = between(1, 86_400)
 class DistributedConfig(Settings):
     """The rendezvous and the timeouts of the processes of a run."""
 
-    coordinator: str | None = field(
-        default=None,
-        metadata={
-            "help": "HOST:PORT of process 0; auto: ask the cluster",
-            "aliases": ("coordinator_address", "master_addr"),
-        },
+    coordinator: str | None = setting(
+        None, "HOST:PORT of process 0; auto: ask the cluster", aliases=("coordinator_address", "master_addr")
     )
-    processes: int = field(
-        default=1,
-        metadata={"help": "number of processes", "range": whole(1), "aliases": ("num_processes", "world_size")},
-    )
-    process: int = field(
-        default=0,
-        metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
-    )
-    join_seconds: float = field(
-        default=300.0, metadata={"help": "maximum wait for all processes to join", "range": _TIMEOUT}
-    )
-    timeout_seconds: float = field(
-        default=60.0, metadata={"help": "silence after which a process is lost", "range": _TIMEOUT}
-    )
-    hang_seconds: float | None = field(
-        default=600.0, metadata={"help": "longest step without progress; null: no limit", "range": _TIMEOUT}
-    )
-    token_file: str | None = field(default=None, metadata={"help": "file with the processes' secret; null: none"})
+    processes: int = setting(1, "number of processes", range=whole(1), aliases=("num_processes", "world_size"))
+    process: int = setting(0, "this process's number, from 0", range=whole(0), aliases=("process_id", "rank"))
+    join_seconds: float = setting(300.0, "maximum wait for all processes to join", range=_TIMEOUT)
+    timeout_seconds: float = setting(60.0, "silence after which a process is lost", range=_TIMEOUT)
+    hang_seconds: float | None = setting(600.0, "longest step without progress; null: no limit", range=_TIMEOUT)
+    token_file: str | None = setting(None, "file with the processes' secret; null: none")
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,29 +1,21 @@
 """Draw the next token from a model's logits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from gregale.settings import Range, Settings, at_least, whole
+from gregale.settings import Range, Settings, at_least, setting, whole
 
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    temperature: float = field(
-        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+    temperature: float = setting(0.8, "randomness; 0 takes the likeliest token", range=at_least(0))
+    top_k: int | None = setting(None, "draw from this many likeliest tokens only; null: all", range=whole(1))
+    top_p: float | None = setting(
+        None, "draw from the likeliest tokens of this total probability; null: all", range=Range(0, 1, above=True)
     )
-    top_k: int | None = field(
-        default=None, metadata={"help": "draw from this many likeliest tokens only; null: all", "range": whole(1)}
-    )
-    top_p: float | None = field(
-        default=None,
-        metadata={
-            "help": "draw from the likeliest tokens of this total probability; null: all",
-            "range": Range(0, 1, above=True),
-        },
-    )
-    seed: int = field(default=0, metadata={"help": "of the draws", "range": whole(0)})
+    seed: int = setting(0, "of the draws", range=whole(0))
 
 
 def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:

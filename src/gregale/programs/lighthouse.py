@@ -3,7 +3,7 @@
 import signal
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.data.sources.base import expand
@@ -13,24 +13,20 @@ from gregale.islands.protocol.settings import LAN
 from gregale.islands.transport.lighthouse import Quorum, serve
 from gregale.programs.command import Command
 from gregale.runs.islands import SECONDS
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 from gregale.streams import say
 
 
 @dataclass(frozen=True)
 class LighthouseOptions(Settings):
-    bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any free port"})
-    token_file: str | None = field(
-        default=None, metadata={"help": "file with the fleet's secret, as islands.token_file; readable by you alone"}
+    bind: str = setting("127.0.0.1:29510", "HOST:PORT to listen at; port 0: any free port")
+    token_file: str | None = setting(None, "file with the fleet's secret, as islands.token_file; readable by you alone")
+    minimum: int = setting(1, "minimum number of islands in a view", range=whole(1))
+    heartbeat_seconds: float = setting(
+        LAN.heartbeat_seconds, "silence after which an island is out; as islands.heartbeat_seconds", range=SECONDS
     )
-    minimum: int = field(default=1, metadata={"help": "minimum number of islands in a view", "range": whole(1)})
-    heartbeat_seconds: float = field(
-        default=LAN.heartbeat_seconds,
-        metadata={"help": "silence after which an island is out; as islands.heartbeat_seconds", "range": SECONDS},
-    )
-    join_seconds: float = field(
-        default=LAN.join_seconds,
-        metadata={"help": "how long the first request waits for other live islands", "range": SECONDS},
+    join_seconds: float = setting(
+        LAN.join_seconds, "how long the first request waits for other live islands", range=SECONDS
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 
@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from gregale.data.sources.base import expand
 from gregale.programs.command import Command
 from gregale.runs.run_summary import State, Summary, summaries
-from gregale.settings import Settings
+from gregale.settings import Settings, setting
 from gregale.storage import storage_path
 from gregale.streams import say
 from gregale.tables import fitting, print_table
@@ -28,17 +28,13 @@ DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 @dataclass(frozen=True)
 class RunsOptions(Settings):
-    folder: str = field(default="runs", metadata={"help": "the folder or URL of the runs, or one of them"})
-    state: list[str] = field(
-        default_factory=list, metadata={"help": "only runs in one of these states", "choices": tuple(State)}
-    )
-    method: str | None = field(
-        default=None, metadata={"help": "only runs whose method matches this, such as `*diloco*`"}
-    )
-    name: str | None = field(default=None, metadata={"help": "only runs whose name matches this, such as `wide-*`"})
-    sort: str = field(default="name", metadata={"help": "the column to sort by, in ascending order", "choices": SORTS})
-    reverse: bool = field(default=False, metadata={"help": "sort in descending order"})
-    json: bool = field(default=False, metadata={"help": "print everything as JSON, a list of runs"})
+    folder: str = setting("runs", "the folder or URL of the runs, or one of them")
+    state: list[str] = setting(list, "only runs in one of these states", choices=tuple(State))
+    method: str | None = setting(None, "only runs whose method matches this, such as `*diloco*`")
+    name: str | None = setting(None, "only runs whose name matches this, such as `wide-*`")
+    sort: str = setting("name", "the column to sort by, in ascending order", choices=SORTS)
+    reverse: bool = setting(False, "sort in descending order")
+    json: bool = setting(False, "print everything as JSON, a list of runs")
 
 
 def main(options: RunsOptions) -> int:

@@ -1,6 +1,6 @@
 """The pipeline's configuration, and the execution that runs a model's stack of layers through it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from haliax import NamedArray
@@ -11,7 +11,7 @@ from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GATHER_LEVELS
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
 from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.settings import Settings, whole
+from gregale.settings import Settings, setting, whole
 
 # The values, by the layer's names, that an iteration keeps for the backward pass beside the stages' inputs.
 # `attention` is the older name of `context`.
@@ -27,19 +27,11 @@ SAVED: dict[str, tuple[str, ...]] = {
 class PipelineConfig(Settings):
     """The pipeline of layers over the mesh axis `stage`; it changes the model's results only by rounding."""
 
-    repeats: int = field(
-        default=1, metadata={"help": "times that a microbatch passes all stages", "range": whole(1, 100_000)}
-    )
-    microbatches: int | None = field(
-        default=None,
-        metadata={"help": "in it at a time; null: as few as possible", "range": whole(1)},
-    )
-    delay_forwarding: bool = field(
-        default=False,
-        metadata={"help": "hand on an iteration later, behind compute"},
-    )
-    gather: str = field(default="per_repeat", metadata={"help": "when weights are gathered", "choices": GATHER_LEVELS})
-    remat: str = field(default="full", metadata={"help": "saved by name", "choices": tuple(SAVED)})
+    repeats: int = setting(1, "times that a microbatch passes all stages", range=whole(1, 100_000))
+    microbatches: int | None = setting(None, "in it at a time; null: as few as possible", range=whole(1))
+    delay_forwarding: bool = setting(False, "hand on an iteration later, behind compute")
+    gather: str = setting("per_repeat", "when weights are gathered", choices=GATHER_LEVELS)
+    remat: str = setting("full", "saved by name", choices=tuple(SAVED))
 
     def schedule(self, stages: int) -> Schedule:
         """Return the schedule for a number of stages; raise `UserError` if the numbers do not fit together."""

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from gregale.data.sources.base import BadDocument, Document, FileSource, SourceConfig, SourceRange, ranges
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
-from gregale.settings import whole
+from gregale.settings import setting, whole
 from gregale.storage import is_url, read_range, storage_path
 
 DTYPES = ("uint16", "uint32", "int32")
@@ -24,10 +24,9 @@ READ_TOKENS = 1 << 20  # in one read of an object
 class TokensSource(FileSource):
     """Token files: .npy, or raw little-endian integers; a document ends after each end-of-document token."""
 
-    dtype: str = field(default="uint16", metadata={"help": "type of a raw file", "choices": DTYPES})
-    end_of_document: int | None = field(
-        default=None,
-        metadata={"help": "id that ends a document in these files; null: a document per file", "range": whole(0)},
+    dtype: str = setting("uint16", "type of a raw file", choices=DTYPES)
+    end_of_document: int | None = setting(
+        None, "id that ends a document in these files; null: a document per file", range=whole(0)
     )
 
     def split(self, path: str, size: int) -> list[SourceRange]:

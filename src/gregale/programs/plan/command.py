@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
 from gregale.runs.config import TrainConfig
-from gregale.settings import Settings, above, whole
+from gregale.settings import Settings, above, setting, whole
 from gregale.streams import ResilientStream, say
 from gregale.terminal import Console
 
@@ -34,47 +34,29 @@ class PlanOptions(Settings):
         UserError: options exclude one another, or a number is invalid.
     """
 
-    topology: str | None = field(default=None, metadata={"help": "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8"})
-    slices: int = field(
-        default=1, metadata={"help": "number of slices of the topology; for GPUs, of boxes", "range": whole(1, 4096)}
+    topology: str | None = setting(None, "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8")
+    slices: int = setting(1, "number of slices of the topology; for GPUs, of boxes", range=whole(1, 4096))
+    devices: int | None = setting(None, "number of simulated devices; null: the size of the mesh", range=whole(1, 4096))
+    count: int | None = setting(
+        None,
+        "number of islands of a fleet, to plan one; null: two if islands.lighthouse is set, else none",
+        range=whole(1, 10_000),
     )
-    devices: int | None = field(
-        default=None,
-        metadata={"help": "number of simulated devices; null: the size of the mesh", "range": whole(1, 4096)},
+    chip: str | None = setting(None, "the chip whose memory and speed to assume; null: the topology's, or H100")
+    link_gbit_per_second: float | None = setting(
+        None,
+        "link of a replica, or of an island's host, to the others; null: its chips' share of the network",
+        range=above(0),
     )
-    count: int | None = field(
-        default=None,
-        metadata={
-            "help": "number of islands of a fleet, to plan one; null: two if islands.lighthouse is set, else none",
-            "range": whole(1, 10_000),
-        },
+    until: str = setting(
+        CODE, "last compiler stage; memory is faster: it reports memory and traffic, but no overlap", choices=UNTIL
     )
-    chip: str | None = field(
-        default=None, metadata={"help": "the chip whose memory and speed to assume; null: the topology's, or H100"}
+    search: bool = setting(
+        False, "find the fastest remat x microbatches x unroll x gather that fits, and print its YAML"
     )
-    link_gbit_per_second: float | None = field(
-        default=None,
-        metadata={
-            "help": "link of a replica, or of an island's host, to the others; null: its chips' share of the network",
-            "range": above(0),
-        },
-    )
-    until: str = field(
-        default=CODE,
-        metadata={
-            "help": "last compiler stage; memory is faster: it reports memory and traffic, but no overlap",
-            "choices": UNTIL,
-        },
-    )
-    search: bool = field(
-        default=False,
-        metadata={"help": "find the fastest remat x microbatches x unroll x gather that fits, and print its YAML"},
-    )
-    json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
-    hlo: Path | None = field(
-        default=None, metadata={"help": "write the compiled step's text to this file, and other programs next to it"}
-    )
-    require_fit: bool = field(default=False, metadata={"help": "exit with 3 if the step does not fit"})
+    json: bool = setting(False, "print JSON in place of tables")
+    hlo: Path | None = setting(None, "write the compiled step's text to this file, and other programs next to it")
+    require_fit: bool = setting(False, "exit with 3 if the step does not fit")
 
     def __post_init__(self):
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TextIO, cast
 
@@ -20,7 +20,7 @@ from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prom
 from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import shown, whole
+from gregale.settings import setting, shown, whole
 from gregale.streams import ResilientStream
 from gregale.terminal import Console
 
@@ -29,36 +29,18 @@ ONE_DEVICE = MeshConfig(data=1)
 
 @dataclass(frozen=True)
 class SampleOptions(Sampling):
-    run: str = field(default="", metadata={"help": "the run: its directory or URL, or its name under runs/"})
-    prompt: str = field(default="", metadata={"help": "the text to continue"})
-    prompts: str | None = field(
-        default=None,
-        metadata={"help": "a file of prompts, one per line: text, or JSON lines (.jsonl) with prompt, seed, id"},
+    run: str = setting("", "the run: its directory or URL, or its name under runs/")
+    prompt: str = setting("", "the text to continue")
+    prompts: str | None = setting(
+        None, "a file of prompts, one per line: text, or JSON lines (.jsonl) with prompt, seed, id"
     )
-    out: str | None = field(
-        default=None, metadata={"help": "with prompts: the file for the results, JSON lines; null: standard output"}
-    )
-    tokens: int = field(
-        default=256,
-        metadata={"help": "number of tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")},
-    )
-    parse_special: bool = field(
-        default=False, metadata={"help": "encode names of special tokens in prompts as special tokens, not as text"}
-    )
-    stop: list[str] = field(
-        default_factory=list,
-        metadata={"help": "strings that end a text, which excludes them", "aliases": ("stop_strings", "until")},
-    )
-    batch: int = field(
-        default=8,
-        metadata={"help": "the number of prompts in a batch", "range": whole(1), "aliases": ("batch_size",)},
-    )
-    mesh: MeshConfig = field(
-        default=ONE_DEVICE, metadata={"help": "devices: mesh.data splits the prompts, mesh.model the model"}
-    )
-    step: int | None = field(
-        default=None, metadata={"help": "the checkpoint's step; null: the newest checkpoint", "range": whole(0)}
-    )
+    out: str | None = setting(None, "with prompts: the file for the results, JSON lines; null: standard output")
+    tokens: int = setting(256, "number of tokens to add", range=whole(1), aliases=("max_new_tokens", "length"))
+    parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
+    stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
+    batch: int = setting(8, "the number of prompts in a batch", range=whole(1), aliases=("batch_size",))
+    mesh: MeshConfig = setting(ONE_DEVICE, "devices: mesh.data splits the prompts, mesh.model the model")
+    step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
 
     def __post_init__(self):
         super().__post_init__()
