@@ -38,7 +38,7 @@ Job = Callable[[], Any]
 IMPORTED = (
     *("gregale.cli", "gregale.programs.train.command", "gregale.programs.island.command"),
     *("gregale.runs.resolved_config", "gregale.programs.lighthouse", "gregale.islands.driver"),
-    *("gregale.cli.invocation", "orbax.checkpoint", "grain", "tokenizers"),
+    *("gregale.cli.invocation", "grain", "tokenizers"),
 )
 
 
