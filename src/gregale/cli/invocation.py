@@ -9,6 +9,7 @@ from typing import get_origin
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
+from gregale.runs import plugins
 from gregale.runs.parsing import load, split_arguments
 from gregale.settings.config_schema import REQUIRED, default_of, entries, types_of
 from gregale.settings.help import render, topics
@@ -32,6 +33,10 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
         words = [*words[:last], json.dumps(words[last:])] if words[last:] else words
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
+    if command.plugins:
+        first = [pair for pair in pairs if _key(pair) == plugins.KEY]
+        load(plugins.PluginOptions, None, first)
+        pairs = [pair for pair in pairs if pair not in first]
     given = dict(zip(command.positional, words, strict=False))
     _check_complete(name, command, given, pairs)
     path = given.pop(CONFIG, None) if command.config else None
@@ -53,6 +58,8 @@ def command_help(name: str, summary: str, command: Command, topic: str | None = 
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
+    if command.plugins:
+        text += render(plugins.PluginOptions)
     if command.config:
         heading = "keys that it reads from a run's YAML file" if command.reads else "keys of the YAML file"
         text += f"\n{heading}, each also an argument:\n{render(command.config, only=command.reads)}"

@@ -13,6 +13,7 @@ class Command:
     - `config`: dataclass of the YAML file, whose dotted keys can be overridden; None if the program reads none
     - `reads`: the configuration keys that the program reads, or their common prefixes; empty: all keys. Help shows
       only these keys. The YAML file may have keys of other programs
+    - `plugins`: whether `--plugins` imports modules first, for the configuration of a run
     - `positional`: names of the arguments without a `--`: `("config",)` is the YAML file, all others are fields of
       `options`. A field with a default is optional. The last field may be a tuple, which takes all remaining words
     """
@@ -21,4 +22,5 @@ class Command:
     options: type
     config: type | None = None
     reads: tuple[str, ...] = ()
+    plugins: bool = False
     positional: tuple[str, ...] = ()

@@ -222,4 +222,4 @@ def source_of(files: list[str]) -> FileSource:
     return kinds.pop()(files=tuple(files))
 
 
-COMMAND = Command(main=main, options=EvalOptions, positional=("run",))
+COMMAND = Command(main=main, options=EvalOptions, plugins=True, positional=("run",))

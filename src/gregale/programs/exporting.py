@@ -255,4 +255,4 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     (folder / "README.md").write_text(model_card(exported, figures), encoding="utf-8")
 
 
-COMMAND = Command(main=main, options=ExportOptions, positional=("run", "target"))
+COMMAND = Command(main=main, options=ExportOptions, plugins=True, positional=("run", "target"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import draccus
 import yaml
 
 from gregale.errors import UserError
+from gregale.runs import plugins
 from gregale.settings import shortened, shown
 from gregale.settings.config_schema import TYPE, choice_name, is_list_at, is_registry, join, section_at
 from gregale.settings.decoding import COMMAND_LINE, Decoder, Text
@@ -23,7 +24,12 @@ _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
-def load(config_class: type[Config], path: str | StoragePath | None, arguments: Sequence[str] = ()) -> Config:
+def load(
+    config_class: type[Config],
+    path: str | StoragePath | None,
+    arguments: Sequence[str] = (),
+    elsewhere: str | None = None,
+) -> Config:
     """Load the configuration of a YAML file, with `--dotted.key value` arguments as overrides.
 
     Arguments:
@@ -32,6 +38,9 @@ def load(config_class: type[Config], path: str | StoragePath | None, arguments: 
     - `path`: the YAML file or object, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
       such as `{layers: 2}` keeps its other keys, unless it names another `type`
+    - `elsewhere`: why the file is not the user's own; of its `plugins` none is imported that is not imported already
+
+    It imports the `plugins` of the configuration before it decodes the other keys.
 
     Raises `UserError` that names the key and its origin: unknown key, wrong type, unknown choice, missing key,
     duplicate key, missing file, invalid YAML.
@@ -43,7 +52,14 @@ def load(config_class: type[Config], path: str | StoragePath | None, arguments: 
     for pair in pairs:
         key, equals, value = pair.removeprefix("--").partition("=")
         _Overrides(config_class, raw, origins).set(key.split("."), Text(value) if equals else True)
-    return Decoder(config_class, origins, _read_text).decode(config_class, raw)
+    decoder = Decoder(config_class, origins, _read_text)
+    if plugins.KEY in raw and plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
+        modules = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY)
+        if elsewhere is None:
+            plugins.import_plugins(modules, f" ({origins[plugins.KEY]})")
+        else:
+            plugins.check_imported(modules, str(path), elsewhere)
+    return decoder.decode(config_class, raw)
 
 
 def dump(config: Any) -> str:

@@ -24,6 +24,7 @@ from gregale.distributed.settings_check import RULE
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task
 from gregale.runs.history import flat
+from gregale.runs.plugins import code_digests
 
 # Keys in which the processes of a run may differ: keys of a host, keys that only process 0 reads, and paths of text,
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
@@ -45,7 +46,8 @@ def terms_of(settings: Any) -> dict[str, str]:
 
 def process_terms(settings: Any) -> dict[str, str]:
     """Return the values of a configuration that all processes of a run must have in common."""
-    return {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
+    terms = {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
+    return terms | {f"plugins: {name}": digest for name, digest in code_digests(settings.plugins).items()}
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:

@@ -165,4 +165,4 @@ def continue_all(
     return counts
 
 
-COMMAND = Command(main=main, options=SampleOptions, positional=("run", "prompt"))
+COMMAND = Command(main=main, options=SampleOptions, plugins=True, positional=("run", "prompt"))
