@@ -1,6 +1,6 @@
 """Import of plugins: the user's modules, which register choices (models, optimizers, sources, callbacks and so on).
 
-    plugins: [my_package.my_module]
+plugins: [my_package.my_module]
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def check_imported(names: Sequence[str], run: str, why: str) -> None:
 def code_digests(names: Sequence[str]) -> dict[str, str]:
     """Return a digest of the file of each module; empty for a module without one."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "" for name, file in files.items()}
+    return {
+        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "" for name, file in files.items()
+    }
 
 
 def _problem(name: str, error: Exception, folder: str) -> str:
