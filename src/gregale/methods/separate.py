@@ -6,7 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from gregale.axes.layout import EMBED, Layout, vmap_over
+import equinox as eqx
+
+from gregale.audit.memory import bytes_on_device
+from gregale.axes.layout import EMBED, Layout, is_parameter, vmap_over
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, Method, PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp
@@ -84,6 +87,12 @@ class Mixing(Separate):
     def mix(self, parameters: Tree, due: Any) -> Tree:
         """Return the parameters of all replicas, [replica, ...] each, after they are mixed; compiled with the step."""
         raise NotImplementedError
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of a replica's parameters on one device, for `bytes_sent`."""
+        layout = self.step_layout
+        return bytes_on_device(layout.abstract(eqx.filter(self.inner.model, is_parameter), layout.params))
 
     def from_psdp(self, start: PsdpState, step: Any) -> MixingState:
         del step
