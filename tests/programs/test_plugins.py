@@ -1,5 +1,6 @@
 """A run with a model, an optimizer and a method of one's own is resumed, evaluated, sampled, planned and refused."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 import yaml
 
 from gregale.cli import main
+from tests.docs.pages import ROOT, blocks
 from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
 
+PAGES = ROOT / "docs" / "extending"
 OWN = {
     "plugins": ["causal_mixer", "adan", "gossip"],
     "model": {"type": "causal_mixer", "hidden": 32},
@@ -20,6 +23,7 @@ OWN = {
     "evaluation": {"every": 2},
     "samples": {"prompts": ["the wind"], "tokens": 4},
     "inspect": {"every": 3},
+    "data": {"sources": {"notes": {"type": "csv", "files": ["notes.csv"], "column": "note"}}, "held_out": 0.2},
     "steps": 4,
 }
 BARE = """
@@ -48,6 +52,8 @@ def folder(tmp_path_factory):
     folder = write_inputs(tmp_path_factory.mktemp("own"))
     (folder / "own.yaml").write_text(yaml.safe_dump({**CONFIG, "name": "own", **OWN}))
     (folder / "task.jsonl").write_text(TASK)
+    with (folder / "notes.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["note"], *([path.read_text()] for path in (folder / "text").iterdir())])
     (folder / "bare.py").write_text(BARE)
     with plugins_from(EXAMPLES), plugins_from(folder), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -126,3 +132,28 @@ def test_a_model_with_a_loss_alone_trains_and_is_evaluated_but_not_sampled(grega
     assert gregale("eval", "bare") == 0
     assert gregale("eval", "bare", "--tasks", "task.jsonl") == 2
     assert "model.type bare cannot score tasks or sliding windows" in capsys.readouterr().err
+
+
+def test_the_schedule_tokenizer_codec_and_tracker_of_the_pages_train(folder, gregale):
+    names = ("schedule", "tokenizer", "codec", "tracker")
+    for name in names:
+        (folder / f"my_{name}.py").write_text(blocks((PAGES / f"{name}.md").read_text(), "python")[0])
+    given = {
+        "plugins": ",".join(["causal_mixer", *(f"my_{name}" for name in names)]),
+        "optimizer": "{type: adamw, schedule: {type: inverse_root, scale: 1}}",
+        "data.tokenizer": "{type: indent}",
+        "data.workers": "2",
+        "reduce.codec": "float16",
+        "trackers": "[{type: csv}]",
+        "name": "pages",
+        "sync.type": "psdp",
+        "steps": "3",
+        "samples.prompts": "[]",
+    }
+    assert gregale("train", "own.yaml", *(f"--{key}={value}" for key, value in given.items())) == 0
+    run = folder / "runs" / "pages"
+    rates = [line["learning_rate"] for line in lines(run) if "learning_rate" in line]
+    assert rates == pytest.approx([1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5])
+    rows = [[str(line["step"]), str(line["loss"])] for line in lines(run) if "loss" in line]
+    assert list(csv.reader((run / "losses.csv").open())) == rows
+    assert gregale("eval", "pages") == 0

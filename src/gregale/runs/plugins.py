@@ -45,6 +45,7 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
     folder = str(Path.cwd())
     if names and folder not in sys.path:
         sys.path.append(folder)
+    importlib.invalidate_caches()  # a notebook may just have written a module
     for name in names:
         if name in sys.modules:
             continue
@@ -101,4 +102,4 @@ def _problem(name: str, error: BaseException, folder: str) -> str:
         file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
     place = f" ({file}, line {line})" if file else ""
     message = shortened(" ".join(str(error).split()), LONGEST_MESSAGE)
-    return f"{shown(name)} could not be imported{place}: {type(error).__name__}: {message}"
+    return f"{shown(name)} could not be imported{place}: {type(error).__name__}{f': {message}' if message else '.'}"
