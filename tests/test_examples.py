@@ -41,7 +41,7 @@ def test_the_mixers_loss_is_that_of_its_logits():
     model, batch = mixer_and_batch()
     loss, weight = jax.jit(lambda model: model.loss(batch, one_device()))(model)
     scores = jax.nn.log_softmax(model.logits(batch, one_device()).array)
-    expected = -np.take_along_axis(np.asarray(scores), batch["targets"].array[..., None], axis=-1).sum()
+    expected = -np.take_along_axis(np.asarray(scores), np.asarray(batch["targets"].array)[..., None], axis=-1).sum()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert weight == 2 * LENGTH
 

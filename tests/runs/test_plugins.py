@@ -52,7 +52,7 @@ def invoked(*arguments: str) -> TrainConfig:
 
 def test_modules_of_the_current_folder_are_imported_before_the_keys_are_read(folder):
     config = invoked("run.yaml", "--model.deep", "--steps", "2")
-    assert (type(config.model).__name__, config.model.deep, config.steps) == ("Mine", True, 2)
+    assert (type(config.model).__name__, config.model.deep, config.steps)  # type: ignore[attr-defined] == ("Mine", True, 2)
     (folder / "again.yaml").write_text(dump(config))
     assert load(TrainConfig, folder / "again.yaml") == config
 
@@ -105,7 +105,7 @@ def test_a_run_from_elsewhere_imports_only_what_the_command_line_names(folder, w
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.write_bytes(YAML.encode())
     if where != "a store":
-        owner = os.stat(run.config).st_uid
+        owner = os.stat(str(run.config)).st_uid
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
         if owner == 0:
             monkeypatch.setattr(plugins, "TRUSTED", ())
