@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,8 @@ def invoked(*arguments: str) -> TrainConfig:
 
 def test_modules_of_the_current_folder_are_imported_before_the_keys_are_read(folder):
     config = invoked("run.yaml", "--model.deep", "--steps", "2")
-    assert (type(config.model).__name__, config.model.deep, config.steps)  # type: ignore[attr-defined] == ("Mine", True, 2)
+    model: Any = config.model
+    assert (type(model).__name__, model.deep, config.steps) == ("Mine", True, 2)
     (folder / "again.yaml").write_text(dump(config))
     assert load(TrainConfig, folder / "again.yaml") == config
 
