@@ -33,8 +33,8 @@ class AdanConfig(OptimizerConfig):
         b1, b2, b3 = self.betas
 
         def init(params) -> AdanState:
-            zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(4)]
-            return AdanState(*zeros, jnp.zeros((), jnp.int32))
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            return AdanState(zeros, zeros, zeros, zeros, jnp.zeros((), jnp.int32))
 
         def average(old, new, beta):
             return jax.tree.map(lambda old, new: beta * old + (1 - beta) * new, old, new)
