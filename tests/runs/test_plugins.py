@@ -118,6 +118,19 @@ def test_a_run_from_elsewhere_imports_only_what_the_command_line_names(folder, w
     assert type(run.read_config().model).__name__ == "Mine"
 
 
+def test_a_module_that_starts_jax_is_refused(folder, monkeypatch):
+    started = iter([False, True])
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: next(started))
+    with pytest.raises(UserError, match="'my_model' computes with JAX when it is imported, before the devices"):
+        plugins.import_plugins(["my_model"])
+
+
+def test_an_unknown_choice_is_refused_with_the_way_to_add_it(folder):
+    (folder / "run.yaml").write_text(YAML.replace("plugins: [my_model]\n", ""))
+    with pytest.raises(UserError, match=r"`model.type` is 'mine' .* One of your own needs its module in `plugins`\."):
+        load(TrainConfig, "run.yaml")
+
+
 def test_processes_compare_the_code(folder):
     config = load(TrainConfig, folder / "run.yaml")
     first = process_terms(config)["plugins: my_model"]

@@ -40,7 +40,7 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
 
     - `origin`: where the names stand, for messages
 
-    Raises `UserError` for a module that does not exist or raises an exception.
+    Raises `UserError` for a module that does not exist, raises an exception, or uses a device.
     """
     folder = str(Path.cwd())
     if names and folder not in sys.path:
@@ -54,10 +54,16 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
                 f"`{KEY}`{origin}: {shown(name)} is no name of a module. Write it as `import` has it, without .py and "
                 "with dots between folders: my_package.my_module."
             )
+        before = _uses_devices()
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             raise UserError(f"`{KEY}`{origin}: {_problem(name, error, folder)}") from error
+        if _uses_devices() and not before:
+            raise UserError(
+                f"`{KEY}`{origin}: {shown(name)} computes with JAX when it is imported, before the devices are set up. "
+                "Make its arrays in a function."
+            )
         known_entries.cache_clear()
 
 
@@ -87,6 +93,12 @@ def code_digests(names: Sequence[str]) -> dict[str, str]:
     return {
         name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "" for name, file in files.items()
     }
+
+
+def _uses_devices() -> bool:
+    """Return whether JAX has started a backend in this process; JAX has no public function for it."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 def _problem(name: str, error: BaseException, folder: str) -> str:

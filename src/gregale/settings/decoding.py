@@ -111,7 +111,8 @@ class Decoder:
             if removed := getattr(registry, "earlier", {}).get(f"{TYPE} {name}"):
                 raise UserError(f"{found} was removed: {removed.instead}")
             near = did_you_mean(get_close_matches(str(name), known))
-            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
+            own = " One of your own needs its module in `plugins`." if "plugins" in _field_names(self.root) else ""
+            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.{'' if near else own}")
         return known[name]
 
     def _translate_earlier(self, kind: Any, given: dict, key: str) -> None:

@@ -3,8 +3,10 @@
 import dataclasses
 import fnmatch
 import glob
+import hashlib
 import os
 import re
+import sys
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -175,7 +177,7 @@ class FileSource(SourceConfig):
 
     def identity(self) -> dict:
         files = [identity_of(path, found) for path, found in self.found().items()]
-        return {"type": self.get_choice_name(type(self)), "files": files, **options(self)}
+        return {"type": self.get_choice_name(type(self)), "files": files, **options(self), **code_of(type(self))}
 
 
 def identity_of(path: str, found: Status) -> list:
@@ -183,6 +185,14 @@ def identity_of(path: str, found: Status) -> list:
     if is_url(path):
         return [path, found.size, found.identity]
     return [str(Path(path).absolute()), found.size, Path(path).stat().st_mtime_ns]
+
+
+def code_of(kind: type) -> dict[str, str]:
+    """Return a digest of a class's file if the class is the user's own: with other code its documents may be others."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None or kind.__module__.startswith("gregale."):
+        return {}
+    return {"code": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 
 def options(source: SourceConfig) -> dict:

@@ -25,6 +25,7 @@ from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.runs.config import TrainConfig
+from gregale.runs.plugins import code_digests
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -111,6 +112,7 @@ class Setup:
             "mesh": dict(mesh.shape),
             "kernels": {"rules": kernels.rules, "attention": kernels.attention},
             "compiler_options": self.compiler_options or {},
+            **({"plugins": code_digests(self.config.plugins)} if self.config.plugins else {}),
         }
 
     def learning_rate(self, update: int) -> float:
