@@ -64,12 +64,12 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
     kernels = report["kernels"]
-    embedding = f"; embedding: {kernels['embedding']}" if "embedding" in kernels else ""
+    others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{_flops(report)}\n"
-        f"Rules of differentiation: {kernels['rules']}; attention: {kernels['attention']}{embedding}"
+        f"Rules of differentiation: {others}"
     )
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
