@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gregale.cli import main
 from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.programs.exporting import ExportOptions
@@ -57,6 +58,11 @@ def test_modules_of_the_current_folder_are_imported_before_the_keys_are_read(fol
     assert (type(model).__name__, model.deep, config.steps) == ("Mine", True, 2)
     (folder / "again.yaml").write_text(dump(config))
     assert load(TrainConfig, folder / "again.yaml") == config
+
+
+def test_help_has_the_keys_of_the_files_plugins(folder, capsys):
+    assert main(["train", "run.yaml", "--help", "model"]) == 0
+    assert "whether it is deep" in capsys.readouterr().out
 
 
 def test_those_of_the_command_line_replace_those_of_the_file(folder):

@@ -136,7 +136,8 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
         command = import_module(program.module).COMMAND
     for index, word in enumerate(rest):
         if word in ("-h", "--help"):
-            print(command_help(name, program.summary, command, next(iter(rest[index + 1 :]), None)), end="")
+            topic = next(iter(rest[index + 1 :]), None)
+            print(command_help(name, program.summary, command, topic, rest[:index]), end="")
             return 0
     return invoke(name, command, rest)
 
