@@ -18,6 +18,7 @@ from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
+from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.choices import TrackerConfig, check_each_once
 
 
@@ -131,7 +132,9 @@ class TrainConfig(Settings):
     runs: str = setting(
         "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")
     )
-    plugins: list[str] = setting([], "your modules to import first, such as my_package.my_module", aliases=("imports",))
+    plugins: list[str] = setting(
+        list, "your modules to import first, such as my_package.my_module", aliases=("imports",)
+    )
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
     compilation_cache: str | None = setting(
         AUTO, "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"
@@ -162,6 +165,7 @@ class TrainConfig(Settings):
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
     trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio")
+    callbacks: list[CallbackConfig] = setting(list, "your callbacks, which `plugins` register")
     distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
     islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")
 
