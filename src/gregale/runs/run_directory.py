@@ -91,7 +91,7 @@ class RunDirectory(RunPaths):
         """Return why the run is not this user's own, so that it imports no plugins of its choice; None if it is."""
         if isinstance(self.path, ObjectPath):
             return "the run is in a store"
-        owner = self.config.stat().st_uid
+        owner = os.stat(str(self.config)).st_uid
         return None if owner == os.geteuid() else f"the run belongs to another user ({owner}, you are {os.geteuid()})"
 
     def check_trainable(self) -> None:

@@ -165,43 +165,26 @@ class CallbackConfig(Settings, draccus.ChoiceRegistry):
 
 
 class Callbacks:
-    """The callbacks of a run, called in order.
+    """The callbacks of a run, each called in order; `call` has the errors."""
 
-    - `own`: callbacks of the configuration, whose exceptions become `UserError`s with their place
-    """
-
-    def __init__(
-        self, built_in: Sequence[Callback], own: Sequence[Callback] = (), flush: Callable[[], None] = lambda: None
-    ):
-        self._own = tuple(own)
-        self._all = (*built_in, *self._own)
-        self._flush = flush
-
-    def call(self, event: str, callback: Callback, *arguments: Any) -> Any:
-        """Call one callback's event."""
-        try:
-            return getattr(callback, event)(*arguments)
-        except Exception as error:
-            if isinstance(error, UserError) or callback not in self._own:
-                raise
-            raise UserError(failure(callback, event, error)) from error
+    def __init__(self, callbacks: Sequence[Callback], flush: Callable[[], None] = lambda: None):
+        self._all, self._flush = tuple(callbacks), flush
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin; the callbacks that have begun are closed if one of them fails."""
         for callback in self._all:
-            self.call("on_start", callback, run)
+            call(callback, "on_start", run)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         for callback in self._all:
-            self.call("on_step", callback, step, metrics)
+            call(callback, "on_step", step, metrics)
 
     def on_evaluation(self, step: int, metrics: Metrics) -> None:
         for callback in self._all:
-            self.call("on_evaluation", callback, step, metrics)
+            call(callback, "on_evaluation", step, metrics)
 
     def on_end(self, step: int) -> None:
         for callback in self._all:
-            self.call("on_end", callback, step)
+            call(callback, "on_end", step)
 
     def flush(self) -> None:
         """Write the metrics that belong to a checkpoint, before its commit; raise `UserError` after a failure."""
@@ -211,7 +194,7 @@ class Callbacks:
         """Close every callback, the last first, even if one of them fails."""
         with ExitStack() as stack:
             for callback in self._all:
-                stack.callback(self.call, "close", callback)
+                stack.callback(call, callback, "close")
 
     def __enter__(self) -> Callbacks:
         return self
@@ -220,9 +203,17 @@ class Callbacks:
         self.close()
 
 
-def failure(callback: Callback, event: str, error: Exception) -> str:
-    """Return the sentence about an exception of a callback, with the line of its code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    name = type(callback).__name__
-    return f"callbacks: {name}.{event} raised {type(error).__name__}: {str(error).rstrip('.')}{place}."
+def call(callback: Callback, event: str, *arguments: Any) -> Any:
+    """Return the result of a callback's event.
+
+    An exception of a callback that is not Gregale's own becomes a `UserError` with the line of code that raised it.
+    """
+    try:
+        return getattr(callback, event)(*arguments)
+    except Exception as error:
+        if isinstance(error, UserError) or type(callback).__module__.partition(".")[0] == "gregale":
+            raise
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        name = f"{type(callback).__name__}.{event}"
+        raise UserError(f"callbacks: {name} raised {type(error).__name__}: {str(error).rstrip('.')}{place}.") from error

@@ -159,11 +159,11 @@ def open_trackers(
     - `own`: callbacks of the configuration
     """
     if not run.is_writer:
-        return _started(Callbacks([], own), run)
+        return _started(Callbacks(own), run)
     check_installed(configs)
     jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
     others = (_opened(config, run, console) for config in configs)
-    return _started(Callbacks([console, jsonl, *filter(None, others)], own, jsonl.flush), run)
+    return _started(Callbacks([console, jsonl, *filter(None, others), *own], jsonl.flush), run)
 
 
 def _started(callbacks: Callbacks, run: RunInfo) -> Callbacks:

@@ -27,7 +27,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
 from gregale.runs.config import TrainConfig
-from gregale.tracking.callback import Callback
+from gregale.tracking.callback import Callback, call
 from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
@@ -302,7 +302,7 @@ def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution
     found: dict[str, jax.Array] = {}
     for callback in callbacks:
         name = f"callbacks: {type(callback).__name__}.metrics"
-        for key, value in callback.metrics(model, batch, run).items():
+        for key, value in call(callback, "metrics", model, batch, run).items():
             scalar = jnp.asarray(getattr(value, "array", value), jnp.float32)
             if scalar.shape != ():
                 raise UserError(f"{name} returns {key!r} of the shape {scalar.shape}; give a scalar, such as its mean.")

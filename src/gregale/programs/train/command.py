@@ -43,7 +43,7 @@ from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
 from gregale.settings import setting
 from gregale.storage import storage_path
-from gregale.tracking.callback import RunInfo
+from gregale.tracking.callback import RunInfo, call
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
@@ -122,7 +122,7 @@ def on_checkpoint(setup: Setup, run: RunDirectory) -> Callable[[int], None]:
     def tell(step: int) -> None:
         run.note_checkpoint(step)
         for callback in setup.callbacks:
-            callback.on_checkpoint(step)
+            call(callback, "on_checkpoint", step)
 
     return tell
 

@@ -15,7 +15,7 @@ from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.inspection import Inspection
 from gregale.programs.train.step_log import Observers, StepLog, TooManySkipped
 from gregale.programs.train.steps import Batch, Steps
-from gregale.tracking.callback import Callback, Pause
+from gregale.tracking.callback import Callback, Pause, call
 from gregale.training.state import TrainState
 
 HELP = "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
@@ -118,7 +118,7 @@ class Loop:
 
     def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):
-            return self._observers.callbacks.call(event, callback, pause)
+            return call(callback, event, pause)
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         if metrics:

@@ -50,7 +50,8 @@ class Steps(ABC):
         """Start the next step."""
 
     def between(self) -> None:
-        """Do what follows a step that has started, before callbacks see its state."""
+        """Do what follows a step that has started, before callbacks see its state; by default nothing."""
+        return
 
     def __enter__(self) -> Self:
         return self
