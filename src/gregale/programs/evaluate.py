@@ -29,8 +29,8 @@ from gregale.settings import Settings, setting, whole
 from gregale.streams import say
 from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
+from gregale.tracking.callback import finite
 from gregale.tracking.console import Console
-from gregale.tracking.tracker import finite
 
 ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
 ENDINGS |= {".parquet": ParquetSource}
