@@ -8,7 +8,7 @@
 
     class LargestWeight(Callback):
         def metrics(self, model, batch, execution):
-            return {"largest_weight": jnp.max(jnp.abs(model.embedding.weight.array))}
+            return {"largest_weight": jnp.max(jnp.abs(model.embedding.array))}
 
 The loop's events for a step, in this order:
 
