@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from gregale.audit.step import StepShape
+from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
@@ -159,7 +159,7 @@ class Psdp(Method):
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
 
-    def traffic(self, step: StepShape) -> PsdpTraffic:
+    def traffic(self, step: ParameterShape) -> PsdpTraffic:
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:

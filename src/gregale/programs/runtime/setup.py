@@ -25,7 +25,6 @@ from gregale.model.attention import POSITION
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
-from gregale.model.registry import init_model
 from gregale.runs.config import TrainConfig
 from gregale.tracking.callback import Callback, call
 from gregale.tracking.metrics import metric_of
@@ -86,7 +85,7 @@ class Setup:
 
     def init_model(self, key):
         """Return the model with its initial weights."""
-        return init_model(self.config.model, self.Vocab, key)
+        return self.config.model.init(self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
         """Return the abstract state of the configured method."""
@@ -226,7 +225,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
-    model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
+    model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     check_parameters(model)
     callbacks = tuple(each.build() for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
@@ -272,8 +271,8 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     replicas = layout.mesh.shape[axis]
     if mixtures != replicas:
         raise UserError(
-            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and DiLoCo joins that many "
-            f"replicas. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
+            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and that many "
+            f"replicas train separately. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
         )
 
 
