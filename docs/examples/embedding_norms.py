@@ -25,15 +25,14 @@ class EmbeddingNormsConfig(CallbackConfig):
 class EmbeddingNorms(Callback):
     def __init__(self, every: int, count: int):
         self._every, self._count = every, count
-        self._file = None
+        self._run = None
 
     def metrics(self, model, batch, execution):
         """Part of the compiled step, so it costs no wait."""
         return {"embedding_norm_max": jnp.max(norms(model))}
 
     def on_start(self, run):
-        if run.is_writer:
-            self._file = open(run.files / "small_norms.txt", "a", encoding="utf-8")
+        self._run = run
 
     def waits_after(self, step):
         return step % self._every == 0
@@ -41,13 +40,10 @@ class EmbeddingNorms(Callback):
     def after_step(self, pause):
         found = np.asarray(jax.device_get(norms(pause.model)))
         smallest = np.argsort(found)[: self._count]
-        if self._file is not None:
-            self._file.write(f"{pause.step}: {smallest.tolist()}\n")
+        if self._run.is_writer:
+            with open(self._run.files / "small_norms.txt", "a", encoding="utf-8") as file:
+                file.write(f"{pause.step}: {smallest.tolist()}\n")
         return {"embedding_norm_median": float(np.median(found))}
-
-    def close(self):
-        if self._file is not None:
-            self._file.close()
 
 
 def norms(model) -> jax.Array:
