@@ -40,8 +40,7 @@ class Audit:
     def bytes_per_step(self, axis: str | None = None) -> int:
         """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.
 
-        Raises:
-            UserError: a loop around one of the collectives has an unknown trip count.
+        Raises `UserError` if a loop around one of the collectives has an unknown trip count.
         """
         total = 0
         for collective in self.collectives if axis is None else self.over(axis):
@@ -101,8 +100,7 @@ def audit(
         loop_trips: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
             traced scope (such as a `jax.named_scope` around a scan).
 
-    Raises:
-        UserError: the text is not a compiled program, or its number of devices differs from the mesh's.
+    Raises `UserError` if the text is not a compiled program, or its number of devices differs from the mesh's.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse(text or "")

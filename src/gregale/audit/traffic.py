@@ -46,7 +46,6 @@ def expected_transfers(
 ) -> list[Transfer]:
     """Return all transfers of one step; of DiLoCo, if the layout is that of one replica.
 
-    Arguments:
     - `averages`: transfers of gradient averages over replicas, their norm, and gathered updates; None: in float32
     - `stack`: transfers of the stack of layers in all microbatches; None: it is scanned
     """
@@ -70,7 +69,6 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
 def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
     """Return the transfers of DiLoCo's SEND: the average over `axis`, and the metrics of the pseudo-gradient.
 
-    Arguments:
     - `step`: has the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)

@@ -147,7 +147,6 @@ def standard_layout(mesh: Mesh) -> Layout:
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
     """Reject an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
 
-    Arguments:
     - `layout`: the mesh and the mappings
     - `axes`: configuration key -> (the meaning of the axis, the axis), for all axes of the model and the batch
 

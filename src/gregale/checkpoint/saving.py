@@ -89,8 +89,7 @@ class Saver:
             beside: writes further data of the checkpoint to another path, in every process and in the background; if
                 it raises, the save fails.
 
-        Raises:
-            UserError: an array of the tree contains NaN or an infinity; nothing is saved.
+        Raises `UserError` if an array of the tree contains NaN or an infinity; nothing is saved.
         """
         self.wait()
         if step in self._history:

@@ -68,8 +68,7 @@ class Checkpoints(Saver):
 
         Damaged checkpoints are reported and skipped. The arguments are those of `restore`.
 
-        Raises:
-            UserError: all checkpoints are damaged, or the checkpoint does not match the template.
+        Raises `UserError` if all checkpoints are damaged, or the checkpoint does not match the template.
         """
         step = self.sound_step()
         return None if step is None else self.read(step, template, partial)
@@ -79,8 +78,7 @@ class Checkpoints(Saver):
 
         Damaged checkpoints, and newer ones without a manifest, are reported and skipped.
 
-        Raises:
-            UserError: all checkpoints are damaged.
+        Raises `UserError` if all checkpoints are damaged.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
@@ -111,8 +109,7 @@ class Checkpoints(Saver):
             partial: whether the template may lack saved leaves, which are then not read. Or a function that decides
                 this from the metadata.
 
-        Raises:
-            UserError: there is no such checkpoint, it is damaged, or it does not match the template.
+        Raises `UserError` if there is no such checkpoint, it is damaged, or it does not match the template.
         """
         self.check(step)
         return self.read(step, template, partial)

@@ -104,7 +104,6 @@ class NetworkReducer:
     ) -> Reduced:
         """Return the weighted average of the members' messages, the same bits on all of them.
 
-        Arguments:
         - `messages`: this member's, by key uint8 [count, bytes of a row]; not read, and None, if its weight is 0
         - `weights`: w_k by rank, the same on all members; a member with 0 sends nothing of its own, but owns buckets
         - `error`: of the last committed reduce of these rows by the same group; None if there is none

@@ -86,7 +86,6 @@ class QuantisedReducer:
         averaged in the same way, and gathered by the second phase's codec. Scalars are exact, as the bytes of float32.
         If a value on any device is not finite, neither is its average, and the error stays as it was.
 
-        Arguments:
         - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
         - `weight`: float32 scalar, the total of all replicas
         - `error`: from `init`, or from the step before
@@ -118,7 +117,6 @@ class QuantisedReducer:
         All replicas get the same bits, the sender too. Arrays that `opt_state` does not split are whole already and do
         not change.
 
-        Arguments:
         - `reduced`: the tree that `reduce` returned, or one of the same structure and shapes
         - `error`: as `reduce` returned it in this step
         """

@@ -67,9 +67,8 @@ def build_store(
     and `report` receives the number of input bytes that they have encoded together. A build continues from the finished
     parts of an earlier build.
 
-    Raises:
-        UserError: the source cannot be read, has no tokens, or has one outside the vocabulary; or the cached store is
-            damaged.
+    Raises `UserError` if the source cannot be read, has no tokens, or has one outside the vocabulary; or the cached
+    store is damaged.
     """
     folder = cache.root / store_key(source.config, tokenizer)
     if not is_complete(folder):

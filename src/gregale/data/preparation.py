@@ -72,8 +72,7 @@ class Corpus:
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
     """Build the token stores that the cache lacks, open all stores, and arrange the examples.
 
-    Raises:
-        UserError: a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
+    Raises `UserError` if a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
@@ -137,8 +136,7 @@ def build_stores(
 
     - `ends`: the held-out ends of sources, which train no tokenizer
 
-    Raises:
-        UserError: a source or the tokenizer is invalid; the message begins with the source's name.
+    Raises `UserError` if a source or the tokenizer is invalid; the message begins with the source's name.
     """
     if not config.sources:
         raise UserError(

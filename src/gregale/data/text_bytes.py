@@ -16,15 +16,10 @@ KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a S
 
 
 class Corrections(NamedTuple):
-    """The tokens whose bytes of text differ from those of their pieces.
+    """The tokens whose bytes of text differ from those of their pieces."""
 
-    Attributes:
-        places: the indices of these tokens, ascending, int64 [correction].
-        differences: bytes of text less bytes of the piece, int64 [correction].
-    """
-
-    places: np.ndarray
-    differences: np.ndarray
+    places: np.ndarray  # the indices of these tokens, ascending, int64 [correction]
+    differences: np.ndarray  # bytes of text less bytes of the piece, int64 [correction]
 
     @staticmethod
     def of(differences: np.ndarray) -> "Corrections":

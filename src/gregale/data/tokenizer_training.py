@@ -46,8 +46,7 @@ def training_texts(
     - `ends`: by name, the sources that have a held-out end instead
     - `report`: receives the number of input bytes read
 
-    Raises:
-        UserError: a source cannot be read, or there is no text.
+    Raises `UserError` if a source cannot be read, or there is no text.
     """
     parts = [(name, source, part) for name, source in sources.items() for part in source.parts()]
     total = sum(part.size_bytes for _, _, part in parts)

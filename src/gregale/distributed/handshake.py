@@ -13,16 +13,13 @@ MAX_DIGITS = 10  # of a number of processes, or a pid
 
 
 class JoinRequest(NamedTuple):
-    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge.
-
-    - `nonce`: random text of this process, for process 0's proof
-    """
+    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge."""
 
     number: int
     processes: int
     pid: int
     host: str
-    nonce: str
+    nonce: str  # random text of this process, for process 0's proof
 
     @staticmethod
     def of(config: DistributedConfig, nonce: str) -> JoinRequest:

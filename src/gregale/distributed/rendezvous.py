@@ -91,14 +91,10 @@ _NO_REQUEST = JoinRequest(-1, 0, 0, "", "")
 
 @dataclass(eq=False)
 class _Client(Peer):
-    """A process that has connected to process 0.
+    """A process that has connected to process 0."""
 
-    - `challenge`: the random text that this process must sign
-    - `request`: its join request, after it has arrived
-    """
-
-    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
-    request: JoinRequest = _NO_REQUEST
+    challenge: str = field(default_factory=lambda: secrets.token_hex(16))  # the random text that this process must sign
+    request: JoinRequest = _NO_REQUEST  # its join request, after it has arrived
 
 
 class RendezvousServer:

@@ -40,17 +40,13 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the parsed headers of its tensor files.
-
-    - `saved`: content of its config.json
-    - `tensors`: tensors of all its files, by name
-    """
+    """A folder with the parsed headers of its tensor files."""
 
     path: Path
-    saved: Mapping[str, Any]
+    saved: Mapping[str, Any]  # content of its config.json
     family: Family
     model: LlamaConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # tensors of all its files, by name
 
     @property
     def files(self) -> list[Path]:

@@ -42,14 +42,11 @@ class OuterSnapshot(NamedTuple):
 
 
 class FetchedState(NamedTuple):
-    """A valid fetched state: its record, and the digest of the arrays.
-
-    - `settled`: no round in progress would replace it
-    """
+    """A valid fetched state: its record, and the digest of the arrays."""
 
     outer: OuterRecord
     digest: str
-    settled: bool
+    settled: bool  # no round in progress would replace it
 
 
 class DigestMismatch(TransferFailed):
@@ -73,24 +70,16 @@ class LocalLink:
 
 @dataclass
 class HostWorker:
-    """The part of a round that one host executes.
+    """The part of a round that one host executes."""
 
-    - `outer`: this host's shards of the outer parameters and of the outer optimizer state
-    - `schedule`: maps a round to its fragment
-    - `server`: serves this host's shards to peers
-    - `host`: the index of this host in its island
-    - `inner`: shape and dtype of this host's shards of the inner optimizer
-    - `count`: of the bytes of rounds and healing
-    """
-
-    outer: HostOuter
-    schedule: Schedule
-    server: Server
+    outer: HostOuter  # this host's shards of the outer parameters and of the outer optimizer state
+    schedule: Schedule  # maps a round to its fragment
+    server: Server  # serves this host's shards to peers
     token: bytes
     timeouts: Timeouts
-    host: int = 0
-    inner: Expected = field(default_factory=dict)
-    count: Count = field(default_factory=Count)
+    host: int = 0  # the index of this host in its island
+    inner: Expected = field(default_factory=dict)  # shape and dtype of this host's shards of the inner optimizer
+    count: Count = field(default_factory=Count)  # of the bytes of rounds and healing
     _record: OuterRecord | None = None
     _side: OuterSnapshot | None = None
     _fetcher: Fetcher | None = None

@@ -32,7 +32,6 @@ class PseudoGradient(NamedTuple):
 def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
     """Return `square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
 
-    Arguments:
     - `own`: theta_k, with a leading [replica]; under `params`
     - `theta`, `gradient`: theta and g; under `opt_state`
     - `axis`: the name of the leading axis

@@ -103,7 +103,6 @@ class Diloco(Method):
     ) -> Diloco:
         """Return DiLoCo of any model and loss, with optax transformations that may work on shards.
 
-        Arguments:
         - `model`, `loss`: as for `Psdp`
         - `inner`: each replica's optimizer
         - `outer`, `layout`, `schedule`, `mixing`: as for the class
@@ -183,7 +182,6 @@ class Diloco(Method):
     def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows.
 
-        Arguments:
         - `send`: the fragment that was due after the step before; it is read from the input `state`
         - `apply`: the fragment that is due after this step
         """

@@ -76,7 +76,6 @@ class ExactOuter:
     def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         """Run the outer step on a fragment.
 
-        Arguments:
         - `outer`: of the fragment, as all arguments below
         - `own`: theta_k, [replica, ...]
         - `weights`: w_k, [replica]; `weight`: their sum

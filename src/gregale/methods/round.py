@@ -53,7 +53,6 @@ class Round:
     ) -> tuple[OuterState, PseudoGradient]:
         """Return the outer state after the fragment's outer step, and the measurements of its pseudo-gradient.
 
-        Arguments:
         - `outer`: the whole outer state
         - `own`: theta_k of the whole model, [replica, ...]
         - `seen`: [fragment, replica], see `DilocoState`; without a token since the last send nothing changes

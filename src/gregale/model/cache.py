@@ -39,7 +39,6 @@ class DecodeStep(eqx.Module):
     def at(place, first: NamedArray, slots: int, window: int | None) -> DecodeStep:
         """Return the step of the tokens at an index.
 
-        Arguments:
         - `first`: the index of each row's first token, integers [Batch]
         - `window`: the number of tokens that a token sees, itself included; None: all
         """
@@ -93,7 +92,6 @@ class Cache(eqx.Module):
 
         Returns the result, and the cache with its key and value.
 
-        Arguments:
         - `query`: [Batch, Position 1, Heads, HeadSize]
         - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
         - `cap`: the limit of the scores, by tanh; None: no limit

@@ -25,14 +25,10 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Logits(NamedTuple):
-    """The treatment of the products with the head.
+    """The treatment of the products with the head."""
 
-    - `cap`: limits them by tanh; None: no limit
-    - `rows`: rows of the head that are tokens; later rows are padding, without logits. None: all
-    """
-
-    cap: float | None = None
-    rows: int | None = None
+    cap: float | None = None  # limits them by tanh; None: no limit
+    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all
 
 
 class LayerKind(NamedTuple):

@@ -34,7 +34,6 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
     the backward form is chosen. Gradients are summed in float32: a frequent token has thousands of addends, which
     bfloat16 would drop.
 
-    Arguments:
     - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
     - `ids`: integers in [0, vocab)
     """

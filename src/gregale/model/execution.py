@@ -114,7 +114,6 @@ class Execution:
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
-        Arguments:
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not

@@ -39,7 +39,6 @@ def next_token_loss(
     over `model` for the softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each;
     nothing over `replica`.
 
-    Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)

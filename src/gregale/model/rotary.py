@@ -31,7 +31,6 @@ def rotate(
 ) -> NamedArray:
     """Turn channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
-    Arguments:
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
     - `kind`: the layer's kind, which has the base and the scaling

@@ -29,7 +29,6 @@ def target_scores(
     tokens pass through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four
     numbers a token are sent over `model`.
 
-    Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocabulary)
@@ -53,16 +52,12 @@ def target_scores(
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The computation of one device.
-
-    - `vocabulary`: columns of the whole head that are tokens
-    - `block`: tokens whose logits are in memory at a time
-    """
+    """The computation of one device."""
 
     Vocab: Axis
-    vocabulary: int
+    vocabulary: int  # columns of the whole head that are tokens
     layout: Layout
-    block: int
+    block: int  # tokens whose logits are in memory at a time
     cap: float | None = None
 
     def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -80,7 +80,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         """Return the optimizer for these parameters.
 
-        Arguments:
         - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read; untrained
           leaves are skipped
         - `steps`: length of the run, for the schedule

@@ -28,7 +28,6 @@ def orthogonalise(
     Another all-to-all returns the shards. Nothing crosses `replica`. Without this, the partitioner splits each product
     over all free axes, including `replica`.
 
-    Arguments:
     - `leaf`: [*batch, *inputs, *outputs] in any order of axes
     - `sides`: the axes of inputs and outputs; all others are batch axes
     - `layout`: the mesh and the mappings; None outside of a mesh

@@ -39,14 +39,10 @@ _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One metric of a run.
+    """One metric of a run."""
 
-    - `steps`: [point] int64, ascending
-    - `values`: [point] float64; NaN if the run wrote null
-    """
-
-    steps: np.ndarray
-    values: np.ndarray
+    steps: np.ndarray  # [point] int64, ascending
+    values: np.ndarray  # [point] float64; NaN if the run wrote null
 
     def at(self, step: int) -> float | None:
         """Return the value of a step; None if it has no number."""
@@ -56,15 +52,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Figures(Mapping[str, Column]):
-    """The metrics of a run by name, in the order of their first occurrence.
-
-    - `lines`: number of complete lines of the file
-    - `problems`: sentences about damage of the file
-    """
+    """The metrics of a run by name, in the order of their first occurrence."""
 
     columns: Mapping[str, Column]
-    lines: int = 0
-    problems: tuple[str, ...] = ()
+    lines: int = 0  # number of complete lines of the file
+    problems: tuple[str, ...] = ()  # sentences about damage of the file
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]

@@ -22,13 +22,10 @@ UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one site for every bandwidth.
-
-    - `total_seconds`: [bandwidth] until the last compute ends and the last reduction arrives
-    """
+    """The result of one site for every bandwidth."""
 
     compute_seconds: float
-    total_seconds: np.ndarray
+    total_seconds: np.ndarray  # [bandwidth] until the last compute ends and the last reduction arrives
     sent_bytes: float
 
     @property
@@ -113,8 +110,7 @@ def run_method(
 
     - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves; None: the method's own
 
-    Raises:
-        UserError: the schedule does not fit.
+    Raises `UserError` if the schedule does not fit.
     """
     method = METHODS[name]
     transfers = method.schedule(workload, cadence, bytes_per_parameter or method.bytes_per_parameter())

@@ -60,7 +60,6 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
     never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
 
-    Arguments:
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
     - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are not floats (a

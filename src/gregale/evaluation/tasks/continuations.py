@@ -19,15 +19,10 @@ from gregale.evaluation.tasks.kinds import Pair
 
 
 class Continuation(NamedTuple):
-    """Tokens to score.
+    """Tokens to score."""
 
-    Attributes:
-        tokens: int32 [token].
-        scored: the number of last tokens to score, each given all tokens before it.
-    """
-
-    tokens: np.ndarray
-    scored: int
+    tokens: np.ndarray  # int32 [token]
+    scored: int  # the number of last tokens to score, each given all tokens before it
 
 
 class Continuations(Protocol):

@@ -36,17 +36,13 @@ class LeasePolicy(NamedTuple):
 
 
 class LeaseReport(NamedTuple):
-    """A member's report about its data.
-
-    - `leaving`: it returns its unused examples
-    - `batch`: examples of one of its batches; batch sizes of islands may differ
-    """
+    """A member's report about its data."""
 
     name: str
     holder: str
     used: int
-    leaving: bool = False
-    batch: int = 1
+    leaving: bool = False  # it returns its unused examples
+    batch: int = 1  # examples of one of its batches; batch sizes of islands may differ
 
 
 class Lease(NamedTuple):

@@ -16,17 +16,14 @@ MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 time
 
 @dataclass(frozen=True)
 class Identity:
-    """An island's name, session (random at every start), agreement with the others, and hosts' addresses.
-
-    - `batch`: examples of a batch
-    """
+    """An island's name, session (random at every start), agreement with the others, and hosts' addresses."""
 
     name: str
     session: str
     agreement: str
     version: str
     hosts: tuple[str, ...]
-    batch: int = 1
+    batch: int = 1  # examples of a batch
 
 
 @dataclass(frozen=True)

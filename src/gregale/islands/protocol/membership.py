@@ -35,18 +35,13 @@ BEATS_PER_TIMEOUT = 5
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ask:
-    """A member's request for a view.
-
-    - `number`: increases with the requests of one session
-    - `header`: this member's header, for all members of the view
-    - `until`: the time at which the member stops waiting
-    """
+    """A member's request for a view."""
 
     name: str
     session: str
-    number: int
-    header: Any
-    until: float = math.inf
+    number: int  # increases with the requests of one session
+    header: Any  # this member's header, for all members of the view
+    until: float = math.inf  # the time at which the member stops waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,19 +79,13 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class Wait:
-    """Do nothing, for this `reason`:
-
-    - `lacking`: voters are missing, perhaps only late
-    - `missing`: too many voters are missing to continue
-    - `idle`: no island wants a round
-    - `names`: the names of the missing islands, as far as the view has them
-    """
+    """Do nothing, for this `reason`."""
 
     reason: str
-    names: tuple[str, ...] = ()
-    lacking: bool = False
-    missing: bool = False
-    idle: bool = False
+    names: tuple[str, ...] = ()  # the names of the missing islands, as far as the view has them
+    lacking: bool = False  # voters are missing, perhaps only late
+    missing: bool = False  # too many voters are missing to continue
+    idle: bool = False  # no island wants a round
 
 
 Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait

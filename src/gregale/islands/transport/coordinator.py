@@ -46,14 +46,10 @@ class CoordinatorTimeout(Exception):
 
 
 class View(NamedTuple):
-    """The coordinator's answer, the same for all its members.
+    """The coordinator's answer, the same for all its members."""
 
-    - `id`: increases when the *membership* changes, not with each answer; arbitrary after a restart
-    - `headers`: of all members, sorted by `name`
-    """
-
-    id: int
-    headers: list[dict]
+    id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
+    headers: list[dict]  # of all members, sorted by `name`
 
 
 class CoordinatorClient:

@@ -42,11 +42,7 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A complete state of one round.
-
-    - `complaints`: one line for each source that was abandoned
-    - `settled`: no round in progress at the sources would replace the state
-    """
+    """A complete state of one round."""
 
     generation: int
     round: int
@@ -54,8 +50,8 @@ class Fetched:
     versions: dict[str, int]
     facts: dict
     received_bytes: int
-    complaints: list[str]
-    settled: bool
+    complaints: list[str]  # one line for each source that was abandoned
+    settled: bool  # no round in progress at the sources would replace the state
 
 
 class Fetcher:

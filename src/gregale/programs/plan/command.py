@@ -30,8 +30,7 @@ WIDTH = 110  # width of tables without a terminal
 class PlanOptions(Settings):
     """Options of the command, besides the configuration.
 
-    Raises:
-        UserError: options exclude one another, or a number is invalid.
+    Raises `UserError` if options exclude one another, or a number is invalid.
     """
 
     topology: str | None = setting(None, "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8")

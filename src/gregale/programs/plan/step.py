@@ -39,26 +39,19 @@ UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the 
 
 @dataclass(frozen=True)
 class Program(Outcome):
-    """A compiled program with its audit.
-
-    - `expected`: its transfers in closed form
-    """
+    """A compiled program with its audit."""
 
     audit: Audit
-    expected: list[Transfer]
+    expected: list[Transfer]  # its transfers in closed form
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program to compile.
-
-    - `lower`: traces the program from shapes alone
-    - `expected`: its transfers in closed form
-    """
+    """A program to compile."""
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
-    expected: list[Transfer]
+    lower: Callable[[], jax.stages.Lowered]  # traces the program from shapes alone
+    expected: list[Transfer]  # its transfers in closed form
 
 
 Compile = Callable[[Lowering], Outcome]
@@ -111,16 +104,12 @@ def known_trips(setup: Setup) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The compiled programs of a run.
-
-    - `programs`: programs by name, see `programs_of`; always includes `step`
-    - `until`: last compiler stage, one of `UNTIL`
-    """
+    """The compiled programs of a run."""
 
     setup: Setup
     target: Target
-    programs: dict[str, Program]
-    until: str = CODE
+    programs: dict[str, Program]  # programs by name, see `programs_of`; always includes `step`
+    until: str = CODE  # last compiler stage, one of `UNTIL`
 
     @property
     def step(self) -> Program:
@@ -175,8 +164,7 @@ def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = COD
 
     - `until`: last compiler stage, one of `UNTIL`
 
-    Raises:
-        UserError: the configuration does not fit the devices.
+    Raises `UserError` if the configuration does not fit the devices.
     """
     setup = setup_for(config, tokens, target)
     return Plan(setup, target, programs_of(setup, target, _compiler(setup, tokens, target, until)), until)

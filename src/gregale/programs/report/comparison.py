@@ -21,17 +21,13 @@ Value = Callable[[ReportRun], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the table, or a card of a single run.
-
-    - `better`: returns the best of the runs' values; None: no value is best
-    - `loss`: the cell has four decimal places and no unit
-    """
+    """A column of the table, or a card of a single run."""
 
     heading: str
     of: Value
     unit: str = ""
-    better: Callable[[list[float]], float] | None = None
-    loss: bool = False
+    better: Callable[[list[float]], float] | None = None  # returns the best of the runs' values; None: no value is best
+    loss: bool = False  # the cell has four decimal places and no unit
 
     def cells(self, runs: Sequence[ReportRun]) -> list[object]:
         """Return a cell for each run, with a mark on the best unless all values are equal."""

@@ -20,19 +20,14 @@ DOTS = 200  # a line with fewer points shows dots
 
 @dataclass(frozen=True)
 class Kind:
-    """A chart of metrics.
-
-    - `names`: a pattern that matches the full metric names
-    - `unit`: unit of y; None: from the name's suffix
-    - `alone`: with several runs, each metric has its own chart
-    """
+    """A chart of metrics."""
 
     group: str
     title: str
-    names: str
-    unit: str | None = None
+    names: str  # a pattern that matches the full metric names
+    unit: str | None = None  # unit of y; None: from the name's suffix
     help: str = ""
-    alone: bool = False
+    alone: bool = False  # with several runs, each metric has its own chart
     stairs: bool = False
 
 

@@ -23,14 +23,10 @@ AXES = (
 
 @dataclass(frozen=True, eq=False)
 class ReportRun:
-    """A run on the page.
+    """A run on the page."""
 
-    - `label`: its name or, if the name is not unique, its path
-    - `place`: its index on the page, from 0
-    """
-
-    label: str
-    place: int
+    label: str  # its name or, if the name is not unique, its path
+    place: int  # its index on the page, from 0
     history: History
 
     def column(self, name: str) -> Column | None:

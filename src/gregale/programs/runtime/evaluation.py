@@ -18,14 +18,10 @@ from gregale.programs.runtime.setup import Setup
 
 
 class EvaluationText(NamedTuple):
-    """Text of an evaluation, which scores each example once.
+    """Text of an evaluation, which scores each example once."""
 
-    - `held_out`: examples held out of the training sources, or None
-    - `validation`: examples of the validation sources, by name
-    """
-
-    held_out: Examples | None
-    validation: Mapping[str, Examples] = {}
+    held_out: Examples | None  # examples held out of the training sources, or None
+    validation: Mapping[str, Examples] = {}  # examples of the validation sources, by name
 
     @property
     def first(self) -> Examples | None:

@@ -36,21 +36,14 @@ MAX_PARAMETERS = 10**15
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that a configuration describes, on a mesh.
-
-    - `layout`: mesh and mappings
-    - `Vocab`: the model's vocabulary, padded
-    - `model`: the abstract model, which allocates no arrays
-    - `psdp`: the method of the warm-up; a conversion between two methods' states goes through its state
-    - `method`: the synchronisation method
-    """
+    """The objects that a configuration describes, on a mesh."""
 
     config: TrainConfig
-    layout: Layout
-    Vocab: Axis
-    model: object
-    psdp: Psdp
-    method: Method
+    layout: Layout  # mesh and mappings
+    Vocab: Axis  # the model's vocabulary, padded
+    model: object  # the abstract model, which allocates no arrays
+    psdp: Psdp  # the method of the warm-up; a conversion between two methods' states goes through its state
+    method: Method  # the synchronisation method
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
@@ -212,7 +205,6 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     """Return the setup of a configuration, without allocation or compilation.
 
-    Arguments:
     - `tokens`: the tokenizer's vocabulary size
     - `mesh`: default: the configured mesh on all devices
 

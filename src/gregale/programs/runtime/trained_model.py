@@ -51,7 +51,6 @@ def find_run(name: str) -> RunDirectory:
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
     """Return the model of a run, from its newest valid checkpoint or that of a step; read only parameters.
 
-    Arguments:
     - `devices`: the number of devices, or their mesh; None: the run's own mesh. An evaluation of DiLoCo's replicas
       always uses the run's mesh
 
@@ -130,14 +129,10 @@ def no_checkpoint(run: RunDirectory, setup: Setup) -> UserError:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model of a run.
+    """A model of a run."""
 
-    - `step`: the checkpoint's step; 0 for an imported model
-    - `read`: returns a parameter by its path, on the mesh of the setup
-    """
-
-    step: int
-    read: Callable[[str], NamedArray]
+    step: int  # the checkpoint's step; 0 for an imported model
+    read: Callable[[str], NamedArray]  # returns a parameter by its path, on the mesh of the setup
 
 
 @contextmanager

@@ -14,15 +14,11 @@ END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # reason
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Begin and end of a model's texts.
-
-    - `beginning`: tokens before each prompt
-    - `others`: tokens that end a text, besides the tokenizer's own
-    """
+    """Begin and end of a model's texts."""
 
     tokenizer: Tokenizer
-    beginning: tuple[int, ...] = ()
-    others: tuple[int, ...] = ()
+    beginning: tuple[int, ...] = ()  # tokens before each prompt
+    others: tuple[int, ...] = ()  # tokens that end a text, besides the tokenizer's own
 
     @property
     def ends(self) -> tuple[int, ...]:
