@@ -34,7 +34,6 @@ class Handle(Protocol):
 
     def wait(self, timeout_seconds: float) -> None:
         """Return when the transfer is done; raise the link's exception if it failed or took longer."""
-        ...
 
 
 class Link(Protocol):
@@ -48,12 +47,10 @@ class Link(Protocol):
     @property
     def size(self) -> int:
         """Return R, the number of members of the group."""
-        ...
 
     @property
     def rank(self) -> int:
         """Return this member's index among them."""
-        ...
 
     def send(self, peer: int, data: np.ndarray, tag: int) -> Handle: ...
 
@@ -68,8 +65,6 @@ class OwnError(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """An average over the members."""
-
     gradient: dict[str, np.ndarray]  # by key, float32 [size]
     error: OwnError  # of the second phase, if this average is committed
 
@@ -126,13 +121,13 @@ class NetworkReducer:
                 programs.encode(total, np.float32(1), no_error(rows.row) if programs.keeps_error else None)
                 programs.decode(second)
 
-    def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
-        """Return the bytes that a member sends in a `reduce`; `sends`: whether its weight is above 0."""
+    def bytes_sent(self, members: int, rank: int = 0) -> int:
+        """Return the bytes that a member with a weight above 0 sends in a `reduce`."""
         total = 0
         for place, bucket in enumerate(self.buckets(members)):
             if place % members == rank:
                 total += (members - 1) * sum(self.row_bytes(key)[1] for key, _ in bucket)
-            elif sends:
+            else:
                 total += sum(self.row_bytes(key)[0] for key, _ in bucket)
         return total
 
@@ -219,26 +214,23 @@ class _Reduce:
         link = self._link
         return [(link.rank + step) % link.size for step in range(1, link.size)]
 
-    def _bytes(self, bucket: int, leg: int) -> int:
-        return sum(self._reducer.row_bytes(key)[leg] for key, _ in self._buckets[bucket])
-
     def _post_first(self, wave: int) -> None:
         """Send this member's messages to their owners, and receive those of its own bucket."""
         link, sends = self._link, self._sends.setdefault(wave, [])
         own = self._bucket(wave, link.rank)
         if own is not None:
-            self._first[own] = {
-                peer: self._receive(peer, own, leg=0) for peer in self._peers() if self._weights[peer] > 0
-            }
+            peers = [peer for peer in self._peers() if self._weights[peer] > 0]
+            self._first[own] = {peer: self._receive(peer, own, phase=0) for peer in peers}
         for peer in self._peers() if self._weights[link.rank] > 0 else []:
             bucket = self._bucket(wave, peer)
             if bucket is not None:
                 data = np.concatenate([self._messages[key][row] for key, row in self._buckets[bucket]])
                 sends.append(link.send(peer, data, tag=2 * bucket))
 
-    def _receive(self, peer: int, bucket: int, leg: int) -> _Incoming:
-        data = np.empty(self._bytes(bucket, leg), np.uint8)
-        return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + leg))
+    def _receive(self, peer: int, bucket: int, phase: int) -> _Incoming:
+        size = sum(self._reducer.row_bytes(key)[phase] for key, _ in self._buckets[bucket])
+        data = np.empty(size, np.uint8)
+        return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + phase))
 
     def _post_second(self, wave: int) -> None:
         """Average this member's bucket, send the average to all, and receive those of the others' buckets."""
@@ -246,7 +238,7 @@ class _Reduce:
         for peer in self._peers():
             bucket = self._bucket(wave, peer)
             if bucket is not None:
-                self._second[bucket] = self._receive(peer, bucket, leg=1)
+                self._second[bucket] = self._receive(peer, bucket, phase=1)
         own = self._bucket(wave, link.rank)
         if own is not None:
             data = self._average(own)

@@ -27,7 +27,6 @@ class JoinRequest(NamedTuple):
         return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), nonce)
 
     def line(self, token: bytes, challenge: str) -> str:
-        """Return the join line."""
         fields = " ".join(map(str, self))
         return f"join {fields} {sign(token, challenge.encode(), fields.encode())}"
 

@@ -85,11 +85,6 @@ class LivenessMonitor(Thread):
     """
 
     def __init__(self, peers: Sequence[Peer], config: DistributedConfig):
-        """
-        Args:
-            peers: the connected peers.
-            config: provides this process's number and the timeouts.
-        """
         super().__init__(daemon=True, name="peers")
         self.progress = Progress()
         self.resume_hint: Callable[[], str] = str

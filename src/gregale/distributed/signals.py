@@ -23,15 +23,13 @@ class StopRequest:
 
     In a run of several processes a signal reaches them at different steps, or reaches only some of them. So all act on
     `agreed` only.
+
+    - `check_every`: steps between two exchanges among processes, more than the device has in flight; the processes
+      agree on a stop at most twice as many steps after the signal
+    - `exit_seconds`: after the second SIGINT this process ends within this time, even if it waits for a store
     """
 
     def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
-        """
-        Args:
-            check_every: steps between two exchanges among processes. It should exceed the number of steps in flight on
-                the device. The processes agree on a stop at most twice as many steps after the signal.
-            exit_seconds: after the second SIGINT this process ends within this time, even if it waits for a store.
-        """
         self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
         self._check_every = check_every

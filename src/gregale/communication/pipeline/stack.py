@@ -33,19 +33,15 @@ MICROBATCH = "microbatch"
 class Pipeline:
     """The settings of a pipelined stack of layers.
 
-    - `schedule`: stages, microbatches, repeats, forwarding
-    - `layout`: mesh and mappings as one replica sees them
-    - `gather`: when weights are gathered over `data`: `per_repeat`, `per_iteration`, or `once` for the whole pass
-    - `saved`: names (`jax.ad_checkpoint.checkpoint_name`) of values that an iteration keeps for the backward pass
-      besides the stages' inputs; other values are recomputed
-    - `dtype`: of gathered weights
+    An iteration keeps the stages' inputs for the backward pass, and the values named by `saved`
+    (`jax.ad_checkpoint.checkpoint_name`); it recomputes others.
     """
 
     schedule: Schedule
-    layout: Layout
-    gather: GatherLevel = "per_repeat"
+    layout: Layout  # mesh and mappings as one replica sees them
+    gather: GatherLevel = "per_repeat"  # of weights over `data`: also `per_iteration`, or `once` for the whole pass
     saved: tuple[str, ...] = ()
-    dtype: jnp.dtype = jnp.float32
+    dtype: jnp.dtype = jnp.float32  # of gathered weights
 
     @property
     def inside(self) -> Layout:
