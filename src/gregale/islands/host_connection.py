@@ -32,10 +32,7 @@ class HostFailed(Exception):
 
 
 class RemoteHost:
-    """Another host of the island, as seen from host 0.
-
-    - `number`: the process index of the host
-    """
+    """Another host of the island, as seen from host 0; `number`: the process index of the host."""
 
     def __init__(self, number: int):
         self.number, self._changed = number, Condition()

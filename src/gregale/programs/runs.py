@@ -71,10 +71,7 @@ def chosen(found: list[Summary], options: RunsOptions) -> list[Summary]:
 
 
 def row(summary: Summary, now: float) -> tuple[str, ...]:
-    """Return the cells of a run's row.
-
-    - `now`: seconds since 1970
-    """
+    """Return the cells of a run's row; `now`: seconds since 1970."""
     steps = "" if summary.steps is None else f"/{summary.steps:,}"
     return (
         summary.name,

@@ -31,10 +31,7 @@ class Exported:
 
 
 def model_card(exported: Exported, figures: Figures) -> str:
-    """Return README.md: the hub's header, and a table of facts.
-
-    - `figures`: of the run
-    """
+    """Return README.md: the hub's header, and a table of facts; `figures`: of the run."""
     config, step = exported.run.read_config(), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "

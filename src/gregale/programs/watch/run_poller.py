@@ -62,10 +62,7 @@ def seconds_a_step(figures: Figures) -> float | None:
 
 
 class RunPoller:
-    """Polls one run.
-
-    - `clock`: the time in seconds
-    """
+    """Polls one run; `clock`: the time in seconds."""
 
     def __init__(self, run: RunPaths, clock: Callable[[], float] = time.monotonic):
         self.run = run
