@@ -47,10 +47,12 @@ class Link(Protocol):
     @property
     def size(self) -> int:
         """Return R, the number of members of the group."""
+        ...
 
     @property
     def rank(self) -> int:
         """Return this member's index among them."""
+        ...
 
     def send(self, peer: int, data: np.ndarray, tag: int) -> Handle: ...
 

@@ -153,9 +153,7 @@ class Generator:
 
         layout = self._execution.layout
         each, all_of_a_row = (layout.spec(axes, layout.compute) for axes in ((BATCH,), (BATCH, "token")))
-        drawn = jax.shard_map(
-            jax.vmap(one), mesh=layout.mesh, in_specs=(all_of_a_row, each, each), out_specs=each, check_vma=False
-        )
+        drawn = layout.shard_map(jax.vmap(one), (all_of_a_row, each, each), each)
         return drawn(logits.rearrange((BATCH, "vocab")).array, rows.seeds, place - rows.first)
 
     def _everywhere(self, array: jax.Array) -> jax.Array:

@@ -67,13 +67,8 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
         return square[None], product[None]
 
     before, after = (layout.spec(names, mapping) for mapping in (layout.params, layout.opt_state))
-    mapped = jax.shard_map(
-        multiply,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(axis, *before), after, after),
-        out_specs=(PartitionSpec(axis), PartitionSpec(axis)),
-        check_vma=False,
-    )
+    replica = PartitionSpec(axis)
+    mapped = layout.shard_map(multiply, (PartitionSpec(axis, *before), after, after), (replica, replica))
     return mapped(own, theta, gradient)
 
 

@@ -185,9 +185,9 @@ class Diloco(Method):
         - `send`: the fragment that was due after the step before; it is read from the input `state`
         - `apply`: the fragment that is due after this step
         """
-        outer, figures = state.outer, None
+        outer, measured = state.outer, None
         if send is not None:
-            outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, send)
+            outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, send)
         # Read a fragment that was sent earlier from the input state, so that it waits for no send.
         arriving = outer if self.schedule.delay == 1 else state.outer
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
@@ -195,14 +195,14 @@ class Diloco(Method):
             parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
         seen = forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
-        return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=figures)
+        return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=measured)
 
     def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
         """Run SEND and APPLY of a fragment at once (tau = 0)."""
-        outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, after)
+        outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, after)
         parameters, changed = self.round.apply(state.inner.parameters, outer, after)
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
-        return DilocoState(inner, outer, forget(state.seen, after), state.step), figures
+        return DilocoState(inner, outer, forget(state.seen, after), state.step), measured
 
     def lost(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of the replicas' differences from theta, all of them; as `Psdp.lost`."""

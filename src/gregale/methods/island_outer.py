@@ -50,14 +50,10 @@ class OuterView(NamedTuple):
 
 
 class OwnLeaves(NamedTuple):
-    """The leaves only in a member's own checkpoint: the second phase's errors of its own rows.
+    """The leaves only in a member's own checkpoint: the second phase's errors of its own rows."""
 
-    - `arrays`: by name
-    - `groups`: by fragment, the group that reduced it last; another group cannot use the errors
-    """
-
-    arrays: dict[str, np.ndarray]
-    groups: dict[int, str]
+    arrays: dict[str, np.ndarray]  # by name
+    groups: dict[int, str]  # by fragment, the group that reduced it last; another group cannot use the errors
 
 
 NO_OWN_LEAVES = OwnLeaves({}, {})

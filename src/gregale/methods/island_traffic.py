@@ -22,13 +22,10 @@ class IslandTraffic:
     """The traffic of one of several islands that all contribute; nothing is allocated.
 
     Values count the devices that this process addresses: those of one host in a plan that simulates one.
-
-    - `island`: the method
-    - `members`: R, islands
     """
 
-    island: Island
-    members: int
+    island: Island  # the method
+    members: int  # R, islands
 
     def bytes_sent(self, index: int) -> int:
         """Return one host's maximum of bytes sent in a round of a fragment, over members: (R - 1) / R of each phase.

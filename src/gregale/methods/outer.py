@@ -49,15 +49,12 @@ def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree
 class ExactOuter:
     """theta is under `opt_state`, 1 / replicas of it on a device; replicas send and receive parameters in float32.
 
-        SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
-        ARRIVE: theta, under `params`                                           one all-gather
-
-    - `optimizer`: the outer optimizer
-    - `reducer`: over DiLoCo's axis; its layout's `opt_state` splits the outer parameters
+    SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
+    ARRIVE: theta, under `params`                                           one all-gather
     """
 
-    optimizer: optax.GradientTransformation
-    reducer: ExactReducer
+    optimizer: optax.GradientTransformation  # the outer optimizer
+    reducer: ExactReducer  # over DiLoCo's axis; its layout's `opt_state` splits the outer parameters
 
     def begin(self, theta: Tree) -> OuterState:
         """Return the outer state before the first step, from parameters under `params`."""

@@ -41,16 +41,11 @@ class StepKind(NamedTuple):
 
 @dataclass(frozen=True)
 class PsdpTraffic:
-    """The traffic of PSDP, the same in every step.
+    """The traffic of PSDP, the same in every step."""
 
-    - `reducer`: over `replica`
-    - `model`: its parameters are averaged
-    - `step`: the model's sizes
-    """
-
-    reducer: Reducer
-    model: Tree
-    step: StepShape
+    reducer: Reducer  # over `replica`
+    model: Tree  # its parameters are averaged
+    step: StepShape  # the model's sizes
 
     period = 1  # steps after which the transfers repeat
 
@@ -79,18 +74,12 @@ class PsdpTraffic:
 
 @dataclass(frozen=True)
 class DilocoTraffic:
-    """The traffic of DiLoCo between its replicas; their own steps are exact, with a replica's own traffic.
+    """The traffic of DiLoCo between its replicas; their own steps are exact, with a replica's own traffic."""
 
-    - `schedule`: the steps at which fragments are sent and applied
-    - `reducer`: over the axis of the replicas
-    - `layout`: of the outer parameters
-    - `step`: the model's sizes
-    """
-
-    schedule: Schedule
-    reducer: Reducer
-    layout: Layout
-    step: StepShape
+    schedule: Schedule  # the steps at which fragments are sent and applied
+    reducer: Reducer  # over the axis of the replicas
+    layout: Layout  # of the outer parameters
+    step: StepShape  # the model's sizes
 
     averages = None
 

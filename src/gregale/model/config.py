@@ -32,13 +32,9 @@ class Logits(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The differences between the layers of a stack.
+    """The differences between the layers of a stack."""
 
-    - `window`: the number of tokens that a token sees, itself included; None: all earlier tokens
-    - `rotary_base`, `rotary_scaling`: see the keys of these names
-    """
-
-    window: int | None
+    window: int | None  # the number of tokens that a token sees, itself included; None: all earlier tokens
     rotary_base: float
     rotary_scaling: RotaryScaling | None
 

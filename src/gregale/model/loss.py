@@ -77,8 +77,7 @@ class HeadLoss:
         tokens = layout.spec(self.tokens, layout.compute)
         hidden = layout.spec((*self.tokens, self.Embed), layout.compute)
         head = layout.spec((self.Embed, self.Vocab), layout.compute)
-        in_specs = (hidden, head, tokens, tokens)
-        return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return layout.shard_map(function, (hidden, head, tokens, tokens), out_specs)
 
     def cut(self, hidden, targets, weights):
         """Return a device's tokens, [groups, blocks, block, embed] and twice [groups, blocks, block]; padding has

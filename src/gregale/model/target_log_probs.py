@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +41,7 @@ def target_scores(
     by_token = layout.spec(tokens, layout.compute)
     in_specs = (*(layout.spec(axes, layout.compute) for axes in ((*tokens, Embed), (Embed, Vocab))), by_token)
     score = HeadScores(Vocab, vocabulary, layout, execution.loss_block, cap)
-    sharded: Callable = jax.shard_map(
-        score, mesh=layout.mesh, in_specs=in_specs, out_specs=(by_token, by_token), check_vma=False
-    )
+    sharded = layout.shard_map(score, in_specs, (by_token, by_token))
     scores, likeliest = sharded(hidden.array, head.array, targets.rearrange(tokens).array)
     names = tuple(axis.name for axis in tokens)
     return NamedArray(scores, names), NamedArray(likeliest, names)

@@ -32,11 +32,11 @@ class Task:
     questions: tuple[Question, ...]  # one at least
     path: str  # of the file
 
-    def figures(self, scores: Sequence[Score]) -> dict[str, float]:
+    def metrics(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the metrics of the questions' scores by name; all NaN if any log-likelihood is NaN."""
-        figures = KINDS[self.kind].figures(self.questions, scores)
+        metrics = KINDS[self.kind].metrics(self.questions, scores)
         sound = all(abs(score.log_likelihoods).max() < float("inf") for score in scores)
-        return figures if sound else dict.fromkeys(figures, float("nan"))
+        return metrics if sound else dict.fromkeys(metrics, float("nan"))
 
 
 def read_tasks(patterns: Sequence[str]) -> list[Task]:

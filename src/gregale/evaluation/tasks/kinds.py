@@ -51,13 +51,11 @@ class Score(NamedTuple):
 class Kind:
     """The content of a file of tasks.
 
-    Attributes:
-        read: a line's object, the file's form and the location -> the question; raises `UserError` for a wrong line.
-        figures: questions and their scores -> metrics by name; those of `..._stderr` are standard errors.
+    `read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line.
     """
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
-    figures: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]
+    metrics: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]  # by the name of the metric
 
 
 def read_multiple_choice(line: Mapping[str, Any], form: Form, location: str) -> Question:

@@ -39,14 +39,10 @@ _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+
 
 @dataclass(frozen=True)
 class DoesNotFit:
-    """The reason why the compiler rejects a program.
+    """The reason why the compiler rejects a program; a buffer holds several arrays at different times."""
 
-    - `offered`: bytes of a device that the compiler can use for programs
-    - `largest`: bytes and shapes of the largest buffers; one buffer holds several arrays at different times
-    """
-
-    offered: int
-    largest: list[tuple[int, str]] = field(default_factory=list)
+    offered: int  # bytes of a device that the compiler can use for programs
+    largest: list[tuple[int, str]] = field(default_factory=list)  # bytes and shapes of the largest buffers
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,12 @@ _PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
 
 @dataclass(frozen=True)
 class Request:
-    """Input of the compiling process.
+    """Input of the compiling process."""
 
-    - `config`: configuration of the run
-    - `tokens`: the tokenizer's vocabulary size
-    - `topology`, `slices`: as for `gregale.programs.plan.devices.topology_target`
-    """
-
-    config: TrainConfig
-    tokens: int
-    topology: str
-    slices: int
+    config: TrainConfig  # of the run
+    tokens: int  # the tokenizer's vocabulary size
+    topology: str  # as for `gregale.programs.plan.devices.topology_target`
+    slices: int  # likewise
 
 
 def reported(request: Request, program: str, arguments: int) -> Outcome:
