@@ -67,7 +67,6 @@ class Layout:
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
 
     def inside_replica(self) -> Layout:
-        """Return the layout of one replica."""
         return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:

@@ -23,7 +23,6 @@ def _digest(path: Path) -> str:
 
 
 def digest_of(content: bytes | memoryview) -> str:
-    """Return the checksum of bytes in memory."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -39,7 +39,6 @@ class ExactReducer:
         return [_sum_over(scalar.array, self.axis, (), self.layout) for scalar in scalars]
 
     def reduce(self, sums: Tree, weight: jax.Array, error: None) -> tuple[Tree, None]:
-        """Run `reduce_replicas`."""
         return reduce_replicas(sums, weight, self.layout, self.axis), error
 
     def all_gather_params(self, reduced: Tree, error: None) -> tuple[Tree, None]:

@@ -40,11 +40,9 @@ class RowLayout(NamedTuple):
         return rows.reshape(-1)[: self.size]
 
     def first_codec(self, config: ReduceConfig) -> Codec:
-        """Return the codec of the first phase."""
         return EXACT if self.exact else config.first_codec()
 
     def second_codec(self, config: ReduceConfig) -> Codec:
-        """Return the codec of the second phase."""
         return EXACT if self.exact else config.second_codec()
 
 

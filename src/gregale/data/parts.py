@@ -189,7 +189,6 @@ def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest
 
 
 def finished_parts(folder: StoragePath) -> set[int]:
-    """Return the numbers of the finished parts."""
     return {int(found[1]) for name in names(folder) if (found := re.fullmatch(r"part-(\d{8})\.json", name))}
 
 

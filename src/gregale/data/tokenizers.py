@@ -125,8 +125,6 @@ class Tokenizer(ABC):
 
 
 class BytesTokenizer(Tokenizer):
-    """One id for each byte of UTF-8, and 256 for the end of a document."""
-
     vocabulary_size = 257
     end_of_document = 256
 

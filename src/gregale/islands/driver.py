@@ -339,7 +339,6 @@ class Driver:
             self._end(str(error))
 
     def _end(self, reason: str) -> None:
-        """End the run with this line."""
         with self._changed:
             self._refused = self._refused or reason
             self._changed.notify_all()

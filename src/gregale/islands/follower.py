@@ -33,7 +33,6 @@ class Follower:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the thread that receives commands."""
         Thread(target=lambda: self._guarded(self._listen), daemon=True, name="follower").start()
 
     # Methods that the trainer calls, as on a driver.
@@ -80,14 +79,12 @@ class Follower:
         self._link.send({"shown": inner.step})
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear this host's shards of a peer's inner optimizer."""
         return self._worker.inherited()
 
     def leave(self) -> None:
         """Do nothing: host 0 leaves, and a `Finish` command follows."""
 
     def close(self) -> None:
-        """Stop the threads and the server."""
         self._is_closed = True
         self._link.close()
         for threads in (self._exchange, self._healing):

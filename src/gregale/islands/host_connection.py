@@ -127,7 +127,6 @@ class HostConnection:
             ) from None
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
         with self._lock:
             self._request(self._sends, {"number": self._sent, **message}, REACH_SECONDS)
             self._sent += 1

@@ -45,7 +45,6 @@ class HostGroup:
 
     @property
     def side(self) -> OuterSnapshot:
-        """The outer state at the last command."""
         return self._own.side
 
     def ordered(self, order: TrainerCommand | None) -> None:
@@ -81,17 +80,14 @@ class HostGroup:
         return joint_digest(digests)
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Commit a result, and serve it."""
         self._own.commit(key, outer)
         self._send("commit", key, outer.to_json())
 
     def discard(self, key: str) -> None:
-        """Delete a result."""
         self._own.discard(key)
         self._send("discard", key)
 
     def drop_group(self) -> None:
-        """Drop the groups."""
         self._send("drop_group")
         self._own.drop_group()
 
@@ -194,7 +190,6 @@ class HostGroup:
             host.await_copy(step, COPY_SECONDS)
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear host 0's shards of a peer's inner optimizer."""
         return self._own.inherited()
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +200,6 @@ class HostGroup:
         raise RequestRejected("this island has no such host")
 
     def close(self) -> None:
-        """Close the connections and the worker."""
         for host in self._others:
             host.close()
         self._own.close()

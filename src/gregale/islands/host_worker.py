@@ -145,7 +145,6 @@ class HostWorker:
         self.publish(outer)
 
     def discard(self, key: str) -> None:
-        """Delete a result."""
         self._results.pop(key, None)
 
     def drop_group(self) -> None:
@@ -233,7 +232,6 @@ class HostWorker:
             fetcher.close()
 
     def close(self) -> None:
-        """Leave the group and stop the server."""
         self._end_fetching()
         with suppress(GroupFailed):
             self.drop_group()

@@ -282,7 +282,6 @@ class Diloco(Method):
 
     @property
     def replicas(self) -> Replicas:
-        """Return the separate replicas."""
         return Replicas(self.layout, self.step_layout, self.outer_layout, self.axis)
 
     @property

@@ -220,7 +220,6 @@ class Island(Method):
 
     @property
     def layout(self) -> Layout:
-        """Return the mesh and the mappings."""
         return self.inner.layout
 
     def init(self, model: Tree | None = None) -> IslandState:

@@ -27,8 +27,6 @@ class OuterState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A fragment that was sent."""
-
     outer: OuterState  # after the outer step
     gradient: Tree  # the pseudo-gradient, under `opt_state`
     parameters: Tree  # theta before the outer step, under `opt_state`

@@ -196,7 +196,6 @@ def changed(key: str, trained: Trained) -> str:
 
 
 def other_text(trained: Trained, files: list[str], console: Console) -> Text:
-    """Return all text of the given files."""
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
     cache, workers = token_cache(config.data), config.data.workers or 1

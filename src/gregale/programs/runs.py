@@ -38,7 +38,6 @@ class RunsOptions(Settings):
 
 
 def main(options: RunsOptions) -> int:
-    """Print the runs as a table or as JSON."""
     found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
     if options.json:
         print(json.dumps([_json_object(summary) for summary in found], indent=1, allow_nan=False))

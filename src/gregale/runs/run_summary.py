@@ -95,7 +95,6 @@ def _summary_in(folder: StoragePath) -> Summary | None:
 
 
 def summary_of(run: RunPaths) -> Summary:
-    """Return the present summary of a run."""
     is_running = is_being_trained(run.path)  # before the reads, so that a run that ends now has written its last files
     config, problem = _config(run)
     step, evaluation, damage = last_entries(run.metrics)

@@ -30,7 +30,6 @@ class Workload:
 
     @property
     def nodes_per_pass(self) -> int:
-        """Return the nodes of one forward and backward pass."""
         return 3 * self.layers - 1
 
 

@@ -35,8 +35,6 @@ class Run:
 
 
 class _Timeline:
-    """The current times of compute and link."""
-
     def __init__(self, workload: Workload, ring: Ring, gbit_per_second: np.ndarray):
         self.workload, self.ring = workload, ring
         self.bits_per_second = np.asarray(gbit_per_second, dtype=float) * 1e9

@@ -55,7 +55,6 @@ SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or f
 
 
 def decide(view: View, rules: Rules) -> Decision:
-    """Return the decision that follows from a view."""
     return replace(_decide(view, rules), headers={header.identity: header for header in view.headers})
 
 

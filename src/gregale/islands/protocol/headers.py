@@ -179,8 +179,6 @@ class View:
 
 
 class Peer(NamedTuple):
-    """A member of a reduce, or a source of a state."""
-
     name: str
     session: str
     hosts: tuple[str, ...]

@@ -80,11 +80,9 @@ class Ledger:
     skipped: int = 0
 
     def lease(self, name: str, holder: str) -> Lease | None:
-        """Return the lease of an island, if it has one."""
         return next((lease for lease in self.leases if (lease.name, lease.holder) == (name, holder)), None)
 
     def digest(self) -> str:
-        """Return a digest of the whole ledger."""
         return digest_of(asdict(self))
 
 

@@ -97,7 +97,6 @@ class MemberState:
 
     @property
     def header(self) -> Header:
-        """The header of this member at this moment."""
         own, outer, message = self.identity, self.outer, self.handover.snapshot
         return Header(
             name=own.name,
@@ -148,7 +147,6 @@ class MemberState:
         return self._now < self._paused_until and not waits
 
     def _is_wait_expired(self) -> bool:
-        """Return whether waiting for the members of the last round has expired."""
         if self._waiting_since is None:
             return False
         dead = bool(self._missing) and self._missing <= self._dead

@@ -90,7 +90,6 @@ class Membership:
         return {name: owner.session for name, owner in self._owners.items()}
 
     def beat(self, name: str, session: str, now: float) -> None:
-        """Record a heartbeat."""
         owner = self._heard(name, session, now)
         rival = owner.rival
         if owner.session == session and rival and now - rival.since >= self._heartbeat_seconds / BEATS_PER_TIMEOUT:
@@ -171,7 +170,6 @@ class Membership:
             self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
 
     def _form(self, now: float) -> Formed | None:
-        """Return the view that can be formed now."""
         if not self.pending:
             return None
         if self.last is None or not self.last <= self.pending.keys():

@@ -64,7 +64,6 @@ def timing_of(config: IslandsConfig) -> Timing:
 
 
 def heal_seconds(config: IslandsConfig) -> float:
-    """Return the limit of a joiner's transfer."""
     return config.heal_seconds or HEAL_SECONDS[config.network]
 
 

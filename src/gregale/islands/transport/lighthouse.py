@@ -62,7 +62,6 @@ class Lighthouse:
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         self._closed.set()
         self._server.close()
         with self._lock:
@@ -74,7 +73,6 @@ class Lighthouse:
         return {"recipient": self._server.recipient}
 
     def _take(self, message: dict) -> dict | bytes:
-        """Handle a member's message; return the reply."""
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
         if message.get("kind") == "ask":
             return self._ask(name, session, message)

@@ -141,7 +141,6 @@ class Listener(ThreadingHTTPServer):
             shut(request)
 
     def end_all(self) -> None:
-        """End all connections."""
         with self._lock:
             requests = [*self._unidentified, *self._identified]
         for request in requests:

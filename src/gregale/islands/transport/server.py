@@ -89,7 +89,6 @@ class Server:
         return Handler(request, client_address, listener, self)
 
     def close(self) -> None:
-        """Stop listening, and end the open connections."""
         self._http.shutdown()
         self._http.server_close()
         self._http.end_all()
@@ -111,8 +110,6 @@ class Head:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
     timeout = IDLE_SECONDS

@@ -39,7 +39,6 @@ class Snapshot:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 

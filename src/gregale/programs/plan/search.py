@@ -45,7 +45,6 @@ class Found:
     remedies: list[Remedy]  # if nothing fits, changes that need less memory than the smallest candidate
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         return {
             "memory": self.memory,
             "fits": self.best is not None,

@@ -71,7 +71,6 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
 
 
 def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
-    """Yield the programs that `programs_of` compiles."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
     sent, step = step_transfers(setup, backend), stepper.program.lower
@@ -122,7 +121,6 @@ class Plan:
 
     @property
     def memory(self) -> CompilerMemory:
-        """Return the memory of the largest program."""
         return self.programs[self.largest].memory
 
     @property
@@ -179,7 +177,6 @@ def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
 
 
 def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
-    """Return the function that compiles a program to the requested stage."""
     arguments = tree_bytes(setup).arguments
     if until == MEMORY and target.topology is not None:
         request = Request(setup.config, tokens, *target.topology)

@@ -98,7 +98,6 @@ def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def method(run: ReportRun) -> str:
-    """Return the method with its period, as configured."""
     kind, period = run.config("sync.type"), run.config("sync.period")
     name = NONE if kind is None else str(kind)
     islands = "islands, " if run.history.rounds else ""
@@ -166,7 +165,6 @@ def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool
 
 
 def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
-    """Return the step of a run at a point of an axis."""
     over = run.axes.get(axis)
     if axis == "steps" or over is None:
         return point if axis == "steps" else None

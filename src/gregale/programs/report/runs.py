@@ -57,7 +57,6 @@ class ReportRun:
 
 
 def shown(histories: Sequence[History]) -> list[ReportRun]:
-    """Return the runs with distinct labels."""
     names = Counter(history.name for history in histories)
     return [
         ReportRun(history.name if names[history.name] == 1 else history.path, place, history)

@@ -27,7 +27,6 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Return the number of rows of a batch."""
         return self._axes[0].size
 
     @property

@@ -53,7 +53,6 @@ def recorded(metadata: dict, key: str):
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:
-    """Return the method of this setup whose state a checkpoint holds."""
     return setup.method_named(recorded(metadata, "method"))
 
 
@@ -102,7 +101,6 @@ def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
 
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:
-    """Return whether a checkpoint was written on the mesh of this setup."""
     return recorded(metadata, "mesh") == dict(setup.layout.mesh.shape)
 
 

@@ -30,7 +30,6 @@ class EvaluationText(NamedTuple):
 
 
 def evaluation_text(corpus: Corpus) -> EvaluationText:
-    """Return the evaluation text of a corpus."""
     return EvaluationText(corpus.held_out, corpus.validation)
 
 

@@ -21,8 +21,6 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Exported:
-    """An export of a run: the model of a step, in the format of a family, in a dtype."""
-
     run: RunDirectory
     setup: Setup
     step: int

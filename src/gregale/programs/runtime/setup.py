@@ -73,15 +73,12 @@ class Setup:
         return initial_state(self.method_after(0), same, self.compiler_options, model)
 
     def init_model(self, key):
-        """Return the model with its initial weights."""
         return init_model(self.config.model, self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
-        """Return the abstract state of the configured method."""
         return abstract_state(self.method, self.model)
 
     def stepper(self, method: Method | None = None) -> Stepper:
-        """Return the stepper of the configured method, or of another method."""
         return Stepper(method or self.method, self.model, self.compiler_options)
 
     @cached_property
@@ -126,7 +123,6 @@ class Setup:
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
-        """Return the pipeline's schedule; None without a pipeline."""
         pipeline = self.config.pipeline
         return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 

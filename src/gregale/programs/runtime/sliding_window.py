@@ -27,7 +27,6 @@ class Documents(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[Documents]) -> Documents:
-        """Return the documents of all parts."""
         return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
     def metrics(self) -> dict[str, float]:
@@ -103,7 +102,6 @@ def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return the metrics of texts in a line."""
     sentences = []
     for name in dict.fromkeys(key.partition(".")[2] for key in metrics):
         its = {metric: f"{metric}.{name}" if name else metric for metric in METRICS}

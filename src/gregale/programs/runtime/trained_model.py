@@ -34,8 +34,6 @@ from gregale.training.state import TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """A model from a checkpoint."""
-
     run: RunDirectory
     setup: Setup
     model: object
@@ -44,7 +42,6 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """Return the directory of the run that `run_paths.find_run` finds."""
     return RunDirectory(run_paths.find_run(name).path)
 
 
