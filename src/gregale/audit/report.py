@@ -8,7 +8,6 @@ import jax
 from gregale.audit.collectives import Collective, find_collectives
 from gregale.audit.device_axes import UNKNOWN, Placement
 from gregale.audit.hlo import parse
-from gregale.audit.loops import Loop
 from gregale.errors import UserError
 
 
@@ -25,17 +24,9 @@ class Audit:
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
-    def inside_loops(self) -> tuple[Collective, ...]:
-        """Return the collectives inside a `while` loop; XLA:TPU also peels iterations off loops."""
-        return tuple(collective for collective in self.collectives if collective.loops)
-
     def unknown(self) -> tuple[Collective, ...]:
         """Return the collectives whose groups are no grid in the mesh."""
         return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
-
-    def loops(self) -> tuple[Loop, ...]:
-        """Return the loops around the collectives, each once."""
-        return tuple(dict.fromkeys(loop for collective in self.collectives for loop in collective.loops))
 
     def bytes_per_step(self, axis: str | None = None) -> int:
         """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.

@@ -37,7 +37,8 @@ class StopRequest:
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
         self._old_handlers = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
@@ -72,10 +73,6 @@ class StopRequest:
 def _exit_now() -> None:
     os.write(2, b"gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n")
     os._exit(128 + signal.SIGINT)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 class _ProcessFlags:

@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from threading import Condition, Lock
 from typing import Any
 
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
-from gregale.islands.transport.signing import canonical
 
 LARGEST_REPLY_BYTES = 64 << 20
 ASK_SECONDS = 20.0  # for which host 0 holds a request while it has no command

@@ -125,7 +125,8 @@ class HostGroup:
         found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
-            behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
+            current = {number for number, each in found.items() if each.outer == newest}
+            behind = set(range(len(self._others) + 1)) - current
             asked = [
                 (host.number, host.request("fetch", [wire, settled])) for host in self._others if host.number in behind
             ]
@@ -145,10 +146,6 @@ class HostGroup:
                 return FetchedState(outer, digest, all(each.settled for each in found.values()))
         rounds = sorted({each.outer.round for each in found.values()})
         raise DigestMismatch(f"the hosts of this island fetched different states, of rounds {rounds}")
-
-    @staticmethod
-    def _is_behind(found: FetchedState | None, newest: OuterRecord | None) -> bool:
-        return found is None or found.outer != newest
 
     def install(self, outer: OuterRecord) -> bool:
         """Adopt the fetched state, and serve it; return as `takes_inner`."""

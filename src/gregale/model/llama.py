@@ -14,7 +14,7 @@ from haliax.nn import Linear
 from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import POSITION, Cache, DecodeStep, slots_of
-from gregale.model.config import LlamaConfig
+from gregale.model.config import GemmaConfig, LlamaConfig, ModelConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.kernels.kernels import Kernels
@@ -274,3 +274,11 @@ def norm(config: LlamaConfig) -> RmsNorm:
 def parameter_count(model) -> int:
     """Return the number of values in all parameters of a model; works on abstract ones."""
     return sum(leaf.size for leaf in jax.tree.leaves(model) if is_parameter(leaf))
+
+
+MODELS: dict[type[ModelConfig], Any] = {LlamaConfig: Llama, GemmaConfig: Llama}
+
+
+def init_model(config: ModelConfig, Vocab: Axis, key):
+    """Return the model with its initial weights; under `jax.jit` or `jax.eval_shape` arrays are created in shards."""
+    return MODELS[type(config)].init(config, Vocab, key)

@@ -20,8 +20,7 @@ from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.model.config import ComputeConfig
-from gregale.model.llama import parameter_count
-from gregale.model.registry import init_model
+from gregale.model.llama import init_model, parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig

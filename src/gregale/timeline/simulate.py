@@ -101,24 +101,19 @@ def run_method(
     workload: Workload,
     ring: Ring,
     cadence: Cadence,
-    gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
-    bytes_per_parameter: float | None = None,
+    gbit_per_second: np.ndarray,
+    bytes_per_parameter: float,
 ) -> Run:
-    """Simulate a method by name.
+    """Simulate a method by name; raise `UserError` if the schedule does not fit.
 
-    - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves; None: the method's own
-
-    Raises `UserError` if the schedule does not fit.
+    - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves
     """
-    method = METHODS[name]
-    transfers = method.schedule(workload, cadence, bytes_per_parameter or method.bytes_per_parameter())
+    transfers = METHODS[name].schedule(workload, cadence, bytes_per_parameter)
     return simulate(workload, transfers, ring, gbit_per_second, cadence.steps)
 
 
-def needed_bandwidths(
-    utilisation: np.ndarray, gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND, goals: Sequence[float] = UTILISATIONS
-) -> list[float | None]:
+def needed_bandwidths(utilisation: np.ndarray, goals: Sequence[float] = UTILISATIONS) -> list[float | None]:
     """Return, for each goal, the grid's first bandwidth that reaches this utilisation; None if none does."""
     # A run without waits reaches 1 only up to rounding.
     reached = [np.flatnonzero(utilisation >= goal - 1e-12) for goal in goals]
-    return [float(gbit_per_second[at[0]]) if at.size else None for at in reached]
+    return [float(GRID_GBIT_PER_SECOND[at[0]]) if at.size else None for at in reached]

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gregale.distributed.signing import canonical
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
 from gregale.islands.transport.server import Handler, Server
-from gregale.islands.transport.signing import canonical
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.transport.conftest import TOKEN

@@ -16,11 +16,11 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
+from gregale.distributed.signing import canonical
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.wire import NO_ROUND
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
-from gregale.islands.transport.signing import canonical
 
 CONNECT_SECONDS = 2.0
 NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members

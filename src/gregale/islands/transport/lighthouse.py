@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.signing import canonical
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05

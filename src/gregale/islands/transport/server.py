@@ -30,12 +30,11 @@ from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
 from typing import Any, cast
 
-from gregale.distributed.signing import is_signed, sign
+from gregale.distributed.signing import canonical, digest, is_signed, sign
 from gregale.errors import UserError
 from gregale.islands.transport.client import STATUS_PATH, RequestRejected
 from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
-from gregale.islands.transport.signing import canonical, digest
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10

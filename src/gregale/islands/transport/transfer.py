@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gregale.distributed.signing import digest
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
-from gregale.islands.transport.signing import digest
 from gregale.islands.transport.snapshot_store import CHUNK_BYTES, bytes_of, chunk_hashes, chunk_span, leaf_hash
 
 STREAMS = 2

@@ -53,7 +53,7 @@ def recorded(metadata: dict, key: str):
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:
-    return setup.method_named(recorded(metadata, "method"))
+    return setup.psdp if recorded(metadata, "method") == setup.psdp.name else setup.method
 
 
 def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:

@@ -23,8 +23,7 @@ from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
-from gregale.model.llama import parameter_count
-from gregale.model.registry import init_model
+from gregale.model.llama import init_model, parameter_count
 from gregale.runs.config import TrainConfig
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
@@ -58,10 +57,6 @@ class Setup:
     def method_after(self, step: int) -> Method:
         """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
-
-    def method_named(self, name: str) -> Method:
-        """Return the method with this name, one of the two of a run."""
-        return self.psdp if name == self.psdp.name else self.method
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step; each device makes its shards."""

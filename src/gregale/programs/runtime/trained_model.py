@@ -157,14 +157,10 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
 
     def template(metadata: dict) -> TrainState:
         return jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: leaf if not is_named(leaf) or _ends_with(path_of(keys), path) else None,
+            lambda keys, leaf: leaf if not is_named(leaf) or f".{path_of(keys)}".endswith(f".{path}") else None,
             evaluation_template(setup, metadata),
             is_leaf=is_named,
         )
 
     restored = checkpoints.read(step, template, partial=True)
     return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
-
-
-def _ends_with(leaf_path: str, path: str) -> bool:
-    return f".{leaf_path}".endswith(f".{path}")

@@ -63,15 +63,13 @@ class StopStrings:
             end, _, self.found = min(complete)
             return self._released(end - len(self.found))
         longest = min(len(self._held), max(map(len, self._strings), default=0))
-        kept = (size for size in range(longest, 0, -1) if self._may_begin(self._held[-size:]))
+        ends = ((size, self._held[-size:]) for size in range(longest, 0, -1))
+        kept = (size for size, end in ends if any(each.startswith(end) for each in self._strings))
         return self._released(len(self._held) - next(kept, 0))
 
     def finish(self) -> str:
         """Return the text that was held back, if no stop string was found."""
         return "" if self.found is not None else self._released(len(self._held))
-
-    def _may_begin(self, end: str) -> bool:
-        return any(each.startswith(end) for each in self._strings)
 
     def _released(self, size: int) -> str:
         piece, self._held = self._held[:size], self._held[size:]
