@@ -52,22 +52,14 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class PartManifest:
-    """The content of a finished part.
-
-    Attributes:
-        documents, tokens: their numbers; ends of documents are tokens.
-        itemsize: bytes of a token.
-        skipped: the fields of `Skipped`.
-        chunks: the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file.
-        corrections: packed `Corrections`; None if the tokenizer needs none.
-    """
+    """The content of a finished part; ends of documents are tokens."""
 
     documents: int
     tokens: int
-    itemsize: int
-    skipped: dict
-    chunks: str
-    corrections: str | None = None
+    itemsize: int  # bytes of a token
+    skipped: dict  # the fields of `Skipped`
+    chunks: str  # the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file
+    corrections: str | None = None  # packed `Corrections`; None if the tokenizer needs none
 
     @property
     def size_bytes(self) -> int:

@@ -83,26 +83,18 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The content of a run directory.
-
-    - `name`, `path`: name and path of the directory
-    - `config`: the configuration by dotted keys (`model.layers`); empty if it cannot be read
-    - `starts`, `changes`: the entries of starts.jsonl and changes.jsonl
-    - `rounds`: the entries of an island's rounds.jsonl
-    - `is_running`: whether a process trains the run now
-    - `problems`: sentences about damaged or absent files
-    """
+    """The content of a run directory."""
 
     name: str
     path: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # by dotted keys (`model.layers`); empty if it cannot be read
     figures: Figures
     samples: tuple[Sample, ...]
-    starts: tuple[Entry, ...]
-    changes: tuple[Entry, ...]
-    rounds: tuple[Entry, ...]
-    is_running: bool
-    problems: tuple[str, ...]
+    starts: tuple[Entry, ...]  # the entries of starts.jsonl
+    changes: tuple[Entry, ...]  # of changes.jsonl
+    rounds: tuple[Entry, ...]  # of an island's rounds.jsonl
+    is_running: bool  # whether a process trains the run now
+    problems: tuple[str, ...]  # sentences about damaged or absent files
 
 
 def read_history(run: RunPaths) -> History:
