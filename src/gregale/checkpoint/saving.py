@@ -95,6 +95,7 @@ class Saver:
 
         A step that this object has already saved or resumed from is not written again. A failed save (for example on a
         full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
+        Raises `UserError` if an array of the tree contains NaN or an infinity; nothing is saved.
 
         Args:
             step: names the checkpoint.
@@ -102,8 +103,6 @@ class Saver:
             metadata: stored as JSON beside the arrays.
             beside: writes further data of the checkpoint to another path, in every process and in the background; if
                 it raises, the save fails.
-
-        Raises `UserError` if an array of the tree contains NaN or an infinity; nothing is saved.
         """
         self.wait()
         if step in self._history:

@@ -66,9 +66,8 @@ class Checkpoints(Saver):
     def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
         """Restore the newest intact checkpoint; return None if there is no checkpoint.
 
-        Damaged checkpoints are reported and skipped. The arguments are those of `restore`.
-
-        Raises `UserError` if all checkpoints are damaged, or the checkpoint does not match the template.
+        Damaged checkpoints are reported and skipped. The arguments are those of `restore`. Raises `UserError` if all
+        checkpoints are damaged, or the checkpoint does not match the template.
         """
         step = self.sound_step()
         return None if step is None else self.read(step, template, partial)
@@ -76,9 +75,8 @@ class Checkpoints(Saver):
     def sound_step(self) -> int | None:
         """Return the step of the newest intact checkpoint, for `read`; None if there is no checkpoint.
 
-        Damaged checkpoints, and newer ones without a manifest, are reported and skipped.
-
-        Raises `UserError` if all checkpoints are damaged.
+        Damaged checkpoints, and newer ones without a manifest, are reported and skipped. Raises `UserError` if all
+        checkpoints are damaged.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []

@@ -68,7 +68,7 @@ class Family:
     window: str | None = None  # None: no windows
     full_every: int | None = None  # without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
     keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json that not all families have
-    only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # the only supported values, which `written_config` writes
+    only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     ignored: tuple[str, ...] = ()  # keys of config.json that transformers reads but does not use: null
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
     any_heads: bool = True  # whether transformers accepts a `hidden_size` that the number of heads does not divide

@@ -98,9 +98,8 @@ class Driver:
     def order(self, starved: bool = False) -> commands.TrainerCommand | None:
         """Return the trainer's next command; None: take a step.
 
-        It waits before the start, where `RoundPacing.waits` is true, and if `starved` until data is leased.
-
-        Raises `UserError` if the fleet rejects this island.
+        It waits before the start, where `RoundPacing.waits` is true, and if `starved` until data is leased. Raises
+        `UserError` if the fleet rejects this island.
         """
         began = time.monotonic()
         with self._changed:

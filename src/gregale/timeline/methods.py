@@ -93,9 +93,8 @@ def streaming(workload: Workload, cadence: Cadence, bytes_per_parameter: float) 
     """Send one strided fragment at a time (arXiv 2501.18512).
 
     Of P = ceil(layers / fragment_layers) fragments, fragment i holds the layers l with (l - 1) mod P = i and is sent at
-    the steps that are (i + 1) * floor(H / (P + 1)) into a period.
-
-    Raises `UserError` if a period is too short for all fragments.
+    the steps that are (i + 1) * floor(H / (P + 1)) into a period. Raises `UserError` if a period is too short for all
+    fragments.
     """
     fragments = -(-workload.layers // cadence.fragment_layers)
     spacing = cadence.period_steps // (fragments + 1)

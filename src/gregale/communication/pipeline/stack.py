@@ -55,6 +55,7 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     In each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
     pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
     never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
+    Raises `UserError` if the schedule does not divide the layers or the rows.
 
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
@@ -63,8 +64,6 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     - `inputs`: [batch, ...]
     - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
       they are not differentiated
-
-    Raises `UserError` if the schedule does not divide the layers or the rows.
     """
     schedule, layout = pipeline.schedule, loop_layout(pipeline.layout)
     inputs = inputs.rearrange((BATCH, ...))

@@ -47,7 +47,8 @@ LARGEST_HEAD_BYTES = 8 << 10
 class Server:
     """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
 
-    `outer` serves the outer state, `inner` the inner optimizer for a joining island.
+    `outer` serves the outer state, `inner` the inner optimizer for a joining island. Raises UserError if it cannot
+    listen at the address.
 
     - `on_message`: called in a thread of the server with a peer's JSON object; returns the reply, or raises
       RequestRejected
@@ -55,8 +56,6 @@ class Server:
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
     - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
-
-    Raises UserError if it cannot listen at the address.
     """
 
     def __init__(

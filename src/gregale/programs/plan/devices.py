@@ -83,9 +83,7 @@ def _mesh_size(config: TrainConfig) -> int:
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     """Return the devices of a topology with one or more slices; call it before any use of a device.
 
-    A slice of GPUs is a box.
-
-    Raises `UserError` if the compiler is not installed, or it does not know the topology.
+    A slice of GPUs is a box. Raises `UserError` if the compiler is not installed, or it does not know the topology.
     """
     family, _, shape = name.partition(":")
     sizes = shape.split("x")

@@ -62,9 +62,7 @@ def results_to(out: str | None) -> Iterator[Results]:
     """Yield a writer of results to a file or to standard output; an interrupt keeps the complete results.
 
     Before the end the file has a temporary name (`.partial-` and a number at its end). It keeps that name if the
-    command fails or the process is killed.
-
-    Raises `UserError` if the file exists, or cannot be made.
+    command fails or the process is killed. Raises `UserError` if the file exists, or cannot be made.
     """
     if out is None:
         results = Results(sys.stdout)

@@ -29,9 +29,8 @@ class PromptRequest:
 def read_prompts(path: str, seed: int) -> list[PromptRequest]:
     """Return the prompts of a file, one per line: JSON (`.jsonl`), or text.
 
-    `seed`: seed of prompts without one
-
-    Raises `UserError` for a missing or empty file, and for a line that is no prompt.
+    `seed`: seed of prompts without one Raises `UserError` for a missing or empty file, and for a line that is no
+    prompt.
     """
     path = expand(path, "prompts")
     if path.endswith(".json"):
