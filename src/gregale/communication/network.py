@@ -123,13 +123,13 @@ class NetworkReducer:
                 programs.encode(total, np.float32(1), no_error(rows.row) if programs.keeps_error else None)
                 programs.decode(second)
 
-    def bytes_sent(self, members: int, rank: int = 0) -> int:
-        """Return the bytes that a member with a weight above 0 sends in a `reduce`."""
+    def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
+        """Return the bytes that a member sends in a `reduce`; `sends`: whether its weight is above 0."""
         total = 0
         for place, bucket in enumerate(self.buckets(members)):
             if place % members == rank:
                 total += (members - 1) * sum(self.row_bytes(key)[1] for key, _ in bucket)
-            else:
+            elif sends:
                 total += sum(self.row_bytes(key)[0] for key, _ in bucket)
         return total
 
