@@ -1,6 +1,7 @@
 """Text without terminal control characters, and text streams that ignore write errors."""
 
 import os
+import sys
 import unicodedata
 from contextlib import suppress
 from typing import Any, TextIO
@@ -34,6 +35,11 @@ def abandon(stream: TextIO) -> None:
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, stream.fileno())
         os.close(null_device)
+
+
+def say_beside(line: str) -> None:
+    """Print one line to standard error, as `say`; ignore a closed stream."""
+    say(line, ResilientStream(sys.stderr), flush=True)
 
 
 class ResilientStream:

@@ -15,14 +15,7 @@ from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fil
 from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records, root_of
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
 from gregale.checkpoint.parts import THREADS, read_parts
-from gregale.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    committed_steps,
-    folder_name,
-    step_of,
-    without_manifest,
-)
+from gregale.checkpoint.retention import LEAVES, METADATA, committed_steps, folder_name, step_of, without_manifest
 from gregale.checkpoint.saving import Saver
 from gregale.checkpoint.shard_layout import Region, RowRange, from_json, region_of, rows_for, wanted
 from gregale.errors import UserError

@@ -101,10 +101,7 @@ BLOCK = (
     *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
 )
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
-GEMMA_KEYS = {
-    "query_pre_attn_scalar": "score_width",
-    "final_logit_softcapping": "logit_softcap",
-}
+GEMMA_KEYS = {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_softcap"}
 SCORE_SOFTCAP = "attn_logit_softcapping"
 GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA_DEFAULTS = {

@@ -5,7 +5,7 @@ A driver commands it; it makes no decisions. One thread at a time calls it, exce
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from gregale.islands.trainer_command import TrainerCommand
 from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher, TransferFailed, fetch
+from gregale.islands.transport.transfer import Fetcher, TransferFailed
 from gregale.methods.island_outer import HostOuter, OuterView, Prepared, ValidatedState
 from gregale.methods.schedule import Schedule
 
@@ -198,7 +198,8 @@ class HostWorker:
     def inherit(self, source: str) -> int:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
-        fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
+        with closing(Fetcher(self.token, self.inner)) as fetcher:
+            fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
         return fetched.round
 

@@ -89,10 +89,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         """
         schedule = self.build_schedule(self.learning_rate, steps)
         sharded = optax.chain(
-            self.clip(),
-            self.direction(),
-            self.add_decay(parameters),
-            optax.scale_by_learning_rate(schedule),
+            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule)
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 

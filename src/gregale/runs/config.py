@@ -119,14 +119,7 @@ class TrainConfig(Settings):
     start_from: str | None = setting(
         None,
         "run or imported model to start from; null: random",
-        aliases=(
-            "init_from",
-            "from_pretrained",
-            "pretrained",
-            "model_name_or_path",
-            "load_from",
-            "initialize_from",
-        ),
+        aliases=("init_from", "from_pretrained", "pretrained", "model_name_or_path", "load_from", "initialize_from"),
     )
     runs: str = setting(
         "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")

@@ -200,9 +200,9 @@ def shown(value: float | str) -> str:
     return _shown_number(value)
 
 
-def shortened(text: str, max_length: int = 60) -> str:
+def shortened(text: str) -> str:
     """Return a text shortened for a message."""
-    return text if len(text) <= max_length else f"{text[: max_length - 20]}...{text[-10:]}"
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 
 def _shown_number(number: float) -> str:

@@ -97,12 +97,7 @@ def simulate(
 
 
 def run_method(
-    name: str,
-    workload: Workload,
-    ring: Ring,
-    cadence: Cadence,
-    gbit_per_second: np.ndarray,
-    bytes_per_parameter: float,
+    name: str, workload: Workload, ring: Ring, cadence: Cadence, gbit_per_second: np.ndarray, bytes_per_parameter: float
 ) -> Run:
     """Simulate a method by name; raise `UserError` if the schedule does not fit.
 

@@ -127,9 +127,7 @@ def _start(view: View, headers: list[Header], refused: dict[str, str], rules: Ru
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=StartFleet(
-            generation=Generation(1, fingerprint(view)),
-            voters=len(right),
-            reports=tuple(_report(h) for h in right),
+            generation=Generation(1, fingerprint(view)), voters=len(right), reports=tuple(_report(h) for h in right)
         ),
         top=right[0],
         current=frozenset(header.identity for header in right),

@@ -41,13 +41,7 @@ class MemberState:
     """The state of a member; `member.Member` documents it."""
 
     def __init__(
-        self,
-        identity: Identity,
-        outer: OuterRecord,
-        timing: Timing,
-        rules: Rules,
-        holder: str = "",
-        used: int = 0,
+        self, identity: Identity, outer: OuterRecord, timing: Timing, rules: Rules, holder: str = "", used: int = 0
     ):
         self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
         self.holder = holder or identity.session

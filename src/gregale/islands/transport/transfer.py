@@ -107,22 +107,6 @@ class Fetcher:
             peer.close()
 
 
-def fetch(
-    sources: Sequence[str],
-    token: bytes,
-    expected: Expected,
-    timeout_seconds: float,
-    held: Mapping[str, np.ndarray] | None = None,
-    manifest: str = "/manifest",
-) -> Fetched:
-    """Fetch a state once (see `Fetcher`). Raises TransferFailed."""
-    fetcher = Fetcher(token, expected, held)
-    try:
-        return fetcher.fetch(sources, timeout_seconds, manifest)
-    finally:
-        fetcher.close()
-
-
 def ask_for_offers(
     links: Mapping[str, Sequence[PeerClient]], manifest: str, expected: Expected, complaints: dict[str, str]
 ) -> list[StateManifest]:

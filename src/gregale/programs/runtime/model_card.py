@@ -13,10 +13,7 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.history import Figures
 from gregale.runs.run_directory import RunDirectory
 
-FIGURES = {
-    "eval_loss": ("held-out loss", "{:.4f} nats a token"),
-    "bits_per_byte": ("held-out bits per byte", "{:.4f}"),
-}
+FIGURES = {"eval_loss": ("held-out loss", "{:.4f} nats a token"), "bits_per_byte": ("held-out bits per byte", "{:.4f}")}
 
 
 @dataclass(frozen=True)

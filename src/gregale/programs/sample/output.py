@@ -12,7 +12,6 @@ from typing import Any, TextIO
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.storage import is_url
-from gregale.streams import ResilientStream, printable
 
 # Control characters that a terminal would execute, with their visible symbols; tabs and line ends stay.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -124,10 +123,3 @@ class ThroughputMeter:
         later, later_s = self.tokens - self._first_tokens, self._s - self._first_s
         rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
         return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
-
-
-def say(words: str) -> None:
-    """Write a line to standard error; ignore a closed stream."""
-    stream = ResilientStream(sys.stderr)
-    stream.write(f"{printable(words)}\n")
-    stream.flush()

@@ -88,12 +88,7 @@ class Sampler:
         return [*prompts, *[Prompt(self._form.ids(""))] * (rows - len(prompts))]
 
     def pieces(
-        self,
-        model,
-        prompts: Sequence[Prompt],
-        texts: Sequence[Continuation],
-        sampling: Sampling,
-        sizes: Iterator[int],
+        self, model, prompts: Sequence[Prompt], texts: Sequence[Continuation], sampling: Sampling, sizes: Iterator[int]
     ) -> Iterator[list[str]]:
         """Yield the new text of each continuation after each block, until all have ended.
 
