@@ -89,12 +89,12 @@ def test_all_members_get_the_same_bits_and_send_what_the_closed_form_says(config
 
 
 def test_a_phase_sends_each_message_but_its_own_share():
-    """Over all members each leg is (R - 1) times the message."""
+    """Over all members each phase is (R - 1) times the message."""
     reducer = NetworkReducer(FOUR_BITS, cut(FOUR_BITS), BUCKET)
-    legs = [sum(rows.count * reducer.row_bytes(key)[leg] for key, rows in cut(FOUR_BITS).items()) for leg in (0, 1)]
+    phases = [sum(rows.count * reducer.row_bytes(key)[at] for key, rows in cut(FOUR_BITS).items()) for at in (0, 1)]
     for members in (1, 2, 3, 5):
         sent = sum(reducer.bytes_sent(members, rank) for rank in range(members))
-        assert sent == (members - 1) * sum(legs)
+        assert sent == (members - 1) * sum(phases)
 
 
 def test_small_fragments_are_shared_among_all_members():

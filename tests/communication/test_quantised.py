@@ -32,7 +32,7 @@ NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
 class Program:
-    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
+    """One step's two phases, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
 
     def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32):
         self.layout, self.config = layout_of(replica=replica, data=data), config

@@ -85,11 +85,10 @@ def audit(
 ) -> Audit:
     """Return all collectives of a compiled program.
 
-    Args:
-        compiled: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
-        mesh: the mesh of the compilation, with its devices in the same order.
-        loop_trips: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
-            traced scope (such as a `jax.named_scope` around a scan).
+    - `compiled`: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
+    - `mesh`: the mesh of the compilation, with its devices in the same order.
+    - `loop_trips`: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
+      traced scope (such as a `jax.named_scope` around a scan).
 
     Raises `UserError` if the text is not a compiled program, or its number of devices differs from the mesh's.
     """

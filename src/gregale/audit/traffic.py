@@ -26,12 +26,11 @@ RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
 class Transfer:
     """A collective, or several equal ones, of a step.
 
-    Attributes:
-        purpose: name of the payload.
-        kind: the collective's name in the audit.
-        axes: mesh axes that it crosses, in mesh order.
-        bytes: payload on one device for one execution.
-        times: executions in one step.
+    - `purpose`: name of the payload.
+    - `kind`: the collective's name in the audit.
+    - `axes`: mesh axes that it crosses, in mesh order.
+    - `bytes`: payload on one device for one execution.
+    - `times`: executions in one step.
     """
 
     purpose: str

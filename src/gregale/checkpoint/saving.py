@@ -52,8 +52,7 @@ class Saver:
 
     Every process makes the same calls in the same order.
 
-    Attributes:
-        failure: the cause if the last save failed, the same in every process; None if it succeeded or is in flight.
+    - `failure`: the cause if the last save failed, the same in every process; None if it succeeded or is in flight.
     """
 
     def __init__(
@@ -65,14 +64,13 @@ class Saver:
         check: Callable[[], None] = lambda: None,
     ):
         """
-        Args:
-            directory: created by the first save.
-            config: the retention rules.
-            report: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
-                thread.
-            committed: called in the same way with the step of each committed checkpoint.
-            check: called in the same way before each save and before its commit; raises if this process must not write
-                to the run any more.
+        - `directory`: created by the first save.
+        - `config`: the retention rules.
+        - `report`: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
+          thread.
+        - `committed`: called in the same way with the step of each committed checkpoint.
+        - `check`: called in the same way before each save and before its commit; raises if this process must not write
+          to the run any more.
         """
         self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
         self._config = config or CheckpointConfig()
@@ -97,12 +95,11 @@ class Saver:
         full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
         Raises `UserError` if an array of the tree contains NaN or an infinity; nothing is saved.
 
-        Args:
-            step: names the checkpoint.
-            tree: pytree of global jax.Arrays.
-            metadata: stored as JSON beside the arrays.
-            beside: writes further data of the checkpoint to another path, in every process and in the background; if
-                it raises, the save fails.
+        - `step`: names the checkpoint.
+        - `tree`: pytree of global jax.Arrays.
+        - `metadata`: stored as JSON beside the arrays.
+        - `beside`: writes further data of the checkpoint to another path, in every process and in the background; if
+          it raises, the save fails.
         """
         self.wait()
         if step in self._history:

@@ -93,12 +93,11 @@ class Checkpoints(Saver):
     def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restore one step into a template, from any mesh.
 
-        Args:
-            step: the step of the checkpoint.
-            template: a pytree like the saved one, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings to
-                restore under; static leaves are returned unchanged. Or a function that makes it from the metadata.
-            partial: whether the template may lack saved leaves, which are then not read. Or a function that decides
-                this from the metadata.
+        - `step`: the step of the checkpoint.
+        - `template`: a pytree like the saved one, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings to
+          restore under; static leaves are returned unchanged. Or a function that makes it from the metadata.
+        - `partial`: whether the template may lack saved leaves, which are then not read. Or a function that decides
+          this from the metadata.
 
         Raises `UserError` if there is no such checkpoint, it is damaged, or it does not match the template.
         """

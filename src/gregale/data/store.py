@@ -54,11 +54,10 @@ MENDING = "Delete the folder and it will be built again."
 class PartTokens:
     """All tokens of a store, read by chunks on access; each chunk is checked on the first read of this process.
 
-    Args:
-        folder: the folder of the store.
-        disk: a local cache of data from an object store. Parts on a disk are mapped into memory.
-        bounds: the index of each part's first token, and the end of the last, int64 [part + 1].
-        dtype: type of a token.
+    - `folder`: the folder of the store.
+    - `disk`: a local cache of data from an object store. Parts on a disk are mapped into memory.
+    - `bounds`: the index of each part's first token, and the end of the last, int64 [part + 1].
+    - `dtype`: type of a token.
     """
 
     def __init__(self, folder: StoragePath, disk: ChunkCache, bounds: np.ndarray, dtype: np.dtype):
@@ -176,9 +175,7 @@ def read_parts(
 
     - `read(done, total)`: receives the number of bytes read
 
-    Returns:
-        The documents' lengths, and the manifest's entry for the tokens.
-
+    Returns the documents' lengths, and the manifest's entry for the tokens.
     Raises `CorruptPart` if a part does not match its manifest.
     """
     digest, lengths = hashlib.sha256(), bytearray()

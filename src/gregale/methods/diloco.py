@@ -172,11 +172,11 @@ class Diloco(Method):
         return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
-        schedule, legs = self.schedule, self.schedule.legs(step)
+        schedule, due = self.schedule, self.schedule.fragments_at(step)
         if schedule.delay == 0:
-            return Actions((None, None), Fragment.at(schedule, legs.send, step))
-        send = Fragment.at(schedule, legs.send, step - 1)
-        apply = Fragment.at(schedule, legs.apply, step - schedule.delay)
+            return Actions((None, None), Fragment.at(schedule, due.send, step))
+        send = Fragment.at(schedule, due.send, step - 1)
+        apply = Fragment.at(schedule, due.apply, step - schedule.delay)
         return Actions((send, apply))
 
     def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):

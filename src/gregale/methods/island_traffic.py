@@ -90,8 +90,8 @@ class IslandTraffic:
 
     def _in_flight(self, index: int) -> int:
         reducer = self._reducers[index]
-        legs = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
-        message, second = (sum(sizes) for sizes in zip(*legs, strict=True))
+        phases = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
+        message, second = (sum(sizes) for sizes in zip(*phases, strict=True))
         values = sum(rows.count * rows.row for rows in reducer.rows.values())
         waves = -(-len(reducer.buckets(self.members)) // self.members)
         buffers = (min(WAVES_AHEAD, waves) * 2 * message + min(2, waves) * second) // waves

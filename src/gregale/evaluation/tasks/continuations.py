@@ -28,8 +28,7 @@ class Continuation(NamedTuple):
 class Continuations(Protocol):
     """Continuations by index.
 
-    Attributes:
-        lengths: input tokens of each, one less than all its tokens, int64 [continuation].
+    - `lengths`: input tokens of each, one less than all its tokens, int64 [continuation].
     """
 
     @property
@@ -49,8 +48,7 @@ class InMemory(list[Continuation]):
 def encoded(pairs: Sequence[Pair], tokenizer: Tokenizer, start: Sequence[int]) -> InMemory:
     """Return the tokens of each pair; a continuation has none if the context's last token contains all its characters.
 
-    Args:
-        start: tokens before every context.
+    - `start`: tokens before every context.
     """
     pairs = [with_space_moved(pair) for pair in pairs]
     texts = list(dict.fromkeys(text for pair in pairs for text in (pair.context, pair.context + pair.continuation)))

@@ -87,11 +87,10 @@ def batches(
 
     Blank rows pad the last batch of a finite set. Threads prepare batches until the iterator's `close` is called.
 
-    Args:
-        examples: the source of the batches.
-        batch_size: B, rows of a whole batch over all processes.
-        rows: the indices in 0 to B - 1 of the rows that this process needs; by default all.
-        first: the first example of the first batch; a resumed run needs nothing else.
+    - `examples`: the source of the batches.
+    - `batch_size`: B, rows of a whole batch over all processes.
+    - `rows`: the indices in 0 to B - 1 of the rows that this process needs; by default all.
+    - `first`: the first example of the first batch; a resumed run needs nothing else.
     """
     import grain
 

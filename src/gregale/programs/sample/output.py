@@ -104,8 +104,7 @@ def results_to(out: str | None) -> Iterator[Results]:
 class ThroughputMeter:
     """Measures throughput: the time until the first tokens, which includes compilation, and the rate after them.
 
-    Attributes:
-        tokens: the number of tokens so far.
+    - `tokens`: the number of tokens so far.
     """
 
     def __init__(self):

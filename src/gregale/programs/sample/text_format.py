@@ -79,10 +79,9 @@ class StopStrings:
 class Continuation:
     """A text as it comes, token by token, until a token or a stop string ends it or it has `count` tokens.
 
-    Attributes:
-        text: what is certain of it; neither the token nor the string that ended it is part of it.
-        tokens: how many were drawn for it, but for the one that ended it.
-        ended: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
+    - `text`: what is certain of it; neither the token nor the string that ended it is part of it.
+    - `tokens`: how many were drawn for it, but for the one that ended it.
+    - `ended`: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
     """
 
     def __init__(self, form: TextFormat, count: int, stops: Sequence[str] = ()):
