@@ -171,14 +171,12 @@ def _replace_unencodable() -> None:
 def _decoded(arguments: Sequence[str]) -> list[str]:
     """Return the arguments decoded as UTF-8, where the locale produced surrogates; raise `UserError` if invalid."""
     try:
-        return [word if word.isascii() else _repaired(word) for word in arguments]
+        return [
+            os.fsencode(word).decode("utf-8") if any("\udc80" <= each <= "\udcff" for each in word) else word
+            for word in arguments
+        ]
     except UnicodeDecodeError as error:
         raise UserError(f"the argument {error.object!r} is not UTF-8 at byte {error.start}.") from None
-
-
-def _repaired(word: str) -> str:
-    is_half = any("\udc80" <= character <= "\udcff" for character in word)
-    return os.fsencode(word).decode("utf-8") if is_half else word
 
 
 def _machine_error_text(error: Exception) -> str | None:

@@ -110,7 +110,8 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order(starved)
-                if order is not None or not self._must_wait(starved):
+                waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
+                if order is not None or not (waits or (starved and self.leases.is_empty())):
                     break
                 if self.stop_asked() and not self._leaving:
                     self.leave()
@@ -222,10 +223,6 @@ class Driver:
         if self._left or complete:
             return commands.Finish(complete)
         return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
-
-    def _must_wait(self, starved: bool) -> bool:
-        waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
-        return waits or (starved and self.leases.is_empty())
 
     # Events and actions.
 

@@ -6,6 +6,7 @@ batches in the same order. If host 0 is lost, it waits until `gregale.distribute
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -104,11 +105,11 @@ class Follower:
                 case "granted":
                     self._grants.put(arguments[0])
                 case "reduce":
-                    self._exchange.submit(self._guarded, lambda message=message: self._answer(message, self._reduce))
+                    self._exchange.submit(self._guarded, partial(self._answer, message, self._reduce))
                 case "fetch":
-                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._fetch))
+                    self._healing.submit(self._guarded, partial(self._answer, message, self._fetch))
                 case "inherit":
-                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._inherit))
+                    self._healing.submit(self._guarded, partial(self._answer, message, self._worker.inherit))
                 case "commit":
                     self._worker.commit(arguments[0], OuterRecord.from_json(arguments[1]))
                 case "install":
@@ -130,9 +131,6 @@ class Follower:
     def _fetch(self, sources: list, settled: bool) -> Any:
         found = self._worker.fetch(_peers(sources), settled)
         return found.outer.to_json(), found.digest, found.settled
-
-    def _inherit(self, address: str) -> int:
-        return self._worker.inherit(address)
 
     def _answer(self, message: dict[str, Any], work: Callable[..., Any]) -> None:
         count = self._worker.count

@@ -40,7 +40,12 @@ class RunsOptions(Settings):
 def main(options: RunsOptions) -> int:
     found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
     if options.json:
-        print(json.dumps([_json_object(summary) for summary in found], indent=1, allow_nan=False))
+        values = [
+            # JSON lacks NaN and infinity.
+            {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in each}
+            for each in (asdict(summary).items() for summary in found)
+        ]
+        print(json.dumps(values, indent=1, allow_nan=False))
         return 0
     if not found:
         is_filtered = options.state or options.method or options.name
@@ -99,12 +104,6 @@ def ago(began: str, now: float) -> str:
 
 def _format_loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _json_object(summary: Summary) -> dict:
-    """Return a summary as a JSON object, with null in place of NaN and infinity."""
-    values = asdict(summary).items()
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 
 
 COMMAND = Command(main=main, options=RunsOptions, positional=("folder",))

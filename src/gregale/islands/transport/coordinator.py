@@ -162,17 +162,13 @@ class ConnectionPool:
         recipient = self._recipient
         if recipient is None:
             self.close()
-            recipient = self._recipient = self._fetch_recipient()
+            # The random name that the server drew at its start.
+            recipient = str(ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient"))
+            self._recipient, self.has_met = recipient, True
         with self._lock:
             if self._kept:
                 return self._kept.popleft()
         return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
-
-    def _fetch_recipient(self) -> str:
-        """Return the random name that the server drew at its start."""
-        recipient = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient")
-        self.has_met = True
-        return str(recipient)
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:

@@ -57,7 +57,9 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
+        self._server = Server(
+            bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
+        )
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -68,9 +70,6 @@ class Lighthouse:
             waiting = list(self._waiting.values())
         for each in waiting:
             each.answered.set()
-
-    def _status(self) -> dict:
-        return {"recipient": self._server.recipient}
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)

@@ -25,6 +25,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
@@ -74,7 +75,7 @@ class Server:
         self.nonces, self.complain = Nonces(), RateLimitedLines(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
-            self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
+            self._http = Listener((self.host, int(port or 0)), partial(Handler, owner=self), self.complain)
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
@@ -82,9 +83,6 @@ class Server:
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
-
-    def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
-        return Handler(request, client_address, listener, self)
 
     def close(self) -> None:
         self._http.shutdown()
