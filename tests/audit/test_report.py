@@ -30,8 +30,8 @@ def test_sums_and_selections_of_a_program_or_its_text(compiled, mesh):
     assert found.bytes_per_step("data") == 3 * 128
     assert found.bytes_per_step("replica") == found.bytes_per_step("model") == 32
     assert found.bytes_per_step() == 3 * 128 + 32
-    assert [c.axes for c in found.inside_loops()] == [("data",)]
-    assert [loop.times for loop in found.loops()] == [3]
+    (inside,) = [each for each in found.collectives if each.loops]
+    assert (inside.axes, [loop.times for loop in inside.loops]) == (("data",), [3])
     assert [c.axes for c in found.over("model")] == [("replica", "model")]
     assert found.over("nowhere") == found.unknown() == ()
 

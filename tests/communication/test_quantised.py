@@ -32,7 +32,7 @@ NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
 class Program:
-    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
+    """One step's two phases, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
 
     def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32):
         self.layout, self.config = layout_of(replica=replica, data=data), config
@@ -123,7 +123,7 @@ def round_trip(name: str, array: np.ndarray, codec: str, replicas: int, data: in
 
 
 def slow_average(name, sums, weights, config: ReduceConfig, mesh) -> np.ndarray:
-    """The averages; of arrays that are not split, after their second leg."""
+    """The averages; of arrays that are not split, after their second phase."""
     scaled = np.float32(len(weights) / weights.sum())
     sent = [round_trip(name, one * scaled, config.codec, *mesh) for one in sums.astype(np.float32)]
     average = np.mean(sent, axis=0, dtype=np.float32)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from gregale.data.config import DataConfig
 from gregale.data.examples import Windows, training_examples
-from gregale.data.loader import batches
 from gregale.data.mixtures import cuts, replica_examples
 from gregale.data.sources import TextSource
 from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
+from gregale.programs.runtime.batches import batches
 
 LENGTH, BATCH = 4, 12
 FIRSTS = {"a": 0, "b": 100, "c": 1000}

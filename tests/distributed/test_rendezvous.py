@@ -198,7 +198,7 @@ def test_who_stands_at_the_coordinator_s_address_without_the_secret_is_not_belie
         call = joining(1, 2, token_file=token("the secret of this run"))
         connection, _ = server.accept()
         with connection:
-            connection.sendall(b"who 1234\n")
+            connection.sendall(b"challenge 1234\n")
             greeting = heard(connection, "\n").split()
             answer = JoinRequest(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
             connection.sendall(f"hello {answer}\n".encode())

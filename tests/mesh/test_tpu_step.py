@@ -85,12 +85,12 @@ def test_its_total_is_the_compilers_own_peak(target, tmp_path):
 
 
 def between_slices_in_loops(found: Audit) -> list:
-    return [each for each in found.inside_loops() if each.link == BETWEEN]
+    return [each for each in found.collectives if each.loops and each.link == BETWEEN]
 
 
 def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
     assert between_slices_in_loops(plan.step.audit) == []
-    inside = plan.step.audit.inside_loops()
+    inside = [each for each in plan.step.audit.collectives if each.loops]
     assert len(inside) > 10
     assert {each.link for each in inside} == {INSIDE}
     assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * MODEL.layers}
@@ -191,4 +191,4 @@ def test_layers_of_which_some_have_a_window_compile_with_the_fast_options(target
     assert plan.setup.compiler_options["xla_tpu_enable_ici_ar_pipelining"]
     assert "splash_mha_fwd" in plan.step.text
     assert " conditional(" not in plan.step.text
-    assert {each.times for each in plan.step.audit.inside_loops()} <= {1, 2}, "two patterns of two layers"
+    assert {each.times for each in plan.step.audit.collectives if each.loops} <= {1, 2}, "two patterns of two layers"

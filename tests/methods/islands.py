@@ -188,7 +188,7 @@ class Fleet:
 
 
 class Everywhere(Diloco):
-    """The mesh's form of what islands do through codecs: both legs on the pseudo-gradient, the outer step by all."""
+    """The mesh's form of what islands do through codecs: both phases on the pseudo-gradient, the outer step by all."""
 
     @property
     def outer_layout(self) -> Layout:

@@ -54,7 +54,7 @@ def test_a_psdp_step_sends_bytes_alone_and_as_many_as_the_closed_form_says():
     assert sum(each.bytes for each in over) == bytes_by_axes(method.traffic(None).averages)[REPLICA,]
     sent = sum(each.bytes_sent for each in over)
     assert sent - 3 * FLOAT32 * (layout.replicas - 1) == method.bytes_sent(1)
-    assert ExactReducer(layout).bytes_sent(model) / sent >= 7.5, "4 bits and block 64 on both legs, beside float32"
+    assert ExactReducer(layout).bytes_sent(model) / sent >= 7.5, "4 bits and block 64 on both phases, beside float32"
 
 
 Layers, Embed, Mlp, Rows = Axis("layers", LAYERS), Axis("embed", 16), Axis("mlp", 16), Axis("batch", 32)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from gregale.model.attention import frequencies, rotate
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
-from gregale.model.rotary import frequencies, rotate
 from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.model import oracle
 

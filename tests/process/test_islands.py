@@ -73,7 +73,7 @@ def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOu
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
-    """Also if the fleet is killed and goes on from its checkpoints: errors of both legs are in them.
+    """Also if the fleet is killed and goes on from its checkpoints: errors of both phases are in them.
 
     That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
     """

@@ -63,15 +63,15 @@ def test_every_program_sends_its_closed_form(plans, case):
     for program in report["programs"].values():
         assert compiled_bytes(program) == program["closed_form_bytes_per_step"]
     assert report["collectives"] == report["programs"]["step"]["collectives"]
-    legs = [over(plan, name, method.axis) for name in plan.programs if name != "warm_up"]
-    joining = [each for leg in legs for each in leg]
+    transfers = [over(plan, name, method.axis) for name in plan.programs if name != "warm_up"]
+    joining = [each for program in transfers for each in program]
     assert joining
     assert not [each for each in joining if each.loop]
     assert {each.dtype for each in joining} == ({"u8"} if "four bits" in case else {"f32"})
     assert plan.step.audit.over("data"), "the check finds what is there"
     assert plan.step.audit.over(method.axis) == ()
-    # The largest leg sends the method's peak: each array's collectives; scalars are smaller than any.
-    sent = [sum(each.bytes_sent for each in leg if each.axes == (method.axis,) and each.bytes > 48) for leg in legs]
+    # The largest program sends the method's peak: each array's collectives; scalars are smaller than any.
+    sent = [sum(each.bytes_sent for each in of if each.axes == (method.axis,) and each.bytes > 48) for of in transfers]
     flags = 2 * ("four bits" in case)  # bytes that say whether values were finite, too small for the list above
     assert max(sent) + flags == bytes_a_step(plan.setup)[1]
     peaks = {name: program.memory.peak for name, program in plan.programs.items()}
@@ -153,7 +153,7 @@ def test_legs_are_those_of_the_schedule():
     setup = setup_of(*STREAMING, "--sync.delay=2")
     joining = setup.method.traffic(step_shape(setup))
     schedule = Schedule(8, 3, 2, 3)
-    assert [legs for _, legs in joining.steps()] == [
+    assert [due for _, due in joining.steps()] == [
         StepFragments(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
     ]
 

@@ -34,7 +34,6 @@ class CheckpointConfig(Settings):
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 

@@ -8,14 +8,12 @@ from gregale.data.store import TokenStore
 class DocumentStream:
     """Selected documents of a store, optionally only their tokens between two indices, concatenated in order.
 
-    Args:
-        store: holds the tokens; nothing is copied.
-        chosen: bool [document], whether the stream has a document.
-        start: the first of the store's tokens that the stream may have.
-        stop: the end of those tokens; by default the end of the store.
+    - `store`: holds the tokens; nothing is copied.
+    - `chosen`: bool [document], whether the stream has a document.
+    - `start`: the first of the store's tokens that the stream may have.
+    - `stop`: the end of those tokens; by default the end of the store.
 
-    Attributes:
-        starts: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
+    - `starts`: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
     """
 
     def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):

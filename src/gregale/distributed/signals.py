@@ -23,15 +23,13 @@ class StopRequest:
 
     In a run of several processes a signal reaches them at different steps, or reaches only some of them. So all act on
     `agreed` only.
+
+    - `check_every`: steps between two exchanges among processes, more than the device has in flight; the processes
+      agree on a stop at most twice as many steps after the signal
+    - `exit_seconds`: after the second SIGINT this process ends within this time, even if it waits for a store
     """
 
     def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
-        """
-        Args:
-            check_every: steps between two exchanges among processes. It should exceed the number of steps in flight on
-                the device. The processes agree on a stop at most twice as many steps after the signal.
-            exit_seconds: after the second SIGINT this process ends within this time, even if it waits for a store.
-        """
         self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
         self._check_every = check_every
@@ -39,7 +37,8 @@ class StopRequest:
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
         self._old_handlers = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
@@ -74,10 +73,6 @@ class StopRequest:
 def _exit_now() -> None:
     os.write(2, b"gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n")
     os._exit(128 + signal.SIGINT)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 class _ProcessFlags:

@@ -29,24 +29,16 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Logits(NamedTuple):
-    """The treatment of the products with the head.
+    """The treatment of the products with the head."""
 
-    - `cap`: limits them by tanh; None: no limit
-    - `rows`: rows of the head that are tokens; later rows are padding, without logits. None: all
-    """
-
-    cap: float | None = None
-    rows: int | None = None
+    cap: float | None = None  # limits them by tanh; None: no limit
+    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all
 
 
 class LayerKind(NamedTuple):
-    """The differences between the layers of a stack.
+    """The differences between the layers of a stack."""
 
-    - `window`: the number of tokens that a token sees, itself included; None: all earlier tokens
-    - `rotary_base`, `rotary_scaling`: see the keys of these names
-    """
-
-    window: int | None
+    window: int | None  # the number of tokens that a token sees, itself included; None: all earlier tokens
     rotary_base: float
     rotary_scaling: RotaryScaling | None
 

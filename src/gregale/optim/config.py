@@ -80,7 +80,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         """Return the optimizer for these parameters.
 
-        Arguments:
         - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read; untrained
           leaves are skipped
         - `steps`: length of the run, for the schedule
@@ -90,10 +89,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         """
         schedule = self.build_schedule(self.learning_rate, steps)
         sharded = optax.chain(
-            self.clip(),
-            self.direction(),
-            self.add_decay(parameters),
-            optax.scale_by_learning_rate(schedule),
+            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule)
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 

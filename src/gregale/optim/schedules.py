@@ -35,7 +35,6 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Return the schedule step -> learning rate.
 
-        Arguments:
         - `peak`: the learning rate after the warmup
         - `steps`: length of the whole run, warmup included
 

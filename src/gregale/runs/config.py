@@ -120,14 +120,7 @@ class TrainConfig(Settings):
     start_from: str | None = setting(
         None,
         "run or imported model to start from; null: random",
-        aliases=(
-            "init_from",
-            "from_pretrained",
-            "pretrained",
-            "model_name_or_path",
-            "load_from",
-            "initialize_from",
-        ),
+        aliases=("init_from", "from_pretrained", "pretrained", "model_name_or_path", "load_from", "initialize_from"),
     )
     runs: str = setting(
         "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")
@@ -182,7 +175,11 @@ class TrainConfig(Settings):
         if self.compilation_cache is not None:
             check_path("compilation_cache", self.compilation_cache)
             if is_url(self.compilation_cache):
-                _check_store("compilation_cache", self.compilation_cache)
+                try:
+                    storage_path(self.compilation_cache)
+                except UserError as error:
+                    is_what = f"is {shown(self.compilation_cache)}"
+                    raise KeyedError("compilation_cache", is_what, f". {error}") from None
         if (size := len(self.name.encode())) > MAX_NAME_BYTES:
             raise KeyedError(
                 "name",
@@ -209,11 +206,3 @@ class TrainConfig(Settings):
                 f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
                 f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
             )
-
-
-def _check_store(key: str, url: str) -> None:
-    """Raise `KeyedError` for a URL that names no folder of a known store."""
-    try:
-        storage_path(url)
-    except UserError as error:
-        raise KeyedError(key, f"is {shown(url)}", f". {error}") from None

@@ -67,7 +67,7 @@ def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
     for pair in arguments:
         _, equals, value = pair.partition("=")
         raw[plugins.KEY], origins[plugins.KEY] = Text(value) if equals else True, COMMAND_LINE
-    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, path and Path(path))
+    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, Path(path) if path else None)
 
 
 def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | None) -> list[str]:

@@ -263,7 +263,6 @@ def known_entries(root: type) -> dict[str, Entry]:
 def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list[str]:
     """Return likely corrections of `key`: keys with this alias, the same name in other sections, similar names.
 
-    Arguments:
     - `beside`: the valid keys of the same section
     - `known`: all keys of the configuration
     """

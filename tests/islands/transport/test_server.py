@@ -12,13 +12,12 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 
-from gregale.distributed.signing import read_token, sign
+from gregale.distributed.signing import digest, read_token, sign
 from gregale.errors import UserError
 from gregale.islands.transport import listener, snapshot_store
 from gregale.islands.transport import server as module
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, call
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.signing import digest
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from tests.islands.transport.conftest import TOKEN, exchange
 

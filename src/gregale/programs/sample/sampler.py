@@ -27,14 +27,10 @@ MAX_BATCH = 8  # texts of a training run in a batch, whose caches share memory w
 
 @dataclass(frozen=True)
 class SamplerPlacement:
-    """The devices that sample a model.
+    """The devices that sample a model."""
 
-    - `layout`: layout of parameters and activations, which may split the batch
-    - `whole`: each device keeps the gathered weights of its index on `model`; else it gathers layer by layer
-    """
-
-    layout: Layout
-    whole: bool
+    layout: Layout  # layout of parameters and activations, which may split the batch
+    whole: bool  # each device keeps the gathered weights of its index on `model`; else it gathers layer by layer
 
     @property
     def rows(self) -> int:
@@ -96,16 +92,10 @@ class Sampler:
         return [*prompts, *[Prompt(self._form.ids(""))] * (rows - len(prompts))]
 
     def pieces(
-        self,
-        model,
-        prompts: Sequence[Prompt],
-        texts: Sequence[Continuation],
-        sampling: Sampling,
-        sizes: Iterator[int],
+        self, model, prompts: Sequence[Prompt], texts: Sequence[Continuation], sampling: Sampling, sizes: Iterator[int]
     ) -> Iterator[list[str]]:
         """Yield the new text of each continuation after each block, until all have ended.
 
-        Arguments:
         - `prompts`: one for each row; prompts beyond the number of texts are padding
         - `texts`: the continuations of the first prompts, which this method extends
         - `sizes`: see `Generator.blocks`; with several processes it must not depend on a clock
