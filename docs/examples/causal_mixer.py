@@ -35,7 +35,11 @@ class MixerConfig(ModelConfig):
         return Mixer(hax.random.normal(table, (Vocab, Embed)) * 0.02, stacked, RmsNorm(hax.ones(Embed), 1e-5))
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        return {"model.hidden": ("the width of the residual stream", Axis(EMBED, self.hidden))}
+        mlp = Axis("mlp", 4 * self.hidden)
+        return {
+            "model.hidden": ("the width of the residual stream", Axis(EMBED, self.hidden)),
+            "4 x model.hidden": ("the width of the feed-forward network", mlp),
+        }
 
 
 class Layer(eqx.Module):

@@ -15,6 +15,7 @@ import yaml
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
+from gregale.runs.plugins import PluginOptions
 from gregale.settings.config_schema import REQUIRED, Entry, entries
 from gregale.tracking.metrics import METRICS
 
@@ -49,7 +50,8 @@ def commands() -> str:
     sections = []
     for name, program in PROGRAMS.items():
         command = import_module(program.module).COMMAND
-        sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{tables(command.options)}")
+        options = tables(command.options) + (tables(PluginOptions) if command.plugins else "")
+        sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{options}")
     return "\n".join(sections)
 
 

@@ -18,7 +18,6 @@ from gregale.data.tokenizers import (
     TokenizerConfig,
     load_tokenizer,
     save_tokenizer,
-    tokenizer_from_file,
     train_bpe,
 )
 from gregale.data.vocabulary_bytes import byte_level_reader, decoder_kinds, vocabulary_bytes
@@ -104,7 +103,7 @@ def test_fingerprints_tell_tokenizers_apart():
 
 def test_a_missing_or_damaged_save_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"gone\.json: cannot be read"):
-        tokenizer_from_file(FileConfig(path=str(tmp_path / "gone.json")))
+        FileConfig(path=str(tmp_path / "gone.json")).build()
     for content, message in (
         (None, "cannot be read"),
         ("{", "damaged, not JSON"),
@@ -134,7 +133,7 @@ def sentence_piece_file(path):
 
 def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
     sentence_piece_file(tmp_path / "t.json")
-    tokenizer = tokenizer_from_file(FileConfig(path=str(tmp_path / "t.json"), end_of_document="</s>"))
+    tokenizer = FileConfig(path=str(tmp_path / "t.json"), end_of_document="</s>").build()
     text = "ab a ü <think>b"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -143,7 +142,7 @@ def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
     assert tokenizer.end_of_document == 2
     assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
     with pytest.raises(UserError, match=r"t\.json: no token `<\|endoftext\|>`.*: <unk>, <s>, </s>, <think>\."):
-        tokenizer_from_file(FileConfig(path=str(tmp_path / "t.json")))
+        FileConfig(path=str(tmp_path / "t.json")).build()
 
 
 def test_a_decoder_without_bytes_per_token_is_refused():
@@ -161,7 +160,7 @@ def test_truncation_padding_and_a_byte_order_mark_of_a_file_are_left_out(tmp_pat
     library.enable_padding(length=8)
     (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + library.to_str().encode())
     config = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
-    np.testing.assert_array_equal(tokenizer_from_file(config).encode(TEXTS[1]), BPE.encode(TEXTS[1]))
+    np.testing.assert_array_equal(config.build().encode(TEXTS[1]), BPE.encode(TEXTS[1]))
 
 
 def test_the_byte_level_alphabet_is_the_librarys():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gregale.cli.invocation import invoke
-from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
+from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
@@ -305,7 +305,7 @@ def test_special_tokens_without_a_row_are_left_out_and_a_word_is_refused(gregale
         shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
     model, tokenizer = shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "mine" / "huggingface")))
     assert tokenizer is not None
-    assert tokenizer_from_file(tokenizer).fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
+    assert tokenizer.build().fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
     assert model == find_run(str(tmp_path / "mine")).read_config().model
     shutil.copytree(hub, tmp_path / "word")
     add_token(tmp_path / "word", "<word>", special=False)
