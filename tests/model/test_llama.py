@@ -91,10 +91,7 @@ def without(batch, name: str):
 
 
 CPU = cpu_kernels()
-CASES = [
-    *((name, name != "mistral", CPU) for name in CONFIGS),
-    ("gemma", True, PLAIN),
-]
+CASES = [*((name, name != "mistral", CPU) for name in CONFIGS), ("gemma", True, PLAIN)]
 
 
 @pytest.mark.parametrize(("name", "packed", "kernels"), CASES)

@@ -46,10 +46,7 @@ def test_rotation_is_a_complex_product(kernels):
     places = np.array([0, 3, 4, 100, 101])
     config = LlamaConfig(rotary_scaling=Llama3Scaling(original_context=16))
     turned = rotate(
-        hax.named(x, (Position, Heads, HeadSize)),
-        hax.named(places, Position),
-        replace(config, head_size=8),
-        kernels,
+        hax.named(x, (Position, Heads, HeadSize)), hax.named(places, Position), replace(config, head_size=8), kernels
     )
     for head in range(3):
         np.testing.assert_allclose(turned.array[:, head], oracle.rotate(x[:, head], places, config), atol=1e-5)
