@@ -213,17 +213,6 @@ def test_the_second_legs_error_is_kept_too():
     assert norm.any()
 
 
-def test_replicas_stay_equal_to_the_last_bit():
-    run, error = program(4, 2, FOUR_BITS), None
-    for step in range(5):
-        _, _, error, given = run(gradients(4, seed=step), error=error)
-        for name, leaf in given.items():
-            copies = {}
-            for shard in (leaf.array if is_named(leaf) else leaf).addressable_shards:
-                copies.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
-            assert all(len(same) >= 4 and len(set(same)) == 1 for same in copies.values()), name
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_shows_and_keeps_the_error(bad):
     run = program(4, 2, FOUR_BITS)
@@ -295,10 +284,3 @@ def test_what_is_lost_is_measured():
     expected = np.sqrt(np.sum(np.square(shards - sent)) / np.sum(np.square(whole)))
     np.testing.assert_allclose(lost.relative_error, expected, rtol=1e-5)
     assert lost.error_norm == 0
-
-
-def test_a_float_over_replicas_would_be_seen():
-    layout = layout_of(replica=8)
-    sharding = layout.sharding((REPLICA,), layout.params)
-    summed = jax.jit(lambda x: x.sum(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)).compile()
-    assert {collective.dtype for collective in audit(summed, layout.mesh).over(REPLICA)} == {"f32"}

@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.audit import Audit, audit
+from gregale.audit import Audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
 from gregale.audit.memory import compiler_memory
-from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.mesh import MeshConfig
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
-from gregale.model.execution import Execution
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.report import kernels_of
-from gregale.programs.plan.shapes import abstract_batch, tree_bytes
+from gregale.programs.plan.shapes import tree_bytes
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import BatchConfig, TrainConfig
-from tests.conventional import conventional_step
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
@@ -49,19 +46,6 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def plan(target) -> Plan:
     return plan_step(CONFIG, TOKENS, target)
-
-
-@pytest.fixture(scope="module")
-def conventional(target) -> Audit:
-    """The usual accumulation of the same model in the same mesh."""
-    setup = set_up(CONFIG, TOKENS, make_mesh(CONFIG.mesh, target.devices))
-    layout = setup.layout
-    run = Execution(layout=layout, dtype=jax.numpy.dtype("bfloat16"))
-    optimizer = CONFIG.optimizer.build(setup.model, CONFIG.steps, layout).whole()
-    step = conventional_step(lambda model, batch: model.loss(batch, run), optimizer, layout, MICROBATCHES)
-    parameters = layout.abstract(setup.model, layout.params)
-    state = layout.abstract(jax.eval_shape(optimizer.init, setup.model), layout.params)
-    return audit(jax.jit(step).lower(parameters, state, abstract_batch(setup)).compile(), layout.mesh)
 
 
 def test_the_memory_report_comes_with_every_collective(plan, target):
@@ -94,10 +78,6 @@ def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
     assert len(inside) > 10
     assert {each.link for each in inside} == {INSIDE}
     assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * MODEL.layers}
-
-
-def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventional):
-    assert len(between_slices_in_loops(conventional)) > 10
 
 
 def test_each_update_crosses_once(plan):
