@@ -1,6 +1,7 @@
 """The model against a plain rewrite: loss and every gradient, for all options; causality; generation."""
 
 from dataclasses import replace
+from functools import cache
 
 import haliax as hax
 import jax
@@ -25,7 +26,7 @@ BASE = LlamaConfig(layers=2, hidden=16, heads=4, mlp=24, init_scale=0.3)
 CONFIGS = {
     "llama2": BASE,
     "llama3": replace(BASE, kv_heads=2, rotary_base=500000.0, rotary_scaling=STRETCHED, norm_epsilon=1e-3),
-    "mistral": replace(BASE, kv_heads=1, sliding_window=3),
+    "mistral": replace(BASE, kv_heads=1, head_size=6, sliding_window=3),
     "qwen2": replace(BASE, kv_heads=2, attention_bias=True, tied_head=True),
     "qwen3": replace(BASE, kv_heads=2, head_size=8, qk_norm=True, tied_head=True, sliding_window=20),
     "olmo2": replace(
@@ -69,15 +70,18 @@ def made(name: str) -> Llama:
     return perturbed(small_model(CONFIGS[name], VOCABULARY))
 
 
-def loss_and_gradients(model: Llama, batch, run):
-    def mean(model):
+def mean_loss(run):
+    def mean(model, batch):
         total, weight = model.loss(batch, run)
         return total / weight
 
-    return jax.jit(jax.value_and_grad(mean))(model)
+    return jax.jit(jax.value_and_grad(mean))
 
 
-def oracle_loss_and_gradients(model: Llama, batch):
+@cache
+def oracle_loss_and_gradients(name: str, packed: bool):
+    model, batch = made(name), batch_of(packed)
+
     def mean(weights):
         total, weight = oracle.loss(weights, oracle.plain_batch(batch), model.config)
         return total / weight
@@ -85,20 +89,23 @@ def oracle_loss_and_gradients(model: Llama, batch):
     return jax.jit(jax.value_and_grad(mean))(oracle.plain_weights(model))
 
 
+def batch_of(packed: bool):
+    return BATCH_OF_TOKENS if packed else without(BATCH_OF_TOKENS, "segment_ids")
+
+
 def without(batch, name: str):
     return {key: value for key, value in batch.items() if key != name}
 
 
 CPU = cpu_kernels()
-CASES = [*((name, name != "mistral", CPU) for name in CONFIGS if name != "llama2"), ("gemma", True, PLAIN)]
+CASES = [*((name, name != "mistral", CPU) for name in CONFIGS if name not in ("llama2", "qwen3"))]
+CASES.append(("gemma", True, PLAIN))
 
 
 @pytest.mark.parametrize(("name", "packed", "kernels"), CASES)
 def test_loss_and_gradients_equal_a_plain_rewrite(name, packed, kernels):
-    model = made(name)
-    batch = BATCH_OF_TOKENS if packed else without(BATCH_OF_TOKENS, "segment_ids")
-    loss, gradients = loss_and_gradients(model, batch, one_device(loss_block=5, kernels=kernels))
-    expected, expected_gradients = oracle_loss_and_gradients(model, batch)
+    loss, gradients = mean_loss(one_device(loss_block=5, kernels=kernels))(made(name), batch_of(packed))
+    expected, expected_gradients = oracle_loss_and_gradients(name, packed)
     assert loss == pytest.approx(float(expected), abs=1e-5)
     assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
 
@@ -157,13 +164,7 @@ def value_and_gradients_in(dtype, config: LlamaConfig):
 def test_bfloat16_is_as_close_to_float32_as_a_plain_model_in_bfloat16():
     """By the error of each gradient, a mean over batches: in a single batch one may be twice as near as the other."""
     model = made("qwen2")
-    weights, run = oracle.plain_weights(model), one_device(dtype=jnp.dtype(jnp.bfloat16))
-
-    def mean(model, batch):
-        total, weight = model.loss(batch, run)
-        return total / weight
-
-    ours = jax.jit(jax.value_and_grad(mean))
+    weights, ours = oracle.plain_weights(model), mean_loss(one_device(dtype=jnp.dtype(jnp.bfloat16)))
     exact, plain = (value_and_gradients_in(dtype, model.config) for dtype in (jnp.float32, jnp.bfloat16))
     errors = {name: np.zeros(2) for name in weights}
     for seed in range(8):
