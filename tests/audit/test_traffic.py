@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gregale.audit.step import ACCELERATOR, CPU
-from gregale.audit.traffic import bytes_by_axes, expected_transfers
+from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import step_transfers
@@ -99,3 +99,5 @@ def test_an_accelerator_sends_bfloat16_in_two_bytes():
     scalars = 2 * 4 * step.microbatches + 4 * step.tokens * 4 * step.microbatches  # losses, weights; tokens' ids
     assert wide_sums["data",] - scalars == 2 * (narrow_sums["data",] - scalars)
     assert wide_sums["replica",] == narrow_sums["replica",], "gradient buffers are float32"
+    ring = Transfer("", "all-reduce", ("replica", "data"), 80, 3)
+    assert sent_bytes(ring, {"replica": 4, "data": 2}) == 80 * 3 * 2 * 7 / 8, "all but its own part"
