@@ -285,7 +285,8 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
 
 
 @pytest.mark.usefixtures("no_allocation")
-def test_a_reply_that_never_ends_is_not_read(make_server):
+def test_a_reply_that_never_ends_is_not_read(make_server, monkeypatch):
+    monkeypatch.setattr(transfer, "STALL_SECONDS", 20.0)  # a busy machine takes long to make such a reply
     endless = make_server()
     endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
