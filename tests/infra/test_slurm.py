@@ -286,7 +286,6 @@ def test_a_dry_run_prints_what_is_run(slurm, command, programs):
         (("fly",), "there is no command 'fly'; commands: submit"),
         (("submit", "--name", "a b"), "--name is 'a b'"),
         (("submit", "--name", "a", "--config", CONFIG), "--time is ''"),
-        (("submit", "--name", "a"), "--config is missing"),
         (("submit", "--name", "a", "--gpus", "0"), "--gpus is '0'"),
         (("submit", "--name", "a", "--partition", "x y"), "'--partition=x y' has characters"),
         (("submit", "--name", "a", "--steps", "3"), "'--steps' is no option"),

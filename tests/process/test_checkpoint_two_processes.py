@@ -1,4 +1,4 @@
-"""Two real processes save one checkpoint and restore it, together, apart, past a damaged one; they end alike."""
+"""Two real processes save one checkpoint and restore it, together, apart, past a damaged one; they stop alike."""
 
 import json
 
@@ -9,11 +9,14 @@ import numpy as np
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import Checkpoints
+from tests.process.two import run_two
 
 VALUES = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
 
 WORKER = """
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ from gregale.errors import Busy, UserError
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.multihost import by_first_process
 from gregale.checkpoint.store import Checkpoints
+from gregale.distributed.signals import StopRequest
 
 directory = Path(sys.argv[3])
 devices = np.asarray(jax.devices())
@@ -82,14 +86,22 @@ except UserError as error:
     refused = error
 expected = "another process trains the run" if rank == 0 else "process 0 ended the run and gave the reason."
 assert (str(refused), refused.exit_code) == (expected, 75)
-print("done", rank)
+
+# A signal that reaches one process stops both at the same step.
+with StopRequest(check_every=3) as stop:
+    for step in range(1, 40):
+        if rank == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.agreed(step):
+            break
+print("done", rank, step, stop.signal_name)
 """
 
 
-def test_one_process_restores_what_both_processes_wrote(tmp_path, run_two_processes):
+def test_one_process_restores_what_both_processes_wrote(tmp_path):
     directory = tmp_path / "checkpoints"
-    outputs = run_two_processes(WORKER, str(directory))
-    assert [output.splitlines()[-1] for output in outputs] == ["done 0", "done 1"]
+    outputs = run_two(WORKER, str(directory))
+    assert [output.splitlines()[-1] for output in outputs] == ["done 0 12 None", "done 1 12 SIGTERM"]
     with Checkpoints(directory, CheckpointConfig()) as checkpoints:
         mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "all"))

@@ -1,4 +1,4 @@
-"""Every example in config/ fits the hardware that it names.
+"""Every example in config/ is annotated, passes all checks and fits the hardware that it names.
 
 Those for TPUs are compiled as far as the memory report. Those for GPUs are planned by the closed form, on described
 devices; of the shapes of one the TPU compiler says whether it is to be believed.
@@ -62,6 +62,10 @@ def closed_form(name: str, count: int, platform: str, *changes: str) -> Estimate
 
 def test_every_example_is_here():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ON_TPU, *ON_GPU, *ON_CPU}
+    for path in CONFIGS.glob("*.yaml"):
+        first, *rest = path.read_text().splitlines()
+        assert first.startswith("# "), path
+        assert any("#" in line and not line.startswith("#") for line in rest), path
 
 
 @pytest.mark.parametrize("name", ON_TPU)
