@@ -254,15 +254,13 @@ def run(inputs, tasks) -> Path:
     return inputs / "runs" / "tasked"
 
 
+MEASURED = (("gap", "acc"), ("match", "acc"), ("match", "perplexity"))
+
+
 def test_a_run_scores_tasks_at_each_evaluation(gregale, run, capsys):
     first, last = (line for line in lines(run) if "eval_loss" in line)
     assert (first["step"], last["step"]) == (2, 4)
-    names = [
-        f"{figure}{error}.{task}"
-        for task, figures in (("gap", ["acc"]), ("match", ["acc", "perplexity"]))
-        for figure in figures
-        for error in ("", "_stderr")
-    ]
+    names = [f"{figure}{error}.{task}" for task, figure in MEASURED for error in ("", "_stderr")]
     texts = [f"{figure}{of}" for of in ("", ".words") for figure in ("eval_loss", "bits_per_byte")]
     assert list(last) == ["step", *texts, *names]
     assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"

@@ -9,7 +9,7 @@ import pytest
 
 from gregale.runs.run_lock import training
 from tests.disk import largest_file
-from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
+from tests.programs.tiny import EVALUATE, checkpoint_steps, lines, losses
 
 
 @pytest.fixture
@@ -113,15 +113,6 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(again, capsys):
     assert "would delete the metrics and samples of its 12 steps" in error
     assert "--fresh" in error
     assert content(again.run) == before
-
-
-def test_a_run_without_its_newest_checkpoint_says_what_it_repeats(again, whole, capsys):
-    for step in (8, 12):
-        shutil.rmtree(again.run / "checkpoints" / f"step-{step:08d}")
-    assert again() == 0
-    out = capsys.readouterr().out
-    assert "The newest checkpoint, of step 12, is gone: going on from that of step 4 repeats 8 steps." in out
-    assert_same_state(again.run, whole, 12)
 
 
 # Disks
