@@ -1,7 +1,6 @@
-"""The command line, in this process with toy programs, and once for real."""
+"""The command line, in this process with toy programs."""
 
 import io
-import subprocess
 import sys
 import types
 import warnings
@@ -177,6 +176,8 @@ def test_the_overview_names_every_command(capsys):
     assert all(f"  {name} " in overview and program.summary in overview for name, program in PROGRAMS.items())
     assert main([]) == 0
     assert capsys.readouterr().out == overview
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gregale {gregale.__version__}\n"
 
 
 def test_deprecations_are_silent_unless_they_are_asked_for(calls, monkeypatch):
@@ -245,9 +246,3 @@ def test_an_argument_is_what_was_typed_whatever_the_locale_made_of_it(calls, cap
     assert calls == [(SampleOptions("runs/a", "n\u00f6 \u5317"),)]
     assert calls.main("sample", b"\xff".decode("utf-8", "surrogateescape")) == 2
     assert capsys.readouterr().err == "gregale: error: the argument b'\\xff' is not UTF-8 at byte 0.\n"
-
-
-def test_for_real_the_version():
-    command = [sys.executable, "-m", "gregale", "--version"]
-    version = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert version.stdout == f"gregale {gregale.__version__}\n"

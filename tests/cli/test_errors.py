@@ -1,9 +1,7 @@
-"""Bad configurations through the real command line: one paragraph, exit code 2, and nothing written."""
+"""Bad configurations through the command line: one paragraph, exit code 2, and nothing written."""
 
 import json
-import os
 import shlex
-import sys
 from pathlib import Path
 
 import draccus
@@ -12,7 +10,6 @@ import yaml
 
 from gregale.cli import main
 from gregale.data.tokenizers import BpeConfig, FileConfig, TokenizerConfig, train_bpe
-from tests.forked import run
 from tests.programs.tiny import write_inputs
 
 
@@ -92,15 +89,3 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused_before_the_text_is_
     options = yaml.safe_dump(draccus.encode(tokenizer, TokenizerConfig), default_flow_style=True).strip()
     error = refused(folder, capsys, "tiny.yaml", "--data.tokenizer", options, "--model.vocabulary", str(tokens - 1))
     assert f"model.vocabulary is {tokens - 1}, but the tokenizer has {tokens} tokens" in error
-
-
-def test_for_real(folder):
-    """In a process of its own, where the devices are started by the command."""
-    before = content(folder)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", "--cpu_devices", "2"]
-    done = run(command, env=environment, cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "2 * 1 * 2 * 2 = 8 devices, but there are 2" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert content(folder) == before

@@ -140,8 +140,6 @@ def broken(run: Path, how: str) -> None:
     match how:
         case "config":
             (run / "config.yaml").write_text("steps: [")
-        case "no config":
-            (run / "config.yaml").unlink()
         case "cut":
             (newest / "arrays").write_bytes(b"abc")
         case "gone":
@@ -158,7 +156,6 @@ def broken(run: Path, how: str) -> None:
     ("how", "said"),
     [
         ("config", "config.yaml, line 1"),
-        ("no config", "there is no such configuration file"),
         ("cut", "step-00000004: 1 files are gone or not whole, arrays among them"),
         ("gone", "has no checkpoint any more, but one of step 4 was saved"),
         ("manifest", "so the checkpoint of step 4 cannot"),
