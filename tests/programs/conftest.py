@@ -1,5 +1,6 @@
 """Runs of the real programs in this process, on its eight devices."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,32 @@ def gregale(inputs, monkeypatch) -> Callable[..., int]:
     """The command line, run in this process and in the folder of the inputs."""
     monkeypatch.chdir(inputs)
     return lambda *arguments: main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def refused(gregale, capsys) -> Callable[..., str]:
+    """What the command line says of a mistake, in one line."""
+
+    def line(*arguments) -> str:
+        capsys.readouterr()
+        assert gregale(*arguments) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith("gregale: error: ")
+        return error
+
+    return line
+
+
+@pytest.fixture
+def evaluated(gregale, capsys) -> Callable[..., dict[str, float]]:
+    """The figures of `gregale eval`; standard output is nothing else."""
+
+    def figures(*arguments) -> dict[str, float]:
+        capsys.readouterr()
+        assert gregale("eval", *arguments, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    return figures
 
 
 @pytest.fixture(scope="session")

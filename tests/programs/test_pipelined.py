@@ -1,6 +1,5 @@
 """A pipelined run through the command line: it is evaluated, also without a pipeline, and sampled."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,10 @@ def run(inputs) -> Path:
     return inputs / "runs" / "pipelined"
 
 
-def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, capsys):
+def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, evaluated, capsys):
     """By the commands, and by a run, which has the model in stages; saved layers are in the model's order."""
     (evaluation,) = [line for line in lines(run) if "eval_loss" in line]
-    assert gregale("eval", run.name, "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == evaluation
+    assert evaluated(run.name) == evaluation
     on_one = open_trained(str(run), None, devices=1)
     config = on_one.setup.config
     corpus = prepare(config.data, config.batch.sequence_length, config.seed)
