@@ -120,11 +120,11 @@ def stores(s3_endpoint, monkeypatch) -> dict[str, str]:
 
 def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
     """One dies in a reduce, some do not belong to it, the one comes back; then all leave one by one."""
-    options = ["--steps", "100000", "--checkpoint.every", "20"]
+    options = ["--steps", "100000", "--checkpoint.every", "20", "--islands.min_members_to_start", "3"]
     how = {"doomed": True, "pace": 0.3, "environment": QUICK_TO_COMPILE, "stores": stores}
     with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:
-            fleet.start(name, "--islands.min_members_to_start", "3")
+            fleet.start(name)
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
         one_dies_in_a_reduce(fleet, "z")
         who_does_not_belong_to_the_fleet_is_refused(fleet)
@@ -149,7 +149,7 @@ def one_dies_in_a_reduce(fleet: Fleet, name: str) -> None:
 
 def who_does_not_belong_to_the_fleet_is_refused(fleet: Fleet) -> None:
     """In one line, and the others go on; an island that finds no lighthouse waits until it is told to end."""
-    seeded = fleet.start("seeded", "--seed", "5", "--islands.min_members_to_start", "3")
+    seeded = fleet.start("seeded", "--seed", "5")
     lonely = fleet.start("lonely", "--islands.lighthouse", "127.0.0.1:9")  # where nobody listens
     host, port = fleet.islands["x"].address.partition("/")[0].split(":")
     with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
@@ -183,7 +183,7 @@ def one_heals(fleet: Fleet, name: str) -> None:
     Weights are tokens, and leases are whole batches of each island.
     """
     since = time.time()
-    fleet.start(name, "--batch.size", str(ROWS // 2), "--islands.min_members_to_start", "2")
+    fleet.start(name, "--batch.size", str(ROWS // 2))
     fleet.wait(
         lambda: any(s.island == name and s.ended > since and s.weight > 0 for s in fleet.observe()),
         PATIENCE_SECONDS,

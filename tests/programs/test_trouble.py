@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from gregale.errors import UserError
 from gregale.runs.run_lock import training
 from tests.disk import largest_file
 from tests.programs.tiny import EVALUATE, checkpoint_steps, lines, losses
@@ -86,6 +87,16 @@ def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatc
 
 
 # Two at once
+
+
+def test_processes_compare_their_text_before_a_run_begins(gregale, inputs, monkeypatch, capsys):
+    def differs(*_) -> None:
+        raise UserError("data is another in process 1")
+
+    monkeypatch.setattr("gregale.programs.train.command.agree_on_text", differs)
+    assert gregale("train", "tiny.yaml", "--name", "never") == 2
+    assert "data is another in process 1" in refusal(capsys)
+    assert not (inputs / "runs" / "never").exists()
 
 
 def test_a_run_that_is_being_trained_is_left_alone_and_can_be_evaluated(again, gregale, capsys):
