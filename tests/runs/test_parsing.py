@@ -160,11 +160,7 @@ MISTAKES = {
         ["--shape.type", "disc"],
         "`shape.ends` (run.yaml, line 2) .* with type disc. `ends` belongs to type bar. .*: holes, size, type.",
     ),
-    "unknown choice": (
-        "name: a\nshape: {type: dics}",
-        [],
-        "`shape.type` is 'dics' (run.yaml, line 2), .* `disc`?",
-    ),
+    "unknown choice": ("name: a\nshape: {type: dics}", [], "`shape.type` is 'dics' (run.yaml, line 2), .* `disc`?"),
     "choice without type": ("name: a\nshape: disc", [], "`shape` .* is 'disc', a str; .* `shape.type`: disc, bar"),
     "wrong type": ("name: a\nsteps: many", [], "`steps` (run.yaml, line 2) is 'many', a str; expected int (how long)."),
     "not a number for int": ("name: a\nsteps: .nan", [], "`steps` .* is nan, a float; expected int"),
