@@ -120,18 +120,6 @@ def test_the_oracle_tells_a_wrong_order_of_the_queue():
     assert total > oracle(workload, transfers, ring, 20.0, steps=6) * 1.01
 
 
-def test_two_layers_by_hand():
-    # A node lasts 1 s; a layer's reduction 4 s at 1 Gbit/s (5e8 bytes).
-    workload = Workload(parameters=1.0, layers=2, step_seconds=6.0)
-    transfers = [Transfer(step, (2, 1), 5e8 * 2) for step in (1, 2)]
-    run = simulate(workload, transfers, Ring(2), np.array([1.0]), steps=2)
-    # Forward until 2; activations and parameters of layer 2 until 4; parameters of layer 1 until 5.
-    # Link: layer 2 from 4 to 8, layer 1 from 8 to 12. Step 2: forward 12 to 14, backward to 16 and 17;
-    # link 16 to 20 and 20 to 24.
-    np.testing.assert_allclose(run.total_seconds, [24.0])
-    np.testing.assert_allclose(run.utilisation, [10 / 24])
-
-
 def test_bytes_are_conserved():
     for name in PAPER_METHODS:
         reductions, own = 100 if name == "data_parallel" else 1, METHODS[name].bytes_per_parameter()

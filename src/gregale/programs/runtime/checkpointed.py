@@ -19,8 +19,8 @@ def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> 
     """Return the state after `step` steps as stored, with joined parameters for an evaluation that has no replicas."""
     if not method.needs_full_state(step):
         return state
-    join = jax.jit(lambda state: method.to_psdp(state).parameters, compiler_options=setup.compiler_options)
-    return state._replace(joined=join(state.method))
+    assert method is setup.method
+    return state._replace(joined=setup.joined_parameters(state.method))
 
 
 def checkpoint_metadata(

@@ -89,6 +89,11 @@ class Setup:
             check_compiler_options(options, mesh)
         return options
 
+    @cached_property
+    def joined_parameters(self) -> Callable[[Any], Any]:
+        """Return the program that joins the parameters of a state of `method`; all saves of a run share it."""
+        return jax.jit(lambda state: self.method.to_psdp(state).parameters, compiler_options=self.compiler_options)
+
     @property
     def facts(self) -> dict[str, Any]:
         """Return the facts about a run's programs that its configuration lacks, for JSON."""
