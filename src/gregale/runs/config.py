@@ -131,7 +131,7 @@ class TrainConfig(Settings):
     runs: str = setting(
         "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")
     )
-    plugins: list[str] = setting([], "your modules to import first, such as my_package.my_module", aliases=("imports",))
+    plugins: list[str] = setting(list, "your modules to import first, such as my_package.my_module", aliases=("imports",))
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
     compilation_cache: str | None = setting(
         AUTO, "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"

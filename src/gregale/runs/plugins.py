@@ -23,7 +23,7 @@ KEY = "plugins"
 class PluginOptions(Settings):
     """The option `--plugins` of commands that read the configuration of a run."""
 
-    plugins: list[str] = setting([], "modules to import first, for a run with plugins")
+    plugins: list[str] = setting(list, "modules to import first, for a run with plugins")
 
 
 def import_plugins(names: Sequence[str], origin: str = "") -> None:
