@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 def load(
     config_class: type[Config],
-    path: str | StoragePath | None,
+    path: str | StoragePath | Mapping[str, Any] | None,
     arguments: Sequence[str] = (),
     elsewhere: str | None = None,
 ) -> Config:
@@ -35,7 +36,7 @@ def load(
     Arguments:
     - `config_class`: a frozen dataclass, which may contain nested dataclasses, optional fields, lists, tuples, mappings
       of names and draccus registries (chosen by `type`)
-    - `path`: the YAML file or object, or None for the defaults
+    - `path`: the YAML file or object, a mapping as in a YAML file, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
       such as `{layers: 2}` keeps its other keys, unless it names another `type`
     - `elsewhere`: why the file is not the user's own; of its `plugins` none is imported that is not imported already
@@ -45,7 +46,10 @@ def load(
     Raises `UserError` that names the key and its origin: unknown key, wrong type, unknown choice, missing key,
     duplicate key, missing file, invalid YAML.
     """
-    raw, origins = ({}, {}) if path is None else read_yaml(Path(path) if isinstance(path, str) else path)
+    if path is None or isinstance(path, Mapping):
+        raw, origins = deepcopy(dict(path or {})), {}
+    else:
+        raw, origins = read_yaml(Path(path) if isinstance(path, str) else path)
     words, pairs = split_arguments(arguments)
     if words:
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
@@ -56,7 +60,7 @@ def load(
     if plugins.KEY in raw and plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
         modules = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY)
         if elsewhere is None:
-            plugins.import_plugins(modules, f" ({origins[plugins.KEY]})")
+            plugins.import_plugins(modules, f" ({origins[plugins.KEY]})" if plugins.KEY in origins else "")
         else:
             plugins.check_imported(modules, str(path), elsewhere)
     return decoder.decode(config_class, raw)

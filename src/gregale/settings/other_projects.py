@@ -263,7 +263,8 @@ class Counterpart(NamedTuple):
 @cache
 def projects() -> dict[str, str]:
     """Return each project's name and the files that its keys are from."""
-    return dict(line[1:].split("] ", 1) for line in TABLE.splitlines() if line.startswith("["))
+    heads = [line[1:].partition("] ") for line in TABLE.splitlines() if line.startswith("[")]
+    return {name: files for name, _, files in heads}
 
 
 @cache
