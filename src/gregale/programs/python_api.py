@@ -58,8 +58,8 @@ def train(
     - `keys`: keys of the first level, in place of those of `config`: `steps=100`; a mapping changes the keys in it
     - `fresh`, `profile`: options of the command
 
-    An interrupt ends the call after the present step, with a checkpoint; a second one raises KeyboardInterrupt. Outside
-    of the main thread no signal is caught. Each process of a run of several makes this call.
+    An interrupt or SIGTERM ends the call after the present step, with a checkpoint; a second interrupt raises
+    KeyboardInterrupt. Outside of the main thread no signal is caught. Each process of a run of several makes this call.
 
     Raises `UserError` with the message of the command, which would end with it.
     """
