@@ -65,7 +65,7 @@ from gregale.tracking.console import Console
 with Console() as console:
     console.begin(2)
     for step in (1, 2):
-        console.log(step, {"loss": 1.0})
+        console.on_step(step, {"loss": 1.0})
         console.message("x" * 100_000)
 print("still here", file=sys.stderr)
 """

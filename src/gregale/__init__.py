@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from gregale.programs.python_api import TrainingResult, load, train
     from gregale.runs.config import TrainConfig
     from gregale.settings import setting
+    from gregale.tracking.callback import Callback, CallbackConfig
     from gregale.tracking.choices import TrackerConfig
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Callback",
+    "CallbackConfig",
     "LoadedModel",
     "ModelConfig",
     "OptimizerConfig",
@@ -42,6 +45,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Callback": "gregale.tracking.callback",
+    "CallbackConfig": "gregale.tracking.callback",
     "LoadedModel": "gregale.programs.loaded_model",
     "ModelConfig": "gregale.model.base",
     "OptimizerConfig": "gregale.optim.config",

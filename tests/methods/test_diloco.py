@@ -15,10 +15,11 @@ from gregale.axes.layout import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer
-from gregale.methods.diloco import Diloco, sync_axis
+from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
 from gregale.methods.outer import QuantisedOuter, sending_layout
 from gregale.methods.psdp import Psdp
+from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import Schedule
 from gregale.optim import Optimizer
 from gregale.training.state import initial_state

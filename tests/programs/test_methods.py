@@ -150,7 +150,7 @@ def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped
     diloco = killed(never_stopped, tmp_path / "diloco", JOINED)
     assert train(inputs, diloco, *COMMON, *four) == 2
     error = capsys.readouterr().err
-    assert "mesh.replica is 4, but the checkpoint is of DiLoCo with 2 replicas" in error
+    assert "mesh.replica is 4, but the checkpoint is of diloco with 2 replicas" in error
     assert "Resume with mesh.replica 2" in error
     assert "first resume with sync.type psdp" in error
     assert error.count("\n") == 1

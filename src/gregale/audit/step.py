@@ -66,8 +66,8 @@ class PipelineShape:
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """A PSDP step of a Llama by its sizes.
+class ParameterShape:
+    """The parameters of any model and the batch of a step: the sizes that the traffic of methods depends on.
 
     Attributes:
         layout: the mesh and the mappings of all replicas.
@@ -75,6 +75,40 @@ class StepShape:
         rows, positions: sequences in a step's batch, and tokens of a sequence.
         microbatches: parts of a replica's batch.
         compute_bytes: bytes of a value of the compute dtype.
+    """
+
+    layout: Layout
+    weights: Sequence[NamedArray]
+    rows: int
+    positions: int
+    microbatches: int
+    compute_bytes: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.layout.mesh.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of values in all weights."""
+        return sum(values(weight.axes) for weight in self.weights)
+
+    def on_device(self, weight: NamedArray, mapping: AxisMapping) -> int:
+        """Return the number of values of a weight on one device under a mapping, over all layers."""
+        split = prod(self.mesh[axis] for axis in self.layout.mesh_axes(weight.axes, mapping))
+        return values(weight.axes) // split
+
+    def split_by(self, weight: NamedArray, mapping: AxisMapping) -> tuple[str, ...]:
+        """Return the mesh axes larger than 1 that split a weight under a mapping, in mesh order."""
+        found = self.layout.mesh_axes(weight.axes, mapping)
+        return tuple(axis for axis, size in self.mesh.items() if axis in found and size > 1)
+
+
+@dataclass(frozen=True)
+class StepShape(ParameterShape):
+    """A PSDP step of a decoder by its sizes.
+
+    Attributes:
         remat: the policy for a layer's saved activations.
         per_step: weights are gathered once per step, not once per layer.
         loss_block: tokens whose logits exist at one time.
@@ -88,16 +122,10 @@ class StepShape:
         pipeline: pipeline of the layers; None: they are scanned.
     """
 
-    layout: Layout
-    weights: Sequence[NamedArray]
-    rows: int
-    positions: int
-    microbatches: int
     layers: int
     heads: int
     kv_heads: int
     head_size: int
-    compute_bytes: int
     remat: str
     per_step: bool
     loss_block: int
@@ -109,15 +137,6 @@ class StepShape:
     norms_over_heads: bool = False
     sums_behind: bool = False
     pipeline: PipelineShape | None = None
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return dict(self.layout.mesh.shape)
-
-    @property
-    def parameters(self) -> int:
-        """Return the number of values in all weights."""
-        return sum(values(weight.axes) for weight in self.weights)
 
     @property
     def tokens(self) -> int:
@@ -173,11 +192,6 @@ class StepShape:
         """Return the weights outside of layers: embedding, head, last norm."""
         return [weight for weight in self.weights if not is_stacked(weight)]
 
-    def on_device(self, weight: NamedArray, mapping: AxisMapping) -> int:
-        """Return the number of values of a weight on one device under a mapping, over all layers."""
-        split = prod(self.mesh[axis] for axis in self.layout.mesh_axes(weight.axes, mapping))
-        return values(weight.axes) // split
-
     def gradient_values(self, weight: NamedArray, lanes: int) -> int:
         """Return the size of a device's buffer for the gradient of a weight, over all layers.
 
@@ -190,11 +204,6 @@ class StepShape:
             return count
         width = last.size // shards
         return count // width * -(-width // lanes) * lanes
-
-    def split_by(self, weight: NamedArray, mapping: AxisMapping) -> tuple[str, ...]:
-        """Return the mesh axes larger than 1 that split a weight under a mapping, in mesh order."""
-        found = self.layout.mesh_axes(weight.axes, mapping)
-        return tuple(axis for axis, size in self.mesh.items() if axis in found and size > 1)
 
 
 BATCH_MESH_AXES = ("island", REPLICA, "data", "stage")

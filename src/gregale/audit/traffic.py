@@ -11,7 +11,7 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, StepShape, is_stacked, values
+from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, values
 from gregale.axes.layout import REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
@@ -67,7 +67,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     ]
 
 
-def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
+def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
     """Return the transfers of DiLoCo's SEND: the average over `axis`, and the metrics of the pseudo-gradient.
 
     Arguments:
@@ -77,12 +77,12 @@ def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
     return kept(step, [*reduced(step, axis), weight, *_squared_norms(step), *agreement(step, axis)])
 
 
-def apply_transfers(step: StepShape) -> list[Transfer]:
+def apply_transfers(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of DiLoCo's APPLY, the gathers of outer parameters; `step` as for `send_transfers`."""
     return kept(step, given_back(step))
 
 
-def kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
+def kept(step: ParameterShape, transfers: list[Transfer]) -> list[Transfer]:
     """Return the transfers without empty ones and without mesh axes of size 1."""
     large = {axis for axis, size in step.mesh.items() if size > 1}
     found = [replace(each, axes=tuple(axis for axis in each.axes if axis in large)) for each in transfers]
@@ -198,7 +198,7 @@ def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     ]
 
 
-def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
+def reduced(step: ParameterShape, axis: str = REPLICA) -> list[Transfer]:
     """Return the reductions of each weight's sums over a slow axis under `opt_state`."""
     if axis not in step.layout.params:
         return []
@@ -211,7 +211,7 @@ def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
     return found
 
 
-def given_back(step: StepShape) -> list[Transfer]:
+def given_back(step: ParameterShape) -> list[Transfer]:
     """Return the gathers of each weight's new values from `opt_state` to `params`, axis by axis, the slowest first."""
     found = []
     for weight in step.weights:
@@ -223,12 +223,12 @@ def given_back(step: StepShape) -> list[Transfer]:
     return found
 
 
-def _shard_bytes(step: StepShape, weight: NamedArray, split: Iterable[str]) -> int:
+def _shard_bytes(step: ParameterShape, weight: NamedArray, split: Iterable[str]) -> int:
     """Return the bytes of a float32 array on a device if these mesh axes split it."""
     return FLOAT32 * values(weight.axes) // prod(step.mesh[axis] for axis in split)
 
 
-def exact_averages(step: StepShape) -> list[Transfer]:
+def exact_averages(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of gradients, loss and weight over replicas, of squared norms, and of updates."""
     found = [*reduced(step), *given_back(step), *_squared_norms(step)]
     if REPLICA in step.layout.params:
@@ -236,7 +236,7 @@ def exact_averages(step: StepShape) -> list[Transfer]:
     return found
 
 
-def agreement(step: StepShape, axis: str) -> list[Transfer]:
+def agreement(step: ParameterShape, axis: str) -> list[Transfer]:
     """Return the sums of two products of each replica's pseudo-gradient, over its devices that share a weight."""
     found = []
     for weight in step.weights:
@@ -245,7 +245,7 @@ def agreement(step: StepShape, axis: str) -> list[Transfer]:
     return found
 
 
-def _squared_norms(step: StepShape) -> list[Transfer]:
+def _squared_norms(step: ParameterShape) -> list[Transfer]:
     """Return the sums of squared norms by weight, over the devices that share it under `opt_state`."""
     over_shards = {}
     for weight in step.weights:

@@ -10,7 +10,7 @@ from typing import get_origin
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import plugins
-from gregale.runs.parsing import load, split_arguments
+from gregale.runs.parsing import load, load_plugins, split_arguments
 from gregale.settings.config_schema import REQUIRED, default_of, entries, types_of
 from gregale.settings.help import render, topics
 
@@ -24,19 +24,16 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     a missing word, and the errors of `load`.
     """
     own = {each.name for each in fields(command.options)}
-    parts = [command.options] if command.config is None else [command.options, command.config]
-    flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
-    lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
-    words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
+    words, pairs = _split(command, arguments)
+    if _imported(command, words, pairs):
+        words, pairs = _split(command, arguments)  # again, with the keys that the plugins add
     if _takes_many(command):
         last = len(command.positional) - 1
         words = [*words[:last], json.dumps(words[last:])] if words[last:] else words
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
     if command.plugins:
-        first = [pair for pair in pairs if _key(pair) == plugins.KEY]
-        load(plugins.PluginOptions, None, first)
-        pairs = [pair for pair in pairs if pair not in first]
+        pairs = [pair for pair in pairs if _key(pair) != plugins.KEY]
     given = dict(zip(command.positional, words, strict=False))
     _check_complete(name, command, given, pairs)
     path = given.pop(CONFIG, None) if command.config else None
@@ -49,6 +46,29 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     from gregale.runs.resolved_config import resolved  # late: a command without a configuration does not import JAX
 
     return command.main(options, resolved(config))
+
+
+def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words and the keys of a command line."""
+    parts = [command.options] if command.config is None else [command.options, command.config]
+    flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
+    lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
+    lists |= {plugins.KEY} if command.plugins else set()
+    return split_arguments(arguments, flags, lists, len(command.positional))
+
+
+def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> bool:
+    """Import the plugins that the command line and the configuration file name; return whether there are any."""
+    if not (command.plugins or _reads_plugins(command)):
+        return False
+    named = [pair for pair in pairs if _key(pair) == plugins.KEY]
+    place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
+    path = words[place] if place < len(words) else None
+    return bool(load_plugins(path, named))
+
+
+def _reads_plugins(command: Command) -> bool:
+    return command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
 
 
 def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:

@@ -1,16 +1,32 @@
 """The choice of the codecs for the slow link."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
-from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, wire_format
+from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, WireFormat, wire_format
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 from gregale.settings import DECAY, Settings, setting, whole
 
-SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
+# The choices of each phase: names, and for a codec of one's own the function that makes it.
+Make = Callable[[int], Codec]
+FIRST_LEGS: dict[str, Make | None] = dict.fromkeys(CODECS)
+SECOND_LEGS: dict[str, Make | None] = dict.fromkeys(("none", "bfloat16", "int8", "int4"))
+
+
+def register_codec(name: str, make: Make) -> None:
+    """Add a codec to the choices of `reduce.codec` and `reduce.gather_codec`.
+
+    - `make`: returns the codec for `reduce.block`, the number of values that share a scale
+
+    Raises `ValueError` for a name that is taken.
+    """
+    if FIRST_LEGS.get(name, make) is not make:
+        raise ValueError(f"Cannot register the codec {name}: the name is taken")
+    FIRST_LEGS[name] = SECOND_LEGS[name] = make
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,9 @@ class ReduceConfig(Settings):
 
     earlier: ClassVar = {"second_leg": "gather_codec"}
 
-    codec: str = setting("none", "codec of the first phase", choices=CODECS, aliases=("compression", "quantization"))
+    codec: str = setting(
+        "none", "codec of the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization")
+    )
     block: int = setting(
         DEFAULT_BLOCK, "values that share a scale", range=whole(1), aliases=("block_size", "group_size")
     )
@@ -48,7 +66,7 @@ class ReduceConfig(Settings):
         if self.measure and self.codec == "none":
             raise UserError(
                 "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
-                f"{', '.join(CODECS[1:])}."
+                f"{', '.join(list(FIRST_LEGS)[1:])}."
             )
         if self.hadamard and not {self.codec, self.gather_codec} & set(BLOCK_BITS):
             raise UserError(
@@ -70,7 +88,7 @@ class ReduceConfig(Settings):
     @property
     def bytes_per_parameter(self) -> float:
         """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
-        return sum(wire_format(name, self.block).bytes_per_parameter for name in (self.codec, self.gather_codec)) / 2
+        return sum(self._format(name).bytes_per_parameter for name in (self.codec, self.gather_codec)) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)
@@ -78,7 +96,14 @@ class ReduceConfig(Settings):
     def second_codec(self) -> Codec:
         return self._codec(self.gather_codec)
 
+    def _format(self, name: str) -> WireFormat:
+        """Return a codec's format, without an array library for those of this package."""
+        make = FIRST_LEGS[name]
+        return wire_format(name, self.block) if make is None else make(self.block).format
+
     def _codec(self, name: str) -> Codec:
+        if (make := FIRST_LEGS[name]) is not None:
+            return make(self.block)
         if name in FLOAT_BITS:
             return FloatCodec(name)
         codec = PowersCodec(block=self.block) if name == "e3m0" else UniformCodec(BLOCK_BITS[name], self.block)

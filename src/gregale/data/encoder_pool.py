@@ -29,7 +29,9 @@ class EncoderPool:
         self._pool = None
         if max_processes > 1:
             context = multiprocessing.get_context("spawn")  # a worker starts when it has work
-            self._pool = ProcessPoolExecutor(max_processes, context, start_worker, (tokenizer.to_json(),))
+            self._pool = ProcessPoolExecutor(
+                max_processes, context, start_worker, (tokenizer.to_json(), type(tokenizer))
+            )
         self._running: dict[Future, EncodeTask] = {}
         self._others = set(multiprocessing.active_children())
 
@@ -80,8 +82,12 @@ def encode_in_worker(task: EncodeTask, folder: StoragePath) -> None:
     encode_part(task, _tokenizer_of_worker[0], folder)
 
 
-def start_worker(description: dict) -> None:
-    """Create the tokenizer, ignore Ctrl-C, and exit when the parent exits, even if it is killed."""
+def start_worker(description: dict, kind: type[Tokenizer]) -> None:
+    """Create the tokenizer, ignore Ctrl-C, and exit when the parent exits, even if it is killed.
+
+    - `kind`: unused: to unpickle the class imports its module, which registers a tokenizer of one's own
+    """
+    del kind
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     _tokenizer_of_worker[:] = [from_json(description, "the tokenizer")]
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,12 +14,9 @@ from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import (
     SAVED_NAME,
     BpeConfig,
-    BytesTokenizer,
-    FileConfig,
     Tokenizer,
     load_tokenizer,
     save_tokenizer,
-    tokenizer_from_file,
     train_bpe,
 )
 from gregale.errors import UserError
@@ -86,10 +83,8 @@ def before(text: str, number: int, end: End) -> str:
 
 def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
     """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
-    if isinstance(config.tokenizer, FileConfig):
-        return tokenizer_from_file(config.tokenizer)
     if not isinstance(config.tokenizer, BpeConfig):
-        return BytesTokenizer()
+        return config.tokenizer.build()
     identities = {}
     for name, source in config.sources.items():
         with naming(f"data.sources.{name}"):

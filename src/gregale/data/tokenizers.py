@@ -24,13 +24,29 @@ TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
 
 @dataclass(frozen=True)
 class TokenizerConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of the tokenizer."""
+    """The choice of the tokenizer.
+
+    A tokenizer of one's own is a subclass with `build` and `restore`. Its `Tokenizer.to_json` has the name of the
+    choice as `type`.
+    """
+
+    def build(self) -> "Tokenizer":
+        """Return the tokenizer; raise `UserError` if its files are missing or invalid."""
+        raise TypeError(f"{type(self).__name__} makes no tokenizer without text; choose one by its type")
+
+    @classmethod
+    def restore(cls, saved: dict, origin: str) -> "Tokenizer":
+        """Return the tokenizer that `Tokenizer.to_json` described; messages name its `origin`."""
+        raise UserError(f"{origin}: {cls.__name__} restores no tokenizer.")
 
 
 @TokenizerConfig.register_subclass("bytes")
 @dataclass(frozen=True)
 class BytesConfig(TokenizerConfig):
     """One id for each byte of UTF-8, and 256 for the end of a document."""
+
+    def build(self) -> "Tokenizer":
+        return BytesTokenizer()
 
 
 @TokenizerConfig.register_subclass("file")
@@ -40,6 +56,11 @@ class FileConfig(TokenizerConfig):
 
     path: str = setting("tokenizer.json", "the tokenizer.json file; ~ and $VARIABLES expand")
     end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document")
+
+    def build(self) -> "Tokenizer":
+        path = expand(self.path, "data.tokenizer.path")
+        text = read_bytes(path).decode("utf-8-sig", "replace")
+        return LibraryTokenizer(text, self.end_of_document, path)
 
 
 @TokenizerConfig.register_subclass("bpe")
@@ -229,6 +250,8 @@ def from_json(saved: dict, origin: str) -> Tokenizer:
         return BytesTokenizer()
     if saved.get("type") == "library" and {"library", "end_of_document"} <= saved.keys():
         return LibraryTokenizer(json.dumps(saved["library"]), saved["end_of_document"], origin)
+    if (choice := TokenizerConfig.get_known_choices().get(str(saved.get("type")))) is not None:
+        return choice.restore(saved, origin)
     raise UserError(f"{origin}: not a tokenizer that this program saved.")
 
 
@@ -250,13 +273,6 @@ def load_tokenizer(folder: StoragePath) -> Tokenizer:
             raise
         raise UserError(f"{path}: damaged, not JSON ({error}).") from error
     return from_json(saved if isinstance(saved, dict) else {}, str(path))
-
-
-def tokenizer_from_file(config: FileConfig) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`; raise UserError if it is missing or invalid."""
-    path = expand(config.path, "data.tokenizer.path")
-    text = read_bytes(path).decode("utf-8-sig", "replace")
-    return LibraryTokenizer(text, config.end_of_document, path)
 
 
 def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
@@ -287,6 +303,4 @@ def vocabulary_size(config: TokenizerConfig) -> int:
 
     For a BPE this is the configured number; it has fewer if its texts have too few pairs.
     """
-    if isinstance(config, FileConfig):
-        return tokenizer_from_file(config).vocabulary_size
-    return config.vocabulary if isinstance(config, BpeConfig) else BytesTokenizer.vocabulary_size
+    return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size

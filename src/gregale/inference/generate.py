@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
@@ -13,10 +13,9 @@ from haliax import NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.inference.token_sampling import Sampling, draw
-from gregale.model.cache import POSITION, Cache
+from gregale.model.cache import POSITION
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution
-from gregale.model.llama import Llama
 
 BUCKET = 64  # prompts are padded at least to multiples of this, so that few lengths are compiled
 BLOCK = 32  # the maximum number of tokens in one call of the program
@@ -77,7 +76,7 @@ class Generator:
 
     def blocks(
         self,
-        model: Llama,
+        model: Any,
         prompts: Sequence[Prompt],
         count: int,
         sampling: Sampling,
@@ -90,7 +89,8 @@ class Generator:
         one that ends a text are meaningless. Generation stops when all rows have ended.
 
         Arguments:
-        - `model`: as the execution runs it; with its blocks `unstacked` no token copies weights or caches
+        - `model`: as the execution runs it, with `prefill` and `decode` (`gregale.model.llama.Llama`); with its blocks
+          `unstacked` no token copies weights or caches
         - `sampling`: its seed is ignored; the prompts have seeds
         - `sizes`: the maximum number of tokens of each block after the first, 1 to `BLOCK`; does not change the tokens
         - `is_over`: called after each block; returns whether a row needs no more tokens
@@ -98,7 +98,7 @@ class Generator:
         ids, rows = filled(prompts)
         sampling = replace(sampling, seed=0)  # so that a seed does not need its own program
         known, max_tokens = ids.shape[1], ids.shape[1] + count  # known tokens, and the maximum of all tokens
-        window = model.config.window_of_all
+        window = getattr(getattr(model, "config", None), "window_of_all", None)
         slots = slots_for(known, max_tokens, window)
         tokens, caches = self.read(model, ids, rows, slots=slots, sampling=sampling)
         drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)
@@ -146,10 +146,10 @@ class Generator:
         return self._everywhere(block), caches
 
     def _with_room(self, caches, slots: int):
-        def widened(cache: Cache) -> Cache:
-            return cache.with_room(slots, self._execution)
+        def is_cache(node: Any) -> bool:
+            return hasattr(node, "with_room")
 
-        return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
+        return jax.tree.map(lambda cache: cache.with_room(slots, self._execution), caches, is_leaf=is_cache)
 
     def _drawn(self, logits: NamedArray, place, rows: Rows, sampling: Sampling) -> jax.Array:
         """Return the tokens [row] after those at an index; a row's seed and its position there give the randomness.

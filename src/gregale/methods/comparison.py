@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gregale.audit.step import StepShape
-from gregale.methods.config import DilocoConfig, MethodContext, StreamingDilocoConfig, SyncConfig
+from gregale.audit.step import ParameterShape
+from gregale.methods.config import DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.schedule import Schedule
 
 
@@ -24,7 +24,7 @@ class Compared:
         """Return H, P and tau; PSDP joins everything in every step."""
         return Schedule(period=1, layers=layers) if self.sync is None else self.sync.schedule(layers)
 
-    def bytes_a_step(self, parts: MethodContext, step: StepShape) -> tuple[float, float]:
+    def bytes_a_step(self, parts: MethodContext, step: ParameterShape) -> tuple[float, float]:
         """Return a device's bytes over the slow axis for the parameters: average and maximum of a step.
 
         For PSDP too, the axis is the one that DiLoCo would join.
@@ -45,7 +45,7 @@ def compared(sync: SyncConfig, layers: int) -> dict[str, Compared]:
     fragments, delay = min(default.fragments, layers + 1, period), min(default.delay, period - 1)
     streaming = StreamingDilocoConfig(period=period, fragments=fragments, delay=delay)
     found = {
-        "psdp": Compared(None, not isinstance(sync, DilocoConfig)),
+        "psdp": Compared(None, isinstance(sync, PsdpConfig)),
         "diloco": Compared(DilocoConfig(period=period), False),
         "streaming": Compared(replace(streaming, delay=0), False),
         "streaming_overlap": Compared(streaming, False),

@@ -13,12 +13,14 @@ import optax
 from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
-from gregale.methods.diloco import Diloco, sync_axis
+from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import layers_in
 from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
+from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import PATTERNS, Schedule
+from gregale.methods.separate import Mixing
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Removed, Settings, between, setting, whole
@@ -78,8 +80,8 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
     def check_joins_islands(self) -> None:
         """Raise `UserError` if this method joins no islands over a network."""
         raise UserError(
-            f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step, and each step would "
-            f"wait for the network between islands. Choose sync.type diloco or streaming_diloco; inside of an island "
+            f"sync.type is {self.get_choice_name(type(self))!r}, which joins no islands: steps would wait for the "
+            f"network between them. Choose sync.type diloco or streaming_diloco; inside of an island "
             f"PSDP averages its replicas."
         )
 
@@ -122,6 +124,33 @@ class PsdpConfig(SyncConfig):
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
         return Methods(psdp, psdp)
+
+
+@dataclass(frozen=True)
+class MixingConfig(SyncConfig):
+    """The base of choices whose replicas train separately and mix their parameters (`gregale.methods.separate`)."""
+
+    def mixing_method(self, inner: Psdp, layout: Layout) -> Mixing:
+        """Return the method.
+
+        - `inner`: the step of one replica
+        - `layout`: the whole mesh
+        """
+        raise TypeError(f"{type(self).__name__} has no method of its own; choose one by its type")
+
+    def build(self, parts: MethodContext) -> Methods:
+        if parts.reduce.quantised:
+            kind = self.get_choice_name(type(self))
+            raise UserError(
+                f"reduce.codec is {parts.reduce.codec!r}, but sync.type {kind} sends float32 only. Set reduce.codec "
+                "and reduce.gather_codec to none."
+            )
+        layout = parts.layout
+        inner = parts.psdp_on(layout.inside(sync_axis(layout)))
+        return Methods(parts.psdp_on(layout), self.mixing_method(inner, layout))
+
+    def parted_over(self, layout: Layout) -> str:
+        return sync_axis(layout)
 
 
 @SyncConfig.register_subclass("diloco")

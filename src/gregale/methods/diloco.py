@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -15,21 +14,21 @@ import optax
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.audit.step import StepShape
-from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, is_parameter, vmap_over
+from gregale.audit.step import ParameterShape
+from gregale.axes.layout import Layout, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
-from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Actions, Method, PsdpState
+from gregale.methods.method import Actions, PsdpState
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
-from gregale.methods.replicas import Replicas
+from gregale.methods.replicas import sync_axis
 from gregale.methods.round import Round, forget
 from gregale.methods.schedule import Schedule
+from gregale.methods.separate import Separate
 from gregale.methods.traffic import DilocoTraffic
 from gregale.optim.config import Optimizer
 
@@ -45,13 +44,8 @@ class DilocoState(NamedTuple):
     step: Any  # int32 scalar: steps done, which determine the fragment to send
 
 
-def sync_axis(layout: Layout) -> str:
-    """Return the axis whose indices DiLoCo joins: `island` if there are several islands, else `replica`."""
-    return ISLAND if layout.mesh.shape[ISLAND] > 1 else REPLICA
-
-
 @dataclass(frozen=True)
-class Diloco(Method):
+class Diloco(Separate):
     """DiLoCo on any Equinox module and loss (DESIGN section 4).
 
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses
@@ -118,28 +112,6 @@ class Diloco(Method):
             )
         step = Psdp(model, loss, Optimizer.of(inner), layout.inside(sync_axis(layout)))
         return Diloco(step, outer, layout, schedule, mixing)
-
-    @property
-    def axis(self) -> str:
-        return sync_axis(self.layout)
-
-    @property
-    def step_layout(self) -> Layout:
-        return self.inner.layout
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        return (self.axis,)
-
-    @property
-    def outer_layout(self) -> Layout:
-        """Return the layout whose `opt_state` also splits the outer parameters over the axis, as the finest split."""
-        finest = dict.fromkeys((*self.layout.mesh_axes((EMBED,), self.layout.opt_state), self.axis))
-        return replace(self.layout, opt_state={**self.layout.opt_state, EMBED: tuple(finest)})
-
-    def init(self, model: Tree | None = None) -> DilocoState:
-        """Return the state before the first step: every replica starts from the outer parameters."""
-        return self.from_psdp(self.inner.init(model))
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> DilocoState:
         """Return the state in which every replica continues from a PSDP state after `step` steps."""
@@ -218,10 +190,6 @@ class Diloco(Method):
         sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
-    def inspected(self, state: DilocoState, batch: Tree, probe: Probe) -> Inspected:
-        own = partial(self.inner.inspected, probe=probe)
-        return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
-
     def outer_parameters(self, state: DilocoState) -> Tree:
         """Return theta under `params`, after every SEND up to the state's step.
 
@@ -255,7 +223,7 @@ class Diloco(Method):
             "outer_optimizer": outer.optimizer,
         }
 
-    def traffic(self, step: StepShape) -> DilocoTraffic:
+    def traffic(self, step: ParameterShape) -> DilocoTraffic:
         return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
 
     def eval_model(self, state: DilocoState) -> Tree:
@@ -281,11 +249,6 @@ class Diloco(Method):
     def replica(self, state: DilocoState, index: int) -> Tree:
         """Return the model of one replica."""
         return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
-
-    @property
-    def replicas(self) -> Replicas:
-        """Return the separate replicas."""
-        return Replicas(self.layout, self.step_layout, self.outer_layout, self.axis)
 
     @property
     def round(self) -> Round:

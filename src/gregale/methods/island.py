@@ -31,7 +31,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from gregale.audit.step import StepShape
+from gregale.audit.step import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, load
@@ -271,6 +271,6 @@ class Island(Method):
     def trees(self, state: IslandState) -> dict[str, Tree]:
         return self.inner.trees(state.psdp)
 
-    def traffic(self, step: StepShape) -> PsdpTraffic:
+    def traffic(self, step: ParameterShape) -> PsdpTraffic:
         """Return the traffic of steps inside the island; `methods/island_traffic.py` has the network's."""
         return self.inner.traffic(step)

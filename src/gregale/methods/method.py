@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from gregale.audit.step import StepShape
+from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
@@ -21,6 +21,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
     finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
     outer: Any = None  # the `PseudoGradient` that was sent, if one was
+    callbacks: Any = None  # float32, by name: the metrics of callbacks
 
 
 class Actions(NamedTuple):
@@ -139,9 +140,10 @@ class Method:
         """Return the trees of a state by name: `parameters`, `optimizer`, and the method's own."""
         raise NotImplementedError
 
-    def traffic(self, step: StepShape) -> PsdpTraffic | DilocoTraffic:
-        """Return the method's traffic, in closed form, for a model of these sizes."""
-        raise NotImplementedError
+    def traffic(self, step: ParameterShape) -> PsdpTraffic | DilocoTraffic | None:
+        """Return the method's traffic in closed form, for parameters of these sizes; None if it has no closed form."""
+        del step
+        return None
 
     def lost(self, state: Tree, batch: Tree) -> Any:
         """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec.

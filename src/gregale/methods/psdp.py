@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from gregale.audit.step import StepShape
+from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
@@ -47,6 +47,7 @@ class Psdp(Method):
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
+    - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
     """
 
@@ -57,6 +58,7 @@ class Psdp(Method):
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
     reduce: ReduceConfig = field(default=ReduceConfig())
+    measure: Probe = field(default=lambda model, batch: {})
 
     name: ClassVar[str] = "psdp"
 
@@ -90,7 +92,8 @@ class Psdp(Method):
         A step whose loss or gradient is not finite does not change the state.
         """
         moved, _, metrics = self._moved(state, batch)
-        return either(metrics.finite, moved, state), metrics
+        own = self.measure(self.eval_model(state), batch)
+        return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         moved, grads, _ = self._moved(state, batch)
@@ -156,7 +159,7 @@ class Psdp(Method):
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
 
-    def traffic(self, step: StepShape) -> PsdpTraffic:
+    def traffic(self, step: ParameterShape) -> PsdpTraffic:
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:

@@ -11,11 +11,16 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import BATCH, Layout, is_named, vmap_over
+from gregale.axes.layout import BATCH, ISLAND, REPLICA, Layout, is_named, vmap_over
 from gregale.communication.reduce import all_gather_params, reduce_replicas
 from gregale.methods.method import PsdpState
 
 Tree = Any
+
+
+def sync_axis(layout: Layout) -> str:
+    """Return the axis whose indices are joined: `island` if there are several islands, else `replica`."""
+    return ISLAND if layout.mesh.shape[ISLAND] > 1 else REPLICA
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from gregale.audit.step import StepShape
+from gregale.audit.step import ParameterShape
 from gregale.audit.traffic import (
     Transfer,
     agreement,
@@ -50,7 +50,7 @@ class PsdpTraffic:
 
     reducer: Reducer
     model: Tree
-    step: StepShape
+    step: ParameterShape
 
     period = 1  # steps after which the transfers repeat
 
@@ -90,7 +90,7 @@ class DilocoTraffic:
     schedule: Schedule
     reducer: Reducer
     layout: Layout
-    step: StepShape
+    step: ParameterShape
 
     averages = None
 
@@ -140,7 +140,7 @@ class DilocoTraffic:
         whole = replace(self.step, layout=self.layout)
         return self._over_axis(whole, whole)
 
-    def _over_axis(self, send: StepShape | None, apply: StepShape | None) -> float:
+    def _over_axis(self, send: ParameterShape | None, apply: ParameterShape | None) -> float:
         reducer, axis = self.reducer, self.reducer.axis
         if isinstance(reducer, QuantisedReducer):
             found = [] if send is None else reducer.reduce_transfers(send.weights)
@@ -150,14 +150,14 @@ class DilocoTraffic:
             found += [] if apply is None else given_back(apply)
         return sum(sent_bytes(each, self.step.mesh) for each in found if each.axes == (axis,))
 
-    def _send(self, part: StepShape) -> list[Transfer]:
+    def _send(self, part: ParameterShape) -> list[Transfer]:
         reducer, axis = self.reducer, self.reducer.axis
         if not isinstance(reducer, QuantisedReducer):
             return send_transfers(part, axis)
         messages = [*reducer.reduce_transfers(part.weights), *reducer.measure_transfers(1)]
         return kept(part, [*messages, *agreement(part, axis)])
 
-    def _apply(self, part: StepShape) -> list[Transfer]:
+    def _apply(self, part: ParameterShape) -> list[Transfer]:
         reducer = self.reducer
         if not isinstance(reducer, QuantisedReducer):
             return apply_transfers(part)
@@ -165,13 +165,13 @@ class DilocoTraffic:
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
         return kept(part, [*reducer.gather_transfers(part.weights), *given_back(inside)])
 
-    def part(self, fragment: int) -> StepShape:
+    def part(self, fragment: int) -> ParameterShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""
         layers = self.schedule.layers_of(fragment) if fragment else ()
         return self._parts[fragment == 0, len(layers)]
 
     @cached_property
-    def _parts(self) -> dict[tuple[bool, int], StepShape]:
+    def _parts(self) -> dict[tuple[bool, int], ParameterShape]:
         """Return a cache of sizes: fragments with equal numbers of layers have the same sizes."""
         schedule, found = self.schedule, {}
         for index in range(schedule.fragments):

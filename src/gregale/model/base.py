@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import draccus
-from haliax import Axis
+import jax
+from haliax import Axis, NamedArray
 
 from gregale.settings import Fixed, Settings, check_path, setting
 
 SHAPE = Fixed("the saved parameters have this shape")
+
+
+Batch = dict[str, NamedArray]
+"""`tokens`, `targets`, `loss_mask`, `positions` and, inside documents, `segment_ids`: [batch, position] each."""
+
+
+class LanguageModel(Protocol):
+    """The methods that a run needs of a model, an Equinox module whose floating-point arrays are trained.
+
+    `logits` is optional: sampling and tasks need it. A model may have faster forms of it: `prefill`, `decode` and
+    `unstacked` for sampling with a cache, and `scores` for tasks (`gregale.model.llama.Llama`).
+    """
+
+    def loss(self, batch: Batch, execution: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the sum of the masked losses (nats) and the sum of the mask, both float32 scalars.
+
+        - `execution`: a `gregale.model.execution.Execution`
+        """
+        ...
+
+
+class DecoderSizes(NamedTuple):
+    """The sizes from which the closed forms of a decoder's memory, time and traffic follow.
+
+    - `windows`: of each layer, the keys that a query sees at most; None: all earlier ones
+    - `norms_after`: the outputs of both halves of a layer are normalised
+    - `norms_over_heads`: queries are normalised over all heads together, and keys
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    windows: Sequence[int | None]
+    norms_after: bool = False
+    norms_over_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -19,6 +58,17 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     @classmethod
     def default_choice_name(cls) -> str:
         return "llama"
+
+    def init(self, Vocab: Axis, key: jax.Array) -> Any:
+        """Return the model with its initial weights; it is traced, so that each device makes its shards.
+
+        - `Vocab`: the padded vocabulary
+        """
+        raise TypeError(f"{type(self).__name__} makes no model; choose one by its type")
+
+    def closed_form_sizes(self) -> DecoderSizes | None:
+        """Return the sizes for closed forms; None for a model that has none: `gregale plan` then only compiles."""
+        return None
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
         """Return configuration key -> (meaning, axis) of every axis that a mesh may split, except the vocabulary."""

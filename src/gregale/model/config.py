@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from haliax import Axis
 
 from gregale.errors import KeyedError
-from gregale.model.base import SHAPE, ModelConfig
+from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
 from gregale.settings import Settings, above, at_least, setting, whole
+
+if TYPE_CHECKING:
+    from gregale.model.llama import Llama
 
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
@@ -103,6 +107,22 @@ class LlamaConfig(Sizes):
         for name, used in (("full_layers", self.full_layers), ("window_rotary_base", self.window_rotary_base)):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
+
+    def init(self, Vocab: Axis, key: jax.Array) -> Llama:
+        from gregale.model.llama import Llama  # late, because the model reads its configuration
+
+        return Llama.init(self, Vocab, key)
+
+    def closed_form_sizes(self) -> DecoderSizes:
+        return DecoderSizes(
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.KvHeads.size,
+            head_size=self.HeadSize.size,
+            windows=[self.kinds[kind].window for kind in self.kind_numbers],
+            norms_after=self.norms != "before",
+            norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
+        )
 
     @property
     def score_cap(self) -> float | None:

@@ -9,6 +9,7 @@ from gregale.data.build import NamedSource, build_store
 from gregale.data.examples import validation_examples
 from gregale.data.preparation import Corpus, prepare, token_cache
 from gregale.data.sources.base import FileSource
+from gregale.data.sources.csv import CsvSource, TsvSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
@@ -29,11 +30,11 @@ from gregale.settings import Settings, setting, whole
 from gregale.streams import say
 from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
+from gregale.tracking.callback import finite
 from gregale.tracking.console import Console
-from gregale.tracking.tracker import finite
 
 ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
-ENDINGS |= {".parquet": ParquetSource}
+ENDINGS |= {".parquet": ParquetSource, ".csv": CsvSource, ".tsv": TsvSource}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class EvalOptions(Settings):
     """Options of the command. Without `data` and `tasks` the command uses the run's own text and tasks."""
 
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
-    data: list[str] = setting(list, "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet")
+    data: list[str] = setting(
+        list, "files (globs) to evaluate on: text, or the field text of .jsonl, .parquet, .csv and .tsv"
+    )
     tasks: list[str] = setting(list, "files of tasks (globs, JSON lines) to score")
     parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
     stride: int | None = setting(

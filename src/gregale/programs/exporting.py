@@ -126,10 +126,9 @@ def main(options: ExportOptions) -> int:
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
+        model = decoder_of(config)
         setup = set_up_run(run, config)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
-        model = config.model
-        assert isinstance(model, LlamaConfig)
         family = family_that_has(model, imported.config.get("model_type"))
         rows = model.vocabulary or tokenizer.vocabulary_size
         slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
@@ -151,6 +150,17 @@ def main(options: ExportOptions) -> int:
         if note := rounded(dtypes, imported.dtypes):
             say(f"{target}: {note}")
     return 0
+
+
+def decoder_of(config: TrainConfig) -> LlamaConfig:
+    """Return the model's configuration; raise `UserError` if it is none that transformers has."""
+    if not isinstance(config.model, LlamaConfig):
+        kind = config.model.get_choice_name(type(config.model))
+        raise UserError(
+            f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
+            "folder. `gregale export` writes models of type llama and gemma."
+        )
+    return config.model
 
 
 def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:
@@ -244,8 +254,7 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
         "max_position_embeddings": max(context, saved["max_position_embeddings"]),
         "dtype" if "dtype" in saved else "torch_dtype": dtype,
     }
-    assert isinstance(config.model, LlamaConfig)
-    write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | own)
+    write_json(folder / CONFIG, written_config(decoder_of(config), exported.family, rows, saved) | own)
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)

@@ -21,7 +21,6 @@ from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tok
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import parameter_count
-from gregale.model.registry import init_model
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig
@@ -59,7 +58,7 @@ def main(options: ImportOptions) -> int:
             "tokens that were added."
         )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
-    model = jax.eval_shape(partial(init_model, config.model, vocabulary), jax.random.key(0))
+    model = jax.eval_shape(partial(config.model.init, vocabulary), jax.random.key(0))
     folder.check(slots_of(model, folder.family))
     size = sum(file.stat().st_size for file in folder.files)
     with made_whole(target, size) as partial_target, progress_bars() as report:

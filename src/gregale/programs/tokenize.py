@@ -35,5 +35,5 @@ def print_sizes(corpus: Corpus) -> None:
     say(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
 
 
-READS = ("data", "batch.sequence_length", "seed")
+READS = ("plugins", "data", "batch.sequence_length", "seed")
 COMMAND = Command(main=main, options=TokenizeOptions, config=TrainConfig, reads=READS, positional=("config",))

@@ -18,6 +18,7 @@ from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
+from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.choices import TrackerConfig, check_each_once
 
 
@@ -153,6 +154,7 @@ class TrainConfig(Settings):
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
     trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio")
+    callbacks: list[CallbackConfig] = setting(list, "your callbacks, which `plugins` register")
     distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
     islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")
 

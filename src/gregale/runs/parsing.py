@@ -29,7 +29,6 @@ def load(
     config_class: type[Config],
     path: str | StoragePath | Mapping[str, Any] | None,
     arguments: Sequence[str] = (),
-    elsewhere: str | None = None,
 ) -> Config:
     """Load the configuration of a YAML file, with `--dotted.key value` arguments as overrides.
 
@@ -39,17 +38,14 @@ def load(
     - `path`: the YAML file or object, a mapping as in a YAML file, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
       such as `{layers: 2}` keeps its other keys, unless it names another `type`
-    - `elsewhere`: why the file is not the user's own; of its `plugins` none is imported that is not imported already
 
-    It imports the `plugins` of the configuration before it decodes the other keys.
+    It imports the `plugins` of the configuration before it decodes the other keys, see `load_plugins`.
 
     Raises `UserError` that names the key and its origin: unknown key, wrong type, unknown choice, missing key,
     duplicate key, missing file, invalid YAML.
     """
-    if path is None or isinstance(path, Mapping):
-        raw, origins = deepcopy(dict(path or {})), {}
-    else:
-        raw, origins = read_yaml(Path(path) if isinstance(path, str) else path)
+    given, file = (path, None) if isinstance(path, Mapping) else ({}, Path(path) if isinstance(path, str) else path)
+    raw, origins = (deepcopy(dict(given)), {}) if file is None else read_yaml(file)
     words, pairs = split_arguments(arguments)
     if words:
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
@@ -57,13 +53,34 @@ def load(
         key, equals, value = pair.removeprefix("--").partition("=")
         _Overrides(config_class, raw, origins).set(key.split("."), Text(value) if equals else True)
     decoder = Decoder(config_class, origins, _read_text)
-    if plugins.KEY in raw and plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
-        modules = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY)
-        if elsewhere is None:
-            plugins.import_plugins(modules, f" ({origins[plugins.KEY]})" if plugins.KEY in origins else "")
-        else:
-            plugins.check_imported(modules, str(path), elsewhere)
+    if plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
+        _import_plugins(decoder, raw, file)
     return decoder.decode(config_class, raw)
+
+
+def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
+    """Import the plugins of a YAML file, or those of the argument `--plugins`, which replaces them; return their names.
+
+    A file in a store, or of another user, runs no code of its own choice: its plugins have to be imported already, or
+    named in the argument. Raises `UserError` that names the file and the line, as `load`.
+    """
+    raw, origins = ({}, {}) if path is None else read_yaml(Path(path))
+    for pair in arguments:
+        _, equals, value = pair.partition("=")
+        raw[plugins.KEY], origins[plugins.KEY] = Text(value) if equals else True, COMMAND_LINE
+    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, path and Path(path))
+
+
+def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | None) -> list[str]:
+    if plugins.KEY not in raw:
+        return []
+    names, origin = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY), decoder.origins.get(plugins.KEY)
+    why = None if file is None or origin == COMMAND_LINE else plugins.elsewhere(file)
+    if file is None or why is None:
+        plugins.import_plugins(names, f" ({origin})" if origin else "")
+    else:
+        plugins.check_imported(names, file, why)
+    return names
 
 
 def dump(config: Any) -> str:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import gregale
 from gregale.errors import UserError
 from gregale.settings import Settings, setting, shortened, shown
+from gregale.settings.decoding import known_entries
+from gregale.storage import ObjectPath, StoragePath
 
 KEY = "plugins"
+LONGEST_MESSAGE = 300
+_OWN_CODE = (str(Path(gregale.__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
 
 
 @dataclass(frozen=True)
@@ -39,41 +45,59 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
     if names and folder not in sys.path:
         sys.path.append(folder)
     for name in names:
+        if name in sys.modules:
+            continue
+        if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(
+                f"`{KEY}`{origin}: {shown(name)} is no name of a module. Write it as `import` has it, without .py and "
+                "with dots between folders: my_package.my_module."
+            )
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"`{KEY}`{origin}: {_problem(name, error, folder)}") from error
+        known_entries.cache_clear()
 
 
-def check_imported(names: Sequence[str], run: str, why: str) -> None:
-    """Raise `UserError` if a run from elsewhere would import a module that this process has not imported already.
+def elsewhere(path: StoragePath) -> str | None:
+    """Return why a configuration file may not choose code that this process runs; None for the user's own file."""
+    if isinstance(path, ObjectPath):
+        return "it is in a store"
+    owner, user = path.stat().st_uid, os.geteuid()
+    return None if owner in (user, 0) else f"it belongs to another user ({owner}, you are {user})"
 
-    - `why`: why the run is from elsewhere
+
+def check_imported(names: Sequence[str], path: StoragePath, why: str) -> None:
+    """Raise `UserError` if a file from elsewhere names a module that this process has not imported already.
+
+    - `why`: of `elsewhere`
     """
     if missing := [name for name in names if name not in sys.modules]:
         raise UserError(
-            f"{run} uses plugins ({', '.join(missing)}), which are code, and {why}. Nothing of them was imported. To "
-            f"import your own modules of these names, give them: `--{KEY} '[{', '.join(names)}]'`."
+            f"{path} names plugins ({', '.join(missing)}), which are code, and {why}. None of them was imported. To "
+            f"import your own modules of these names, give them: `--{KEY} {','.join(names)}`."
         )
 
 
 def code_digests(names: Sequence[str]) -> dict[str, str]:
     """Return a digest of the file of each module; empty for a module without one."""
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return {
         name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] if file else "" for name, file in files.items()
     }
 
 
-def _problem(name: str, error: Exception, folder: str) -> str:
+def _problem(name: str, error: BaseException, folder: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         return (
             f"there is no module {shown(name)}; it was looked for in the installed packages and in {folder}. A file "
             f"my_module.py in that folder is `{KEY}: [my_module]`."
         )
-    if isinstance(error, TypeError | ValueError) and (name.startswith(".") or not name):
-        return f"{shown(name)} is no name of a module; write it as `import` has it: my_package.my_module."
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
-    last = [each for each in frames if each.filename != __file__ and "/gregale/" not in each.filename]
-    place = f" ({last[-1].filename}, line {last[-1].lineno})" if last else ""
-    return f"{shown(name)} could not be imported{place}: {type(error).__name__}: {shortened(str(error))}."
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN_CODE)]
+        file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+    place = f" ({file}, line {line})" if file else ""
+    message = shortened(" ".join(str(error).split()), LONGEST_MESSAGE)
+    return f"{shown(name)} could not be imported{place}: {type(error).__name__}: {message}"

@@ -47,7 +47,9 @@ def terms_of(settings: Any) -> dict[str, str]:
 def process_terms(settings: Any) -> dict[str, str]:
     """Return the values of a configuration that all processes of a run must have in common."""
     terms = {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
-    return terms | {f"plugins: {name}": digest for name, digest in code_digests(settings.plugins).items()}
+    return terms | {
+        f"plugins: {name}": digest for name, digest in code_digests(getattr(settings, "plugins", ())).items()
+    }
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import roofline
 from gregale.communication.accumulate import rows_per_part
 from gregale.errors import UserError
@@ -89,5 +90,5 @@ def scored_candidates(
 
 
 def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None) -> float:
-    work = estimated_work(setup, estimated_link_bytes(setup))
+    work = estimated_work(setup, estimated_link_bytes(setup) or {INSIDE: 0.0, BETWEEN: 0.0})
     return roofline(work, target.chip, target.devices_a_chip, bandwidth).one_after_another

@@ -34,9 +34,13 @@ class IslandPlan:
     hosts: int
     lockstep: bool
 
-    def to_dict(self, bound: Roofline, gbit_per_second: float | None) -> dict[str, Any]:
-        """Return all estimates for JSON; `gbit_per_second` is the requested link of one host, if any."""
-        traffic, schedule, seconds = self.traffic, self.traffic.island.schedule, bound.overlapped
+    def to_dict(self, bound: Roofline | None, gbit_per_second: float | None) -> dict[str, Any]:
+        """Return all estimates for JSON; without a roofline of the step they have no times.
+
+        - `gbit_per_second`: the requested link of one host, if any
+        """
+        traffic, schedule = self.traffic, self.traffic.island.schedule
+        seconds = None if bound is None else bound.overlapped
         asked = () if gbit_per_second is None else (gbit_per_second,)
         links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
         return {
@@ -52,8 +56,8 @@ class IslandPlan:
             "device_bytes": traffic.device_bytes(),
             "device_bytes_in_flight": traffic.device_bytes_in_flight(),
             "step_seconds": seconds,
-            "hidden_gbit_per_second": self._hidden(seconds),
-            "links": {f"{link:g}": self._at(link, seconds) for link in links},
+            "hidden_gbit_per_second": None if seconds is None else self._hidden(seconds),
+            "links": {} if seconds is None else {f"{link:g}": self._at(link, seconds) for link in links},
         }
 
     def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:

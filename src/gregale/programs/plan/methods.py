@@ -18,10 +18,11 @@ from gregale.timeline.simulate import GRID_GBIT_PER_SECOND, needed_bandwidths, r
 GOAL = 0.9
 
 
-def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
+def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
     """Return for each method its settings, its traffic over the slow axis, and the bandwidth that it needs.
 
-    The step time is the roofline's without the link between replicas. The result is empty with one replica.
+    The step time is the roofline's without the link between replicas. The result is empty with one replica, and
+    without a roofline.
 
     - `bytes_per_step`: of a device, over the axis that the method joins; `average` over a period, `peak` of a step
     - `gbit_per_second`: the rate at which a whole replica sends these bytes in the same number of steps
@@ -31,7 +32,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     """
     sizes = setup.layout.mesh.shape
     sites = sizes["replica"] * sizes.get("island", 1)
-    if sites < 2:
+    if sites < 2 or bound is None:
         return {}
     step, ring, found = step_shape(setup), Ring(sites), {}
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])

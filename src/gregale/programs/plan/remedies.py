@@ -11,7 +11,7 @@ from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import REMAT
 from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, closed_form_seconds, scored_candidates
-from gregale.programs.plan.shapes import estimate
+from gregale.programs.plan.shapes import estimate, has_closed_forms
 from gregale.programs.plan.step import Plan
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
@@ -50,9 +50,9 @@ def remedies(plan: Plan, tokens: int) -> list[Remedy]:
     """Return the cheapest changes that need less memory, one of each kind: fitting ones first, then by step time.
 
     If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a pipeline,
-    whose memory has no closed form.
+    or a model, whose memory has no closed form.
     """
-    if plan.setup.config.pipeline is not None:
+    if plan.setup.config.pipeline is not None or not has_closed_forms(plan.setup):
         return []
     kinds = [_microbatches, _remat, _gather, _mesh]
     best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]

@@ -5,16 +5,26 @@ from typing import Any
 
 from gregale.audit.chips import GBIT
 from gregale.audit.overlap import Schedule
-from gregale.audit.roofline import model_flops_per_token
+from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.island import Island
 from gregale.model.execution import execution
+from gregale.model.llama import parameter_count
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
+from gregale.programs.plan.shapes import (
+    devices_of_a_replica,
+    estimate,
+    estimated_work,
+    has_closed_forms,
+    lacking,
+    parameter_shape,
+    step_shape,
+    tree_bytes,
+)
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.setup import Setup
 
@@ -28,11 +38,11 @@ def report_of(
     - `island`: None if the run is no island
     """
     setup, target = plan.setup, plan.target
-    step, config = step_shape(setup), setup.config
-    per_token = model_flops_per_token(step)
+    config, in_closed_form = setup.config, has_closed_forms(setup)
+    per_token = model_flops_per_token(step_shape(setup)) if in_closed_form else None
     far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
-    bound = plan.roofline(bandwidth)
+    bound = plan.roofline(bandwidth) if in_closed_form else None
     memory = memory_of(plan, island)
     programs = {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()}
     return {
@@ -46,26 +56,17 @@ def report_of(
         "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
-        "parameters": step.parameters,
+        "parameters": parameter_count(setup.model),
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
-        "flops_per_step": per_token * config.batch.tokens,
+        "flops_per_step": None if per_token is None else per_token * config.batch.tokens,
         "compiler_flops_per_device": plan.step.flops,
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
         "remedies": [] if memory["peak"] <= memory["chip"] else [each.to_dict() for each in remedies(plan, tokens)],
         **{key: figure for key, figure in programs[STEP].items() if key not in ("peak", "refused")},
         "programs": programs,
-        "roofline": {
-            "compute_seconds": bound.compute,
-            "memory_seconds": bound.memory,
-            "link_seconds": dict(bound.links),
-            "host_seconds": bound.host,
-            "step_seconds_overlapped": bound.overlapped,
-            "step_seconds_one_after_another": bound.one_after_another,
-            "mfu_bound": bound.mfu_bound,
-            "sent_bytes": plan.link_bytes,
-        },
+        "roofline": None if bound is None else {**bound_to_dict(bound), "sent_bytes": plan.link_bytes},
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
         "island": island.to_dict(bound, link_gbit_per_second) if island else None,
@@ -73,11 +74,28 @@ def report_of(
     }
 
 
+def bound_to_dict(bound: Roofline) -> dict[str, Any]:
+    return {
+        "compute_seconds": bound.compute,
+        "memory_seconds": bound.memory,
+        "link_seconds": dict(bound.links),
+        "host_seconds": bound.host,
+        "step_seconds_overlapped": bound.overlapped,
+        "step_seconds_one_after_another": bound.one_after_another,
+        "mfu_bound": bound.mfu_bound,
+    }
+
+
 def kernels_of(setup: Setup) -> dict[str, str]:
-    """Return the variants of the model's operations: differentiation rules, attention, and embedding traffic."""
+    """Return the variants of the model's operations: differentiation rules, attention, and embedding traffic.
+
+    The embedding is known for models with closed forms.
+    """
     kernels = execution(setup.config.compute, setup.layout, setup.config.model).kernels
-    embedding = "rows" if step_shape(setup).exchanges_rows else "table"
-    return {"rules": kernels.rules, "attention": kernels.attention, "embedding": embedding}
+    found = {"rules": kernels.rules, "attention": kernels.attention}
+    if not has_closed_forms(setup):
+        return found
+    return {**found, "embedding": "rows" if step_shape(setup).exchanges_rows else "table"}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:
@@ -120,8 +138,9 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
-    """Return a step's peak in closed form; None with a pipeline, which has no closed form."""
-    return estimate(setup, backend).peak if setup.config.pipeline is None else None
+    """Return a step's peak in closed form; None with a pipeline or a model that has no closed form."""
+    is_known = setup.config.pipeline is None and has_closed_forms(setup)
+    return estimate(setup, backend).peak if is_known else None
 
 
 def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
@@ -141,15 +160,21 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
     }
 
 
-def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """Return the seconds of one run of a program, and the utilisation if the program were a step."""
-    model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
+def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float | None]:
+    """Return the seconds of one run of a program, and the utilisation if the program were a step.
+
+    The utilisation is None for a model without closed forms.
+    """
+    utilisation = None
+    if has_closed_forms(plan.setup):
+        model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
+        utilisation = model_flops / plan.target.flops_per_second / schedule.seconds
     return {
         "seconds": schedule.seconds,
         "compute_seconds": schedule.compute,
         "kernel_seconds": schedule.kernels,
         "exposed_seconds": schedule.exposed,
-        "utilisation": model_flops / plan.target.flops_per_second / schedule.seconds,
+        "utilisation": utilisation,
     }
 
 
@@ -175,23 +200,31 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
 
 def notes_of(plan: Plan) -> list[str]:
     """Return the notes that a reader needs to interpret the estimates."""
-    notes = []
+    notes, shape = [], parameter_shape(plan.setup)
+    if not has_closed_forms(plan.setup):
+        notes.append(
+            f"{lacking(plan.setup)}: there are no FLOPs, roofline, remedies and comparison of methods. All else is "
+            "from the compiled program."
+        )
+    traffic = plan.setup.method.traffic(shape)
+    if traffic is None:
+        kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))
+        notes.append(f"sync.type is {kind}, which has no closed form of its traffic; the compiled program has it.")
     if plan.target.simulated:
         notes.append(
             "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices, and the "
             "compiler's peak includes all attention scores. --topology uses the TPU compiler."
         )
-        if step_shape(plan.setup).compute_bytes < plan.target.backend.narrowest_bytes:
+        if shape.compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
     if plan.target.devices[0].platform == "gpu":
         notes.append(
             "compiled for GPUs without a GPU: products and kernels are not tuned, the peak excludes the memory of "
             f"cuDNN and NCCL, and there are no times. JAX uses {plan.target.share:.0%} of the memory."
         )
-    period = plan.setup.method.traffic(step_shape(plan.setup)).period
-    if len(plan.programs) > 1:
+    if len(plan.programs) > 1 and traffic is not None:
         notes.append(
-            f"replicas join over {period} steps; if fragments differ in size, the programs are those of the "
+            f"replicas join over {traffic.period} steps; if fragments differ in size, the programs are those of the "
             "largest. The roofline spreads their traffic over those steps."
         )
     if plan.setup.config.pipeline is not None:

@@ -21,7 +21,7 @@ from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
-from gregale.programs.plan.shapes import devices_of_a_replica
+from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms, lacking
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup
@@ -84,7 +84,7 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     """Return the fastest candidate that fits.
 
     Raises:
-        UserError: the configuration does not fit the devices, or it has a pipeline.
+        UserError: the configuration does not fit the devices, has a pipeline, or has a model without closed forms.
     """
     if config.pipeline is not None:
         raise UserError(
@@ -92,6 +92,8 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
             "without --search reports the memory of one configuration."
         )
     setup = setup_for(config, tokens, target)
+    if not has_closed_forms(setup):
+        raise UserError(f"search: {lacking(setup)}, so a search has nothing to start from.")
     compute = setup.config.compute
     unroll = execution(compute, setup.layout, setup.config.model).unroll
     configured = Candidate(compute.remat, setup.config.batch.microbatches, unroll, compute.gather)

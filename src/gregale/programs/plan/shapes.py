@@ -12,17 +12,19 @@ from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
-from gregale.audit.step import ACCELERATOR, Backend, PipelineShape, StepShape
+from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
 from gregale.axes.layout import REPLICA, is_named
+from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.config import DTYPES, LlamaConfig
+from gregale.model.config import DTYPES
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
+TREES = ("parameters", "optimizer", "outer_parameters", "outer_optimizer")
 
 
 def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
@@ -38,38 +40,56 @@ def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
     return {**{name: one(jnp.int32) for name in INTEGERS}, "loss_mask": one(jnp.float32)}
 
 
-def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
-    """Return the sizes for the closed forms of the configured or another method's step; for DiLoCo of one replica."""
+def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShape:
+    """Return the sizes of parameters and batch in a step of the configured or another method; any model has them."""
     config, method = setup.config, method or setup.method
-    model, batch, compute = config.model, config.batch, config.compute
-    assert isinstance(model, LlamaConfig)
-    run = execution(compute, setup.layout, model)
+    return ParameterShape(
+        layout=method.step_layout,
+        weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
+        rows=config.batch.size,
+        positions=config.batch.sequence_length,
+        microbatches=config.batch.microbatches,
+        compute_bytes=jnp.dtype(DTYPES[config.compute.dtype]).itemsize,
+    )
+
+
+def has_closed_forms(setup: Setup) -> bool:
+    """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
+    return setup.config.model.closed_form_sizes() is not None
+
+
+def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
+    """Return the sizes for the closed forms of the configured or another method's step; for DiLoCo of one replica.
+
+    Raises:
+        UserError: the model has no closed forms, see `has_closed_forms`.
+    """
+    config, sizes = setup.config, setup.config.model.closed_form_sizes()
+    if sizes is None:
+        raise UserError(f"{lacking(setup)}.")
+    compute = config.compute
+    run = execution(compute, setup.layout, config.model)
     pipeline, schedule, shape = config.pipeline, setup.schedule(), None
     if pipeline is not None and schedule is not None:
         shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
     return StepShape(
-        layout=method.step_layout,
-        weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
-        rows=batch.size,
-        positions=batch.sequence_length,
-        microbatches=batch.microbatches,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.KvHeads.size,
-        head_size=model.HeadSize.size,
-        compute_bytes=jnp.dtype(DTYPES[compute.dtype]).itemsize,
+        **vars(parameter_shape(setup, method)),
+        **sizes._asdict(),
         remat=compute.remat if pipeline is None else pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
-        unrolled=run.unroll >= model.layers,
+        unrolled=run.unroll >= sizes.layers,
         scores=not run.kernels.opaque,
         rules=run.kernels.rules,
-        windows=[model.kinds[kind].window for kind in model.kind_numbers],
-        norms_after=model.norms != "before",
-        norms_over_heads=model.qk_norm and model.qk_norm_over == "heads",
         sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
         pipeline=shape,
     )
+
+
+def lacking(setup: Setup) -> str:
+    """Return the sentence, without its stop, about the closed forms that a model lacks."""
+    kind = setup.config.model.get_choice_name(type(setup.config.model))
+    return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class Bytes:
 
     - `parameters`, `optimizer`: for DiLoCo the replica's own
     - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
-    - `counters`: all else in the state, such as counts of steps and tokens
+    - `counters`: all else in the state, such as counts of steps and tokens, and other trees of a method
     - `gradients`: the buffers that sum microbatches
     """
 
@@ -103,10 +123,10 @@ class Bytes:
 
 def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
-    trees = {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items()}
-    own = {"outer_parameters": 0, "outer_optimizer": 0} | trees
+    trees = dict.fromkeys(TREES, 0)
+    trees |= {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items() if name in trees}
     return Bytes(
-        **own,
+        **trees,
         counters=bytes_on_device(state) - sum(trees.values()),
         gradients=trees["parameters"],  # both are float32, under `params`
         batch=bytes_on_device(abstract_batch(setup)),
@@ -114,33 +134,42 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """Return the memory in closed form of a step with scanned layers."""
+    """Return the memory in closed form of a step with scanned layers. Raises `UserError` as `step_shape`."""
     step = step_shape(setup)
     update = setup.config.optimizer.update_bytes(step.weights, step.layout)
     return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
-    """Return all transfers of a step of the configured or another method, except those that join DiLoCo's replicas."""
+    """Return all transfers of a step of the configured or another method, except those that join DiLoCo's replicas.
+
+    The list is empty for a model without closed forms.
+    """
+    if not has_closed_forms(setup):
+        return []
     step = step_shape(setup, method)
-    averages = (method or setup.method).traffic(step).averages
+    traffic = (method or setup.method).traffic(step)
+    averages = None if traffic is None else traffic.averages
     stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
     own = kept(step, setup.config.optimizer.transfers(step.weights, step.layout))
     return [*expected_transfers(step, backend, averages, stack), *own]
 
 
-def estimated_link_bytes(setup: Setup) -> dict[str, float]:
+def estimated_link_bytes(setup: Setup) -> dict[str, float] | None:
     """Return the bytes that an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
 
-    The transfers that join DiLoCo's replicas are spread over the steps of a period.
+    The transfers that join DiLoCo's replicas are spread over the steps of a period. None if the model or the method has
+    no closed form.
     """
-    step = step_shape(setup)
+    step = parameter_shape(setup)
     traffic = setup.method.traffic(step)
+    if traffic is None or not has_closed_forms(setup):
+        return None
     sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
     return {link: count + joins[link] / traffic.period for link, count in sent.items()}
 
 
-def _sent_by_link(transfers: list[Transfer], step: StepShape) -> dict[str, float]:
+def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
     for transfer in transfers:
         sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)

@@ -24,6 +24,8 @@ from gregale.programs.plan.shapes import (
     abstract_batch,
     estimated_link_bytes,
     estimated_work,
+    has_closed_forms,
+    parameter_shape,
     step_shape,
     step_transfers,
     tree_bytes,
@@ -68,7 +70,7 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
     """Return the compiled programs of `train` by name, without allocation.
 
     - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
-    - the method's other programs, by the names of its traffic's `kinds`
+    - the method's other programs, by the names of its traffic's `kinds`; those of a method without them are not found
     - `warm_up`: the PSDP step before another method begins
     """
     with hax.axis_mapping({}):
@@ -83,7 +85,8 @@ def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
     state, stepper = setup.abstract_state(), setup.stepper()
     sent, step = step_transfers(setup, backend), stepper.program.lower
     yield Lowering(STEP, partial(step, state, batch, *method.actions(1).during), sent)
-    for name, kind in method.traffic(step_shape(setup)).kinds().items():
+    traffic = method.traffic(parameter_shape(setup))
+    for name, kind in ({} if traffic is None else traffic.kinds()).items():
         actions = method.actions(kind.step)
         if actions.after is not None:
             yield Lowering(name, partial(stepper.synchronise.lower, state, actions.after), kind.transfers)
@@ -147,10 +150,12 @@ class Plan:
         """Return the bytes that a device sends over each link in a step, for DiLoCo on average.
 
         They are from the compiled step. For simulated devices, because XLA:CPU sends bfloat16 as float32, and for
-        methods whose steps differ, they are from the closed form.
+        methods whose steps differ, they are from the closed form if there is one.
         """
         if self.target.simulated or len(self.programs) > 1:
-            return estimated_link_bytes(self.setup)
+            estimated = estimated_link_bytes(self.setup)
+            if estimated is not None:
+                return estimated
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for collective in self.step.audit.collectives:
             sent[collective.link] += collective.bytes_sent * (collective.times or 1)
@@ -161,11 +166,13 @@ class Plan:
         target, cycles = self.target, self.target.chip.cycles_per_second
         if target.simulated or cycles is None:
             return None
-        kernels = Peak(target.flops_per_second, step_shape(self.setup).windows)
+        windows = step_shape(self.setup).windows if has_closed_forms(self.setup) else (None,)
+        kernels = Peak(target.flops_per_second, windows)
         rates = Rates(cycles, link_rates(target.chip, target.devices_a_chip, between_bytes_per_second), kernels)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:
+        """Return the bounds of a step's time. Raises `UserError` for a model without closed forms."""
         work = estimated_work(self.setup, self.link_bytes)
         return roofline(work, self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
 

@@ -63,19 +63,27 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
-    flops = report["compiler_flops_per_device"]
-    counted = "" if flops is None else f"; the compiler counts {flops:.4g} on a device, each loop's body once"
+    kernels = report["kernels"]
+    embedding = f"; embedding: {kernels['embedding']}" if "embedding" in kernels else ""
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
-        f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
-        f"{counted}\n"
-        f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}; "
-        f"embedding: {report['kernels']['embedding']}"
+        f"tokens a step\n{_flops(report)}\n"
+        f"Rules of differentiation: {kernels['rules']}; attention: {kernels['attention']}{embedding}"
     )
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
         console.print(f"Compiler options: {options}")
+
+
+def _flops(report: dict[str, Any]) -> str:
+    """Return the line about FLOPs: those of the model if they are known, and the compiler's count."""
+    flops = report["compiler_flops_per_device"]
+    counted = "" if flops is None else f"the compiler counts {flops:.4g} on a device, each loop's body once"
+    if report["flops_per_token"] is None:
+        return f"FLOPs of the model: unknown{'; ' * bool(counted)}{counted}"
+    own = f"{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
+    return f"{own}{'; ' * bool(counted)}{counted}"
 
 
 def _pipeline(p: dict[str, Any], console: Console) -> None:
@@ -161,7 +169,7 @@ def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
     """Print the time of each program with a compiler estimate."""
     keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
     rows = [
-        (name, *(f"{found[key]:.4g} s" for key in keys), f"{found['utilisation']:.1%}")
+        (name, *(f"{found[key]:.4g} s" for key in keys), _percent(found["utilisation"]))
         for name, program in programs.items()
         if (found := program["estimate"]) is not None
     ]
@@ -170,8 +178,14 @@ def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
         print_table(console, "What the compiler estimates", headings, rows)
 
 
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
 def _speed(report: dict[str, Any], console: Console) -> None:
     bound = report["roofline"]
+    if bound is None:
+        return
     rows = [("compute", f"{bound['compute_seconds']:.4g} s"), ("memory", f"{bound['memory_seconds']:.4g} s")]
     rows += [(f"link {link}", f"{seconds:.4g} s") for link, seconds in bound["link_seconds"].items()]
     rows += [("to the host and back", f"{bound['host_seconds']:.4g} s")] if bound["host_seconds"] else []
@@ -219,10 +233,13 @@ def _island(island: dict[str, Any], console: Console) -> None:
         ("a round, in host memory, at most", size(island["host_bytes_in_flight"])),
         ("error feedback, on a device", size(island["device_bytes"])),
         ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
-        ("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"),
     ]
+    if island["step_seconds"] is not None:
+        rows.append(("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"))
     hosts = f", {island['hosts']} hosts each" if island["hosts"] > 1 else ""
     print_table(console, f"One host of one of {island['members']} islands{hosts}", ("", ""), rows)
+    if island["step_seconds"] is None:
+        return
     rows = [
         (link, f"{each['round_seconds']:.3g} s", f"{each['utilisation']:.1%}") for link, each in island["links"].items()
     ]

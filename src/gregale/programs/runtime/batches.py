@@ -64,8 +64,12 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         """Return the result of `Placement.placed`."""
         return self._placement.placed(array)
 
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._batches.close()
+
     def __enter__(self) -> GlobalBatches:
         return self
 
     def __exit__(self, *_) -> None:
-        self._batches.close()
+        self.close()

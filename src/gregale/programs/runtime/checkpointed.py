@@ -67,9 +67,9 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
     if saved != now:
         axis = method.replica_axes[0]
         raise UserError(
-            f"mesh.{axis} is {now}, but the checkpoint is of DiLoCo with {saved} replicas, each with parameters and an "
-            f"optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first resume with "
-            f"sync.type psdp until the next checkpoint, which joins them."
+            f"mesh.{axis} is {now}, but the checkpoint is of {method.name} with {saved} replicas, each with "
+            f"parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first "
+            f"resume with sync.type psdp until the next checkpoint, which joins them."
         )
     state = abstract_state(method, setup.model)
     return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))

@@ -15,6 +15,7 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import BATCH
 from gregale.data.tokenizers import Tokenizer
 from gregale.evaluation.tasks.continuations import NOTHING, Continuations, filled
+from gregale.inference.logits import check_scored, scores
 from gregale.model.attention import POSITION
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
@@ -50,18 +51,19 @@ class Scorer:
     """Scores continuations with a run's model; compiles one program for each of a few lengths.
 
     Probabilities are over the tokenizer's tokens, or over all rows of an imported model's table. The rows that pad a
-    table for the mesh have no probability.
+    table for the mesh have no probability. Raises `UserError` for a model that cannot score.
     """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer):
-        self._setup = setup
+        self._setup, config = setup, setup.config
+        check_scored(setup.model, config.model.get_choice_name(type(config.model)))
         execution = setup.evaluation_execution()
-        vocabulary = getattr(setup.config.model, "vocabulary", None) or tokenizer.vocabulary_size
+        vocabulary = getattr(config.model, "vocabulary", None) or tokenizer.vocabulary_size
 
         def sums(model, batch: dict[str, NamedArray]) -> tuple[jax.Array, jax.Array]:
-            scores, likeliest = model.scores(batch, vocabulary, execution)
+            found, likeliest = scores(model, batch, vocabulary, execution)
             is_scored = batch["loss_mask"].array > 0
-            total = jnp.sum(jnp.where(is_scored, scores.array, 0), axis=1)
+            total = jnp.sum(jnp.where(is_scored, found.array, 0), axis=1)
             return total, jnp.all(likeliest.array | ~is_scored, axis=1)
 
         self._sums: Callable = jax.jit(

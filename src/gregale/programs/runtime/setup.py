@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
@@ -24,8 +25,9 @@ from gregale.model.attention import POSITION
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
-from gregale.model.registry import init_model
 from gregale.runs.config import TrainConfig
+from gregale.tracking.callback import Callback, call
+from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -43,6 +45,7 @@ class Setup:
     - `model`: the abstract model, which allocates no arrays
     - `psdp`: the method of the warm-up; a conversion between two methods' states goes through its state
     - `method`: the synchronisation method
+    - `callbacks`: of `callbacks` in the configuration; the step computes their metrics
     """
 
     config: TrainConfig
@@ -51,6 +54,7 @@ class Setup:
     model: object
     psdp: Psdp
     method: Method
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
@@ -60,7 +64,7 @@ class Setup:
     @property
     def parts(self) -> MethodContext:
         """Return the context from which this configuration builds its method and methods for comparison."""
-        return parts_of(self.config, self.model, self.layout)
+        return parts_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
         """Return the method of the step that follows `step` steps."""
@@ -81,7 +85,7 @@ class Setup:
 
     def init_model(self, key):
         """Return the model with its initial weights."""
-        return init_model(self.config.model, self.Vocab, key)
+        return self.config.model.init(self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
         """Return the abstract state of the configured method."""
@@ -221,10 +225,11 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
-    model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
+    model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     check_parameters(model)
-    methods = methods_of(config, parts_of(config, model, layout))
-    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
+    callbacks = tuple(each.build() for each in config.callbacks)
+    methods = methods_of(config, parts_of(config, model, layout, callbacks))
+    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
@@ -234,10 +239,11 @@ def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
     return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
 
 
-def parts_of(config: TrainConfig, model, layout: Layout) -> MethodContext:
+def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
     """Return the context from which the configuration builds its methods."""
     options = compiler_options(config.compute.compiler_options, layout.mesh)
-    return MethodContext(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
+    psdp = partial(psdp_on, config, model, callbacks)
+    return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
 
 
 def check_parameters(model) -> None:
@@ -265,12 +271,12 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     replicas = layout.mesh.shape[axis]
     if mixtures != replicas:
         raise UserError(
-            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and DiLoCo joins that many "
-            f"replicas. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
+            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and that many "
+            f"replicas train separately. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
         )
 
 
-def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
+def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: Layout) -> Psdp:
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
@@ -286,4 +292,20 @@ def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
+        measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
+
+
+def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
+    """Return the metrics of callbacks as float32 scalars; raise `UserError` for other values and for a name of two."""
+    found: dict[str, jax.Array] = {}
+    for callback in callbacks:
+        name = f"callbacks: {type(callback).__name__}.metrics"
+        for key, value in call(callback, "metrics", model, batch, run).items():
+            scalar = jnp.asarray(getattr(value, "array", value), jnp.float32)
+            if scalar.shape != ():
+                raise UserError(f"{name} returns {key!r} of the shape {scalar.shape}; give a scalar, such as its mean.")
+            if key in found or metric_of(key) is not None:
+                raise UserError(f"{name} returns {key!r}, which is a metric already; choose another name.")
+            found[key] = scalar
+    return found

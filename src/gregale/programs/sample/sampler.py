@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from math import prod
 from time import perf_counter
@@ -13,6 +14,7 @@ from gregale.axes.layout import BATCH, Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
 from gregale.inference.generate import BLOCK, Generator, Prompt
+from gregale.inference.logits import sampling_form
 from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
@@ -60,10 +62,12 @@ def beside_training(setup: Setup) -> SamplerPlacement:
 
 
 class Sampler:
-    """Continues texts with models of one shape; compiles once."""
+    """Continues texts with models of one shape; compiles once. Raises `UserError` for a model without logits."""
 
     def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
+        self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
+        self._formed(setup.model)
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
         self._execution = execution(config.compute, placement.layout, config.model)
         run = replace(self._execution, weights_ready=placement.whole)
@@ -75,7 +79,7 @@ class Sampler:
         """Return the model for the other methods: on the sampling devices, gathered and cast once for all tokens."""
         mesh = self._placement.layout.mesh
         model = model if mesh == self._trained_on else on_one_device(model, self._trained_on, mesh.devices.flat[0])
-        return self._prepare(model) if self._placement.whole else model
+        return self._prepare(model) if self._placement.whole else self._formed(model)
 
     def texts(
         self, model, prompts: Sequence[str], count: int, sampling: Sampling, stops: Sequence[str] = ()
@@ -118,7 +122,7 @@ class Sampler:
 
     def _gathered(self, model):
         run = self._execution
-        return run.layout.constrain(run.gathered(model).unstacked(), run.layout.compute)
+        return run.layout.constrain(self._formed(run.gathered(model)).unstacked(), run.layout.compute)
 
 
 def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:

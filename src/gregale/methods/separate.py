@@ -1,0 +1,135 @@
+"""The base of methods whose replicas train separately."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+
+from gregale.audit.memory import bytes_on_device
+from gregale.axes.layout import EMBED, Layout, is_parameter, vmap_over
+from gregale.methods.inspection import Inspected, Probe
+from gregale.methods.method import Actions, Method, PsdpState, StepMetrics
+from gregale.methods.psdp import Psdp
+from gregale.methods.replicas import Replicas, sync_axis
+
+Tree = Any
+
+
+class Separate(Method):
+    """A method whose replicas each make PSDP steps on their own rows of the batch, under vmap.
+
+    - `inner`: the step of one replica; its layout is `layout.inside(axis)`
+    - `layout`: the whole mesh
+    """
+
+    inner: Psdp
+    layout: Layout
+
+    @property
+    def axis(self) -> str:
+        """Return the axis whose indices train separately."""
+        return sync_axis(self.layout)
+
+    @property
+    def step_layout(self) -> Layout:
+        return self.inner.layout
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def outer_layout(self) -> Layout:
+        """Return the layout whose `opt_state` also splits joined parameters over the axis, as the finest split."""
+        finest = dict.fromkeys((*self.layout.mesh_axes((EMBED,), self.layout.opt_state), self.axis))
+        return replace(self.layout, opt_state={**self.layout.opt_state, EMBED: tuple(finest)})
+
+    @property
+    def replicas(self) -> Replicas:
+        """Return the separate replicas."""
+        return Replicas(self.layout, self.step_layout, self.outer_layout, self.axis)
+
+    def init(self, model: Tree | None = None) -> Any:
+        """Return the state before the first step, in which all replicas are equal."""
+        return self.from_psdp(self.inner.init(model), 0)
+
+    def inspected(self, state: Any, batch: Tree, probe: Probe) -> Inspected:
+        own = partial(self.inner.inspected, probe=probe)
+        return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
+
+
+class MixingState(NamedTuple):
+    """The state of a `Mixing` method between steps."""
+
+    inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
+
+
+class Mixing(Separate):
+    """A method without parameters of its own: after a step the replicas mix theirs.
+
+        theta_k = step(theta_k, rows of replica k)
+        theta   = mix(theta, due(t))                    unless due(t) is None
+
+    A subclass is a dataclass with the fields `inner` and `layout`, a `name`, and the methods `due`, `mix` and
+    `bytes_sent`. Evaluation, samples, export and the conversion to PSDP use the average of the replicas. Checkpoints
+    hold it too, so that one device can evaluate it.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("replica_bytes",)
+
+    def due(self, step: int) -> Any:
+        """Return the argument of `mix` after step number `step`, a tree of arrays; None: nothing is mixed."""
+        raise NotImplementedError
+
+    def mix(self, parameters: Tree, due: Any) -> Tree:
+        """Return the parameters of all replicas, [replica, ...] each, after they are mixed; compiled with the step."""
+        raise NotImplementedError
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of a replica's parameters on one device, for `bytes_sent`."""
+        layout = self.step_layout
+        return bytes_on_device(layout.abstract(eqx.filter(self.inner.model, is_parameter), layout.params))
+
+    def from_psdp(self, start: PsdpState, step: Any) -> MixingState:
+        del step
+        return MixingState(self.replicas.copies(start._replace(error=None)))
+
+    def to_psdp(self, state: MixingState) -> PsdpState:
+        sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
+        return PsdpState(self.replicas.average(state.inner.parameters), sharded, gathered)
+
+    def shardings(self, state: MixingState) -> MixingState:
+        return MixingState(self.replicas.shardings(state.inner))
+
+    def actions(self, step: int) -> Actions:
+        return Actions((self.due(step),))
+
+    def step(self, state: MixingState, batch: Tree, due: Any = None) -> tuple[MixingState, StepMetrics]:
+        """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
+        inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
+        if due is not None:
+            inner = inner._replace(parameters=self.mix(inner.parameters, due))
+        return MixingState(inner), metrics
+
+    def reset_error(self, state: MixingState) -> MixingState:
+        return state
+
+    def without_error(self, state: MixingState) -> MixingState:
+        return state
+
+    def trees(self, state: MixingState) -> dict[str, Tree]:
+        return {"parameters": state.inner.parameters, "optimizer": (state.inner.sharded, state.inner.gathered)}
+
+    def eval_model(self, state: MixingState) -> Tree:
+        return self.inner.model_with(self.replicas.average(state.inner.parameters))
+
+    def eval_subset(self, state: MixingState) -> MixingState:
+        return MixingState(self.inner.eval_subset(state.inner))
+
+    def needs_full_state(self, step: int) -> bool:
+        del step
+        return True
