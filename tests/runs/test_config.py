@@ -24,6 +24,7 @@ from gregale.runs.config_diff import changes
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
+from gregale.settings.decoding import known_entries
 from gregale.tracking.choices import TensorBoardConfig, WandbConfig
 
 BASE = TrainConfig("a", 10)
@@ -208,8 +209,9 @@ def test_every_number_states_its_range_and_is_checked_against_it():
 
 
 def test_every_key_says_what_it_means_and_no_two_beside_one_another_have_a_name_in_common():
-    for entry in entries(TrainConfig):
+    every = [*entries(TrainConfig), *known_entries(TrainConfig).values()]  # the latter with names of other projects
+    for entry in every:
         assert entry.help, entry.key
-        for other in entries(TrainConfig):
+        for other in every:
             if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
                 assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)

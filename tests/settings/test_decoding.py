@@ -6,6 +6,8 @@ from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.settings.config_schema import entries
+from gregale.settings.decoding import known_entries
+from gregale.settings.other_projects import MOST_SHOWN, counterparts, names_of, projects
 
 RUN = ["--name", "a", "--steps", "100"]
 DILOCO = ["--sync.type", "diloco"]
@@ -85,10 +87,35 @@ def test_a_near_miss_names_the_likely_keys_and_no_other(key):
 
 
 def test_every_name_in_other_programs_finds_its_key():
-    for entry in entries(TrainConfig):
+    for entry in known_entries(TrainConfig).values():
         for alias in entry.aliases if "<" not in entry.key else ():
             found = refusal(*DILOCO, f"--{entry.key.rpartition('.')[0]}.{alias}".replace("--.", "--"), "1")
-            assert f"`{entry.key}`" in found.partition(" Did you mean ")[2].partition("?")[0], (alias, found)
+            assert f"`{entry.key}`" in found.partition(" Valid keys ")[0], (alias, found)
+
+
+def test_the_table_of_other_projects_names_our_keys_and_repeats_no_alias():
+    known = known_entries(TrainConfig)
+    groups = {key.rpartition(".")[0] for key in known} | {"trackers"}
+    for row in counterparts():
+        assert row.ours in {"", *known, *groups}, row
+        assert row.theirs != row.ours, row
+        assert list(projects()).count(row.project) == 1, row
+    for entry in entries(TrainConfig):
+        assert not set(entry.aliases) & set(names_of(entry.key)), entry.key
+
+
+def test_a_section_of_another_project_is_translated():
+    found = refusal(*(f"--training.{name}=1" for name in ("steps", "seq_len", "enable_cpu_offload", "gc_freq")))
+    assert (
+        "`training.steps` of torchtitan is `steps` here; `training.seq_len` of torchtitan is `batch.sequence_length` "
+        "here; `training.enable_cpu_offload` of torchtitan has no counterpart here. Valid keys at the top: batch, "
+    ) in found
+    found = refusal("--eval_steps", "1")  # of MaxText: batches; of transformers: steps between evaluations
+    assert "`eval_steps` of MaxText is `evaluation.batches` here. Did you mean `evaluation.every`? Valid" in found
+    found = refusal("--per-device-batch-size", "1")
+    assert "` of MaxText is `batch.size` here (times devices times gradient_accumulation_steps). Valid keys" in found
+    trainer = [f"--{row.theirs}=1" for row in counterparts() if row.theirs.startswith("trainer.")]
+    assert f"; docs/migration.md has {len(trainer) - MOST_SHOWN} more of these keys. Valid" in refusal(*trainer)
 
 
 @pytest.mark.parametrize("key", ["foo", "device", "epochs", "x", "model.x", "optimizer.foo"])

@@ -60,7 +60,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     schedule: ScheduleConfig = setting(
         CosineSchedule(),
         "how the learning rate moves",
-        aliases=("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
+        aliases=("scheduler", "lr_scheduler", "lr_scheduler_type"),
     )
     weight_decay: float = setting(
         0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")
@@ -70,7 +70,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         1.0,
         "largest gradient norm; null: no clipping",
         range=above(0),
-        aliases=("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
+        aliases=("grad_clip", "clip", "gradient_clipping", "clip_grad_norm", "gradient_clip"),
     )
 
     @classmethod
@@ -135,7 +135,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
 
 BETAS = {"range": DECAY, "aliases": ("beta", "beta1", "beta2", "adam_betas")}
-EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon", "adam_eps")}
+EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon")}
 
 
 @OptimizerConfig.register_subclass("adamw")

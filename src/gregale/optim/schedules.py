@@ -25,7 +25,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         0.0,
         "steps of warmup; below 1: a fraction of the run",
         range=between(0, LONGEST),
-        aliases=("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
+        aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
     )
 
     @classmethod
@@ -69,7 +69,7 @@ def _final(default: float):
         default,
         "learning rate at the end, divided by the peak",
         range=between(0, 1),
-        aliases=("min_lr_ratio", "min_ratio", "min_lr", "final_ratio"),
+        aliases=("min_ratio", "final_ratio"),
     )
 
 

@@ -79,32 +79,51 @@ class EvalOptions(Settings):
 
 def main(options: EvalOptions) -> int:
     """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
-    tasks = read_tasks(options.tasks)
+    read_tasks(options.tasks)  # rejects wrong files before the model is read
     trained = open_trained(options.run, options.step, devices=None)
-    config = trained.setup.config
-    names_nothing = not (options.data or options.tasks)
-    if names_nothing:
-        tasks = read_tasks(config.evaluation.tasks)
-    tokenizer = load_tokenizer(trained.run.path)
-    metrics, words, scored = {}, "", {}
     with Console(sys.stderr if options.json else None) as console:
-        # Before the text is evaluated, because it rejects questions that cannot be scored.
-        evaluation = None
-        if tasks:
-            parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
-            of_tasks = tokenizer.parsing_special() if parses else tokenizer
-            evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
-        if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
-            text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
-            metrics, words = text_metrics(trained, text, tokenizer, options, console)
-        if evaluation is not None:
-            scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
+        found = measured(trained, options, console)
     if options.json:
-        metrics |= scored
+        metrics = found.metrics
         print(json.dumps({"step": trained.step} | dict.fromkeys(metrics) | finite(metrics), allow_nan=False))
     else:
-        print_metrics(f"{trained.run.path} at step {trained.step}", words, tasks, scored)
+        print_metrics(f"{trained.run.path} at step {trained.step}", found)
     return 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of text and of tasks; `words` is a sentence about those of text."""
+
+    of_text: dict[str, float]
+    words: str
+    tasks: Sequence[Task]
+    of_tasks: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.of_text | self.of_tasks
+
+
+def measured(trained: Trained, options: EvalOptions, console: Console) -> Measured:
+    """Return the metrics of a model on the text and the tasks of the options, or on the run's own."""
+    config = trained.setup.config
+    names_nothing = not (options.data or options.tasks)
+    tasks = read_tasks(config.evaluation.tasks if names_nothing else options.tasks)
+    tokenizer = load_tokenizer(trained.run.path)
+    metrics, words, scored = {}, "", {}
+    # Before the text is evaluated, because it rejects questions that cannot be scored.
+    evaluation = None
+    if tasks:
+        parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
+        of_tasks = tokenizer.parsing_special() if parses else tokenizer
+        evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
+    if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
+        text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
+        metrics, words = text_metrics(trained, text, tokenizer, options, console)
+    if evaluation is not None:
+        scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
+    return Measured(metrics, words, tasks, scored)
 
 
 @dataclass(frozen=True)
@@ -141,20 +160,16 @@ def text_metrics(
     return metrics, format_losses(metrics, held_out=windows.held_out is not None, bits_digits=4)
 
 
-def print_metrics(what: str, words: str, tasks: Sequence[Task], metrics: Mapping[str, float]) -> None:
-    """Print the metrics of text in a line and those of tasks in a table.
-
-    - `words`: the line about text
-    - `metrics`: metrics of the tasks
-    """
-    if words:
-        say(f"{what}: {words}")
-    if tasks:
-        found = task_metrics(metrics)
+def print_metrics(what: str, measured: Measured) -> None:
+    """Print the metrics of text in a line and those of tasks in a table."""
+    if measured.words:
+        say(f"{what}: {measured.words}")
+    if measured.tasks:
+        found = task_metrics(measured.of_tasks)
         names = list(dict.fromkeys(metric for its in found.values() for metric in its))
         rows = [
             [task.name, f"{len(task.questions):,}", *(found[task.name].get(name, "") for name in names)]
-            for task in tasks
+            for task in measured.tasks
         ]
         headings = ["task", "questions", *names]
         print_table(Terminal(), f"{what}, ± the standard error", headings, rows)

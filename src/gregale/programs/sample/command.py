@@ -73,11 +73,7 @@ def main(options: SampleOptions) -> int:
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in requests]
     context = context_of(run)
     for each, prompt in zip(requests, prompts, strict=True):
-        if len(prompt.tokens) > context:
-            raise UserError(
-                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
-                "saw a longer text. Shorten it."
-            )
+        check_length(each.source, len(prompt.tokens), context)
     if note := taken_as_text([each.prompt for each in requests], form.tokenizer, "prompts"):
         say_beside(note)
     if options.prompts is None:
@@ -92,6 +88,15 @@ def main(options: SampleOptions) -> int:
             "never saw a longer one: what stands behind may be poor."
         )
     return 0
+
+
+def check_length(source: str, tokens: int, context: int) -> None:
+    """Raise `UserError` for a prompt that is longer than the model's context."""
+    if tokens > context:
+        raise UserError(
+            f"{source} has {tokens:,} tokens, and the model's context is {context:,}: it never saw a longer text. "
+            "Shorten it."
+        )
 
 
 def context_of(run: RunDirectory) -> int:

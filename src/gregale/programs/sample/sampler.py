@@ -77,10 +77,12 @@ class Sampler:
         model = model if mesh == self._trained_on else on_one_device(model, self._trained_on, mesh.devices.flat[0])
         return self._prepare(model) if self._placement.whole else self._formed(model)
 
-    def texts(self, model, prompts: Sequence[str], count: int, sampling: Sampling) -> list[str]:
+    def texts(
+        self, model, prompts: Sequence[str], count: int, sampling: Sampling, stops: Sequence[str] = ()
+    ) -> list[str]:
         """Return the continuations of prompts, all with the same seed. All processes of a run make this call."""
         encoded = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
-        texts, rows = [Continuation(self._form, count) for _ in encoded], min(len(encoded), MAX_BATCH)
+        texts, rows = [Continuation(self._form, count, stops) for _ in encoded], min(len(encoded), MAX_BATCH)
         for numbers in batches_of([len(prompt.tokens) for prompt in encoded], rows):
             batch, chosen = [encoded[number] for number in numbers], [texts[number] for number in numbers]
             for _ in self.pieces(model, self.filled_up(batch, rows), chosen, sampling, repeat(BLOCK)):
