@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +37,14 @@ def test_only_the_consoles_own_codes_reach_a_terminal(monkeypatch):
     assert not [code for code in ("\x1b[2J", "\u202e", "\x9b") if code in shown]
 
 
+def test_a_notebook_gets_text(monkeypatch):
+    shell = type("ZMQInteractiveShell", (), {})()  # by which Rich recognises Jupyter
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    assert RichConsole(file=io.StringIO()).is_jupyter
+    Tracker(file := io.StringIO()).message(HOSTILE)
+    assert file.getvalue() == f"{SHOWN}\n"
+
+
 def test_progress_and_messages_of_a_run_are_lines_of_text(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
@@ -56,7 +65,7 @@ from gregale.tracking.console import Console
 with Console() as console:
     console.begin(2)
     for step in (1, 2):
-        console.log(step, {"loss": 1.0})
+        console.on_step(step, {"loss": 1.0})
         console.message("x" * 100_000)
 print("still here", file=sys.stderr)
 """

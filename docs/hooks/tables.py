@@ -1,7 +1,8 @@
-"""Fill the tables of two pages from the code, so that they cannot go stale.
+"""Fill the tables of three pages from the code, so that they cannot go stale.
 
 In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics.
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics, and in
+migration.md `<!-- migration -->` the keys of each other project.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import PluginOptions
 from gregale.settings.config_schema import REQUIRED, Entry, entries
+from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
 
@@ -55,6 +57,17 @@ def commands() -> str:
     return "\n".join(sections)
 
 
+def migration() -> str:
+    """The keys of other projects with ours, a table for each project."""
+    sections = []
+    for project, files in projects().items():
+        rows = [row for row in counterparts() if row.project == project]
+        lines = [f"| {project} | Gregale | note |", "|---|---|---|"]
+        lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else '-'} | {escaped(row.note)} |" for row in rows]
+        sections.append(f"## {project}\n\nKeys of {files}.\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(sections)
+
+
 def tables(config_class: type) -> str:
     """A table for each group of keys: those with the same first part, under the same choice."""
     return "\n".join(table(key, list(group)) for key, group in groupby(entries(config_class), group_of))
@@ -88,4 +101,5 @@ def escaped(text: str) -> str:
 PARTS = {
     "configuration.md": {"keys": lambda: tables(TrainConfig), "options": commands, "fixed": fixed},
     "metrics.md": {"metrics": metrics},
+    "migration.md": {"migration": migration},
 }

@@ -98,15 +98,6 @@ def test_the_menu_has_every_page():
     assert not [page for page in pages if f": {page}" not in nav]
 
 
-def test_code_folds_at_the_edge_of_the_page(site):
-    """The classes that docs/stylesheets/code.css goes by are there, and so is the file."""
-    page = (site / "quickstart" / "index.html").read_text()
-    for language in ("bash", "python", "yaml"):
-        assert f"language-{language} highlight" in page
-    assert "stylesheets/code.css" in page
-    assert (site / "stylesheets" / "code.css").is_file()
-
-
 def test_nothing_is_fetched_from_elsewhere(site):
     fetching = [page for page in site.rglob("*.html") if FETCHED.search(page.read_text())]
     assert not fetching

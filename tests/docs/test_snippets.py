@@ -17,14 +17,14 @@ from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
+from tests.docs.pages import API, PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
 from tests.forked import run
 from tests.plugins import EXAMPLES, plugins_from
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in WALKS], ids=name)
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in (*WALKS, API)], ids=name)
 def test_python_runs_as_a_reader_would_run_it(page, tmp_path):
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(blocks(page.read_text(), "python")))

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from gregale.errors import UserError
 from gregale.storage import RetryPolicy, jsonl_writer, storage_path
+from gregale.tracking.callback import Callbacks, RunInfo
 from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.metrics import METRICS, metric_of
 from gregale.tracking.rate import Rate
-from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Trackers
+from gregale.tracking.tracker import Guarded, JsonlTracker, Tracker
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 from tests.test_terminal import Terminal
@@ -181,7 +182,7 @@ def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
     console.begin(100)
     for step in range(1, 101):
         clock.now += 0.125
-        console.log(step, TRAINING | {"replica_bytes": 2_500_000})
+        console.on_step(step, TRAINING | {"replica_bytes": 2_500_000})
     console.close()
     lines = file.getvalue().splitlines()
     assert lines[:3] == [
@@ -196,10 +197,10 @@ def test_a_run_that_goes_on_compiles_too_and_evaluations_and_messages_are_always
     file = io.StringIO()
     console = Console(file, interval_seconds=0)
     console.begin(9, done=4)
-    console.log(5, TRAINING)
-    console.log(6, TRAINING)
+    console.on_step(5, TRAINING)
+    console.on_step(6, TRAINING)
     for _ in range(2):
-        console.log(6, {"eval_loss": 1.25, "bits_per_byte": 1.803})
+        console.on_evaluation(6, {"eval_loss": 1.25, "bits_per_byte": 1.803})
         console.message("checkpoint [4] saved")
     console.begin(9, done=9)
     assert file.getvalue().splitlines() == [
@@ -226,8 +227,8 @@ def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
     file = Terminal()
     with Console(file, fields=["replica_bytes"]) as console:
         console.begin(1000)
-        console.log(1, TRAINING)
-        console.log(999, TRAINING | {"replica_bytes": 2_500_000, "step_seconds": 3000.0})
+        console.on_step(1, TRAINING)
+        console.on_step(999, TRAINING | {"replica_bytes": 2_500_000, "step_seconds": 3000.0})
     drawn = [re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", file.getvalue())]
     assert max(map(len, drawn)) <= columns
     last = [line for line in drawn if "999/1000" in line][-1]
@@ -242,16 +243,16 @@ def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
     with Console(file) as console:
         console.progress("tokenizing", 10, 10, "files")
         console.begin(3)
-        console.log(1, TRAINING)
+        console.on_step(1, TRAINING)
         console.message("a message")
-        console.log(3, TRAINING)
+        console.on_step(3, TRAINING)
     shown = file.getvalue()
     assert shown.index("0/3") < shown.index("a message") < shown.rindex("3/3")
     assert "\x1b[2K" in shown  # the line is redrawn
     assert shown.endswith("\x1b[?25h")  # and the cursor is given back
 
 
-class Recorder:
+class Recorder(Tracker):
     def __init__(self, fails: bool = False):
         self.entries: list[tuple] = []
         self.is_closed = False
@@ -268,13 +269,13 @@ class Recorder:
 
 def test_every_tracker_gets_the_figures_and_is_closed_though_one_fails():
     trackers = [Recorder(), Recorder(fails=True), Recorder()]
-    with pytest.raises(OSError, match="disk full"), Trackers(trackers) as together:
-        together.log(1, {"loss": 2.0})
+    with pytest.raises(UserError, match=r"Recorder\.close raised OSError: disk full"), Callbacks(trackers) as together:
+        together.on_step(1, {"loss": 2.0})
     assert all(tracker.entries == [(1, {"loss": 2.0})] and tracker.is_closed for tracker in trackers)
 
 
 def test_a_tracker_of_others_never_ends_a_run():
-    class Broken:
+    class Broken(Tracker):
         def log(self, step, values):
             raise ConnectionError("no network")
 
@@ -282,17 +283,17 @@ def test_a_tracker_of_others_never_ends_a_run():
             raise OSError("disk full")
 
     reports = []
-    with Trackers([Guarded(Broken(), reports.append)]) as together:
+    with Callbacks([Guarded(Broken(), reports.append)]) as together:
         for step in (1, 2):
-            together.log(step, {"loss": 2.0})
+            together.on_step(step, {"loss": 2.0})
     assert reports == ["A tracker fails; the run continues without it: ConnectionError: no network"]
 
 
 def test_a_tracker_of_others_that_does_not_open_never_ends_a_run(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where its folder would be")
     out = io.StringIO()
-    with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(out), True) as trackers:
-        trackers.log(1, {"loss": 2.0})
+    with open_trackers([CONFIGS["tensorboard"]], [], RunInfo(tmp_path, "a", {}), Console(out)) as trackers:
+        trackers.on_step(1, {"loss": 2.0})
     assert "tensorboard does not open; the run continues without it: NotADirectoryError: " in out.getvalue()
     assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
 
@@ -309,8 +310,8 @@ def tensorboard_records(path) -> list[bytes]:
 
 def test_tensorboard_gets_every_number_under_its_name(tmp_path):
     names = [re.sub(r"<\w+>", "0", metric.name) for metric in METRICS]
-    with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(io.StringIO()), True) as trackers:
-        trackers.log(1, {**dict.fromkeys(names, 1.0), "loss": 2.5, "grad_norm": float("nan")})
+    with open_trackers([CONFIGS["tensorboard"]], [], RunInfo(tmp_path, "a", {}), Console(io.StringIO())) as trackers:
+        trackers.on_step(1, {**dict.fromkeys(names, 1.0), "loss": 2.5, "grad_norm": float("nan")})
     (path,) = (tmp_path / "tensorboard").iterdir()
     records = tensorboard_records(path)
     for name in names:
@@ -327,9 +328,9 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, CONFIGS[name].package, raising=False)
     with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
-    run = RunInfo(tmp_path, "a run", {})
-    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
-        trackers.log(1, TRAINING)
+    run = RunInfo(tmp_path, "a run", {}, is_writer=False)
+    with open_trackers(list(CONFIGS.values()), [], run, Console(io.StringIO())) as trackers:
+        trackers.on_step(1, TRAINING)
     assert list(tmp_path.iterdir()) == [], "a process that does not write needs no package and leaves nothing"
 
 

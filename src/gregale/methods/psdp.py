@@ -47,6 +47,7 @@ class Psdp(Method):
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
+    - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
     """
 
@@ -57,6 +58,7 @@ class Psdp(Method):
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
     reduce: ReduceConfig = field(default=ReduceConfig())
+    measure: Probe = field(default=lambda model, batch: {})
 
     name: ClassVar[str] = "psdp"
 
@@ -90,7 +92,8 @@ class Psdp(Method):
         A step whose loss or gradient is not finite does not change the state.
         """
         moved, _, metrics = self._moved(state, batch)
-        return either(metrics.finite, moved, state), metrics
+        own = self.measure(self.eval_model(state), batch)
+        return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         moved, grads, _ = self._moved(state, batch)
@@ -163,7 +166,6 @@ class Psdp(Method):
         return self.model_with(state.parameters)
 
     def model_with(self, parameters: Tree) -> Tree:
-        """Return the model with these parameters."""
         return eqx.combine(parameters, self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
@@ -171,7 +173,6 @@ class Psdp(Method):
 
     @property
     def reducer(self) -> Reducer:
-        """Return the reducer of gradients and updates."""
         return QuantisedReducer(self.layout, self.reduce) if self.reduce.quantised else ExactReducer(self.layout)
 
     @property

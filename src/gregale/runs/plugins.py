@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import gregale
 from gregale.errors import UserError
-from gregale.settings import Settings, setting, shortened, shown
+from gregale.settings import Settings, setting, shown
 from gregale.settings.decoding import known_entries
 from gregale.storage import ObjectPath, StoragePath
 
@@ -113,5 +114,5 @@ def _problem(name: str, error: BaseException, folder: str) -> str:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN_CODE)]
         file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
     place = f" ({file}, line {line})" if file else ""
-    message = shortened(" ".join(str(error).split()), LONGEST_MESSAGE)
+    message = textwrap.shorten(str(error), LONGEST_MESSAGE, placeholder="...")
     return f"{shown(name)} could not be imported{place}: {type(error).__name__}{f': {message}' if message else '.'}"

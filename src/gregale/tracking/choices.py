@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ import draccus
 
 from gregale.errors import KeyedError, UserError, install_hint
 from gregale.settings import Settings, setting
+from gregale.tracking.callback import Callback, Callbacks, Metrics, RunInfo, finite
 from gregale.tracking.console import Console
-from gregale.tracking.tracker import Guarded, JsonlTracker, RunInfo, Tracker, Trackers, Values, finite
+from gregale.tracking.tracker import Guarded, JsonlTracker, Tracker
 
 _WANDB_MODES = ("auto", "online", "offline")
 
@@ -26,19 +28,19 @@ class TrackerConfig(Settings, draccus.ChoiceRegistry):
 
     package: ClassVar[str]
 
-    def open(self, run: RunInfo) -> Tracker:
+    def open(self, run: RunInfo) -> Callback:
         """Start the tracker for a run."""
         raise AssertionError("only the choices are opened")
 
 
-class _TensorBoardTracker:
+class _TensorBoardTracker(Tracker):
     def __init__(self, run: RunInfo):
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(run.files / "tensorboard"), purge_step=run.resumed_from + 1)
 
-    def log(self, step: int, values: Values) -> None:
-        for name, value in finite(values).items():
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in finite(metrics).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -52,18 +54,18 @@ class TensorBoardConfig(TrackerConfig):
 
     package: ClassVar[str] = "tensorboardX"
 
-    def open(self, run: RunInfo) -> Tracker:
+    def open(self, run: RunInfo) -> Callback:
         return _TensorBoardTracker(run)
 
 
-class _SessionTracker:
+class _SessionTracker(Tracker):
     """A tracker for the common interface of W&B and trackio: `log` takes a dictionary and a step."""
 
     def __init__(self, session: Any):
         self._session = session
 
-    def log(self, step: int, values: Values) -> None:
-        self._session.log(finite(values), step=step)
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._session.log(finite(metrics), step=step)
 
     def close(self) -> None:
         self._session.finish()
@@ -84,7 +86,7 @@ class WandbConfig(TrackerConfig):
         choices=_WANDB_MODES,
     )
 
-    def open(self, run: RunInfo) -> Tracker:
+    def open(self, run: RunInfo) -> Callback:
         wandb = importlib.import_module(self.package)
         session = wandb.init(
             project=self.project,
@@ -115,7 +117,7 @@ class TrackioConfig(TrackerConfig):
 
     project: str = setting("gregale", "the project that the run is filed under")
 
-    def open(self, run: RunInfo) -> Tracker:
+    def open(self, run: RunInfo) -> Callback:
         trackio = importlib.import_module(self.package)
         trackio.init(project=self.project, name=run.name, config=dict(run.config), resume="allow")
         return _SessionTracker(trackio)
@@ -146,20 +148,34 @@ def check_installed(configs: Sequence[TrackerConfig]) -> None:
             )
 
 
-def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Console, is_writer: bool) -> Trackers:
-    """Open `metrics.jsonl` of the run, whose directory exists, and the chosen trackers; the caller closes the console.
+def open_trackers(
+    configs: Sequence[TrackerConfig], own: Sequence[Callback], run: RunInfo, console: Console
+) -> Callbacks:
+    """Open `metrics.jsonl` of the run, whose directory exists, and the chosen trackers, and start the callbacks.
 
-    Processes that are not `is_writer` get trackers that do nothing. Raises `UserError` as `check_installed`.
+    The caller closes the console. A process that writes no files has only its own callbacks. Raises `UserError` as
+    `check_installed`.
+
+    - `own`: callbacks of the configuration
     """
-    if not is_writer:
-        return Trackers([])
+    if not run.is_writer:
+        return _started(Callbacks(own), run)
     check_installed(configs)
     jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
     others = (_opened(config, run, console) for config in configs)
-    return Trackers([console, jsonl, *filter(None, others)], flush=jsonl.flush)
+    return _started(Callbacks([console, jsonl, *filter(None, others), *own], jsonl.flush), run)
 
 
-def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Tracker | None:
+def _started(callbacks: Callbacks, run: RunInfo) -> Callbacks:
+    """Start callbacks; close them if one of them fails."""
+    with ExitStack() as stack:
+        stack.enter_context(callbacks)
+        callbacks.on_start(run)
+        stack.pop_all()
+    return callbacks
+
+
+def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Callback | None:
     """Open a tracker whose errors never end the run; return None if it cannot be opened, for example offline."""
     try:
         return Guarded(config.open(run), console.message)

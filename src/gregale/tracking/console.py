@@ -12,13 +12,13 @@ from rich.table import Column
 from gregale.formatting import format_duration
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console as Terminal
-from gregale.tracking.tracker import Values
+from gregale.tracking.callback import Callback, Metrics
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 
 
-class Console:
-    """A tracker that prints metrics, messages and the progress of preparations.
+class Console(Callback):
+    """A callback that prints metrics, messages and the progress of preparations.
 
     On a terminal it redraws one line and prints messages above it. To a file or a pipe it writes plain lines, some
     seconds apart. After its terminal is closed or the reader of its pipe has ended, it drops its output.
@@ -47,7 +47,7 @@ class Console:
         self._last_plain: dict[str, float] = {}
 
     def begin(self, steps: int, done: int = 0) -> None:
-        """Set the number of steps of the run and the number of steps done, before the first `log`.
+        """Set the number of steps of the run and the number of steps done, before the first `on_step`.
 
         The first step includes compilation, so there is no estimate for the others before the second step.
         """
@@ -63,13 +63,14 @@ class Console:
         """Print a line, above the progress line if there is one."""
         self._rich.print(printable(text), soft_wrap=not self._is_live)
 
-    def log(self, step: int, values: Values) -> None:
-        """Show a step's metrics: training in the progress line, an evaluation as a message."""
-        if "loss" in values:
-            self._show("step", self._training_text(step, values), step, self._steps)
-        else:
-            metrics = "  ".join(_format_metric(name, value) for name, value in values.items())
-            self.message(f"step {step}/{self._steps}  {metrics}")
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Show the metrics of a step in the progress line."""
+        self._show("step", self._training_text(step, metrics), step, self._steps)
+
+    def on_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Print the metrics of an evaluation."""
+        shown = "  ".join(_format_metric(name, value) for name, value in metrics.items())
+        self.message(f"step {step}/{self._steps}  {shown}")
 
     def progress(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         """Show the progress of a preparation; its bar disappears when `done` reaches `total`."""
@@ -91,7 +92,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _training_text(self, step: int, values: Values) -> str:
+    def _training_text(self, step: int, values: Metrics) -> str:
         seconds, speed = values.get("step_seconds"), values.get("tokens_per_second")
         begin = [f"{step}/{self._steps}", _format_metric("loss", values["loss"])]
         if step == self._first:

@@ -56,6 +56,8 @@ METRICS = (
     Metric("evaluation_seconds", "s", f"spent on evaluations and samples {_OF_START}"),
     Metric("saving_seconds", "s", f"stood still for checkpoints {_OF_START}; they are written in the background"),
     Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`"),
+    Metric("profile_seconds", "s", f"spent on traces {_OF_START}", where="`--profile`"),
+    Metric("callback_seconds", "s", f"in which callbacks stopped the loop {_OF_START}", where="`callbacks`"),
     Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory"),
     Metric("device_memory_bytes", "bytes", "in use, of the device of process 0 that has most", where="GPU, TPU"),
     Metric("device_memory_peak_bytes", "bytes", "the maximum in use on that device", where="GPU, TPU"),

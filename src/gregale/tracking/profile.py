@@ -1,9 +1,6 @@
 """Traces of a few steps for xprof, TensorBoard and Perfetto (`gregale train --profile START:STOP`).
 
-    with Profile(Window.parse("20:22", steps), run.path / "profiles", report) as profile:
-        if profile.begins_with(step): ...wait for the steps before...; profile.begin()
-        with profile.step(step): ...the step...
-        if profile.ends_with(step): ...wait for the step...; profile.end()
+    Profile(Window.parse("20:22", steps), run.path / "profiles", report)  # a callback of the loop
 
 Each process traces its own devices. In the background it writes unique files to one folder:
 `steps-20-22/plugins/profile/steps-20-22/HOST-process-N.{xplane.pb,trace.json.gz}`.
@@ -14,12 +11,11 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -27,6 +23,7 @@ from gregale.atomic_files import os_error_text
 from gregale.errors import UserError
 from gregale.settings import shown
 from gregale.storage import StoragePath, upload
+from gregale.tracking.callback import Callback, Metrics, Pause
 
 MAX_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
@@ -70,8 +67,10 @@ class Window:
         return f"{self.first}-{self.last}"
 
 
-class Profile:
-    """Traces the steps of a window, in a `with` statement, whose end waits until the trace is written."""
+class Profile(Callback):
+    """Traces the steps of a window; `close` waits until the trace is written."""
+
+    seconds: ClassVar[str] = "profile_seconds"
 
     def __init__(self, window: Window | None, folder: StoragePath, report: Callable[[str], None]):
         """
@@ -83,17 +82,18 @@ class Profile:
         self._session: Any = None
         self._writer: Thread | None = None
 
-    def begins_with(self, step: int) -> bool:
+    def waits_before(self, step: int) -> bool:
         """Return whether the trace begins before this step, which may be inside the window if the run resumes."""
         window = self._window
         return window is not None and self._session is None and window.first <= step <= window.last
 
-    def ends_with(self, step: int) -> bool:
+    def waits_after(self, step: int) -> bool:
         """Return whether the trace ends after this step."""
         return self._window is not None and self._session is not None and step >= self._window.last
 
-    def begin(self) -> None:
-        """Begin the trace; the caller has waited until the devices are idle."""
+    def before_step(self, pause: Pause) -> Metrics:
+        """Begin the trace."""
+        del pause
         # No function of jax.profiler ends a trace without writing it.
         from jax._src.lib import _profiler  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -106,24 +106,23 @@ class Profile:
         except (RuntimeError, ValueError) as error:
             self._window = None
             self._report(f"Nothing is traced: the profiler does not start ({error}).")
+        return {}
 
-    def step(self, step: int) -> AbstractContextManager:
-        """Return a context that names a step in the trace, if there is a trace."""
-        return nullcontext() if self._session is None else jax.profiler.StepTraceAnnotation("train", step_num=step)
+    def after_step(self, pause: Pause) -> Metrics:
+        """End the trace; write it in the background."""
+        del pause
+        self._end()
+        return {}
 
-    def end(self) -> None:
-        """End the trace after the devices have finished the last step; write it in the background."""
+    def _end(self) -> None:
         session, self._session = self._session, None
         data, self._window = session.stop(), None
         self._writer = Thread(target=self._write, args=(session, data), name="profile")
         self._writer.start()
 
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._session is not None:  # the run was stopped before the last step of the window
-            self.end()
+            self._end()
         if self._writer is not None:
             self._writer.join()
 

@@ -8,16 +8,15 @@ import draccus
 import pytest
 
 from gregale.data.config import DataConfig
-from gregale.data.sources import JsonLinesSource, SourceConfig, TextSource
-from gregale.data.sources.base import code_of, encodable, expand, ranges
+from gregale.data.sources import SourceConfig, TextSource
+from gregale.data.sources.base import code_of, expand
 from gregale.errors import UserError
 
 
 def test_every_choice_parses_from_a_mapping():
     text = {"type": "text", "files": ["a/*.txt"], "exclude": ["*/b/*"], "weight": 2}
-    config = draccus.decode(DataConfig, {"sources": {"x": text, "y": {"type": "jsonl", "field": "body"}}})
+    config = draccus.decode(DataConfig, {"sources": {"x": text}})
     assert config.sources["x"] == TextSource(files=("a/*.txt",), exclude=("*/b/*",), weight=2.0)
-    assert config.sources["y"] == JsonLinesSource(field="body")
     assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "csv", "tsv", "parquet", "tokens", "huggingface"}
     for choice in SourceConfig.get_known_choices().values():
         assert all(field.metadata["help"] for field in dataclasses.fields(choice))
@@ -80,16 +79,6 @@ def test_fields_out_of_range_are_refused():
             TextSource(weight=weight)
     with pytest.raises(UserError, match=r"on_bad_document is 'ignore'\. Valid choices: stop, skip"):
         TextSource(on_bad_document="ignore")
-
-
-def test_ranges_cover_the_whole():
-    assert [ranges(total, 3) for total in (7, 6, 0)] == [[(0, 3), (3, 6), (6, 7)], [(0, 3), (3, 6)], []]
-
-
-def test_half_a_surrogate_pair_is_refused():
-    assert encodable("fine \U0001f600", "here") == "fine \U0001f600"
-    with pytest.raises(UserError, match=r"here: character 2 of the text is U\+D83D"):
-        encodable("ab\ud83d", "here")
 
 
 class Own(TextSource):

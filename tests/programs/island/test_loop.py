@@ -1,6 +1,7 @@
 """Between the steps of an island: its batches, its turns to save, its checkpoints and its rounds.jsonl."""
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from haliax import Axis
 
 from gregale.checkpoint.store import Checkpoints
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.loop import CheckpointStagger, IslandResources, LeasedBatches, rounds_of
-from gregale.programs.island.stepper import without_nonfinite
+from gregale.programs.island.resources import IslandResources
+from gregale.programs.island.saving import CheckpointStagger, rounds_of
+from gregale.programs.island.steps import LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
 from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
@@ -35,7 +37,7 @@ class Counting:
 def test_batches_follow_the_leases():
     firsts = [0, 4, 100]
     placement = Placement((Axis("batch", 4), Axis("position", 2)), layout_of(data=2))
-    with LeasedBatches(Counting(), placement, lambda: firsts.pop(0) if firsts else None) as batches:
+    with closing(LeasedBatches(Counting(), placement, lambda: firsts.pop(0) if firsts else None)) as batches:
         seen = [np.asarray(next(batches)["tokens"].array)[:, 0].tolist() for _ in range(3)]
         assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103]]
         assert next(batches, None) is None

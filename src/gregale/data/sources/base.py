@@ -92,9 +92,8 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         """Yield the documents that begin in a range, in order, and a `BadDocument` for each invalid one.
 
-        Raises:
-            BadDocument: the rest of the range cannot be read, because of its content.
-            UserError: the range contradicts the configuration, or the system cannot read it; names the file.
+        Raises `BadDocument` if the rest of the range cannot be read, because of its content; `UserError` if the range
+        contradicts the configuration, or the system cannot read it; names the file.
         """
 
     @abstractmethod
@@ -104,8 +103,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def read(self, part: SourceRange, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents that begin in a range, in order; count those that are left out in `skipped`.
 
-        Raises:
-            UserError: the range is damaged or contradicts the configuration; names the file and the location.
+        Raises `UserError` if the range is damaged or contradicts the configuration; names the file and the location.
         """
         try:
             for found in self.scan(part):
@@ -150,8 +148,7 @@ class FileSource(SourceConfig):
     def found(self) -> dict[str, Status]:
         """Return the files, by pattern and then by name. A file that several links or patterns reach appears once.
 
-        Raises:
-            UserError: no file matches, or an exclusion leaves none.
+        Raises `UserError` if no file matches, or an exclusion leaves none.
         """
         if not self.files:
             raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
@@ -170,8 +167,7 @@ class FileSource(SourceConfig):
     def split(self, path: str, size: int) -> list[SourceRange]:
         """Return the ranges of one file; a single one unless the format can be read from the middle.
 
-        Raises:
-            BadDocument: the file is damaged.
+        Raises `BadDocument` if the file is damaged.
         """
         return [SourceRange(path, 0, size, size)]
 

@@ -45,13 +45,18 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.loop import IslandLoop, IslandResources
+from gregale.programs.island.resources import IslandResources
+from gregale.programs.island.saving import IslandSaving
 from gregale.programs.island.status import StatusTracker
+from gregale.programs.island.steps import IslandSteps
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.train.command import describe, hold_run, is_writer, summary
+from gregale.programs.train.command import describe, hold_run, is_writer, on_checkpoint, summary
+from gregale.programs.train.counts import DataPosition, Traffic
+from gregale.programs.train.evaluation import Evaluation
+from gregale.programs.train.loop import Loop
 from gregale.programs.train.resume import Start, starting_point
-from gregale.programs.train.step_log import Observers
+from gregale.programs.train.step_log import Observers, StepLog
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
@@ -60,9 +65,9 @@ from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.tracking.callback import Callbacks, RunInfo
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
-from gregale.tracking.tracker import RunInfo, Trackers
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
 from gregale.training.stepper import Stepper
@@ -121,7 +126,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(hold_run(run, options.fresh, console.message))
         checkpoints = stack.enter_context(
-            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check)
+            Checkpoints(run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run), check)
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)
@@ -155,21 +160,24 @@ def train(
             resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
             stack.callback(resources.close, console.message)
             console.begin(config.steps, start.step)
-            info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
-            status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
+            info = RunInfo(run.path, config.name, asdict(config), start.step, is_writer())
+            status.callbacks = stack.enter_context(open_trackers(config.trackers, setup.callbacks, info, console))
             status.state = "joining"
-            trackers = Trackers([status], flush=status.trackers.flush)
-            loop = IslandLoop(resources, setup, corpus, run, checkpoints, Observers(trackers, console.message))
-            step = loop.run(start, stop)
-            status.state = "complete" if loop.complete else "left"
+            observers = Observers(Callbacks([status], flush=status.callbacks.flush), console.message)
+            steps = IslandSteps(setup, resources, corpus.train, start, stop, observers.spent)
+            counts = Traffic(setup, start.step), DataPosition(config.batch, start.step, start.examples)
+            evaluation = Evaluation(setup, corpus, run, observers, steps)
+            saving = IslandSaving(setup, corpus, checkpoints, observers, steps, counts, resources)
+            step = Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
+            status.state = "complete" if steps.complete else "left"
         checkpoints.wait()
     if checkpoints.failure:
         raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.resume_hint()}")
-    if not loop.complete:
+    if not steps.complete:
         name = stop.signal_name or "SIGTERM"
         console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")
         return 128 + signal.Signals[name]
-    console.message(summary(loop.evaluation, corpus, config))
+    console.message(summary(evaluation.latest, corpus, config))
     return 0
 
 

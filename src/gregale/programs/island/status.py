@@ -6,19 +6,19 @@ from typing import Any
 from gregale.islands.driver import Driver
 from gregale.islands.protocol.messages import RoundDue
 from gregale.islands.transport.client import RequestRejected
-from gregale.tracking.tracker import Trackers, Values
+from gregale.tracking.callback import Callback, Callbacks, Metrics
 
 
-class StatusTracker:
-    """A tracker in front of all others: it adds the fleet's metrics to those of each step, and keeps the newest values.
+class StatusTracker(Callback):
+    """A callback before all others: it adds the fleet's metrics to those of each step, and keeps the newest values.
 
     - `state`: starting, joining, training, complete or left
-    - `trackers`: receive the metrics
+    - `callbacks`: receive the metrics
     """
 
     def __init__(self, name: str, steps: int, step: int):
         self.state = "starting"
-        self.trackers = Trackers([])
+        self.callbacks = Callbacks([])
         self._name, self._steps, self._step = name, steps, step
         self._values: dict[str, float | int | None] = {}
         self._driver: Driver | None = None
@@ -28,18 +28,27 @@ class StatusTracker:
         """Report this driver's rounds too."""
         self._driver = driver
 
-    def log(self, step: int, values: Values) -> None:
+    def on_step(self, step: int, metrics: Metrics) -> None:
         """Pass on the metrics of a step, with those of the fleet."""
         if self.state == "joining":
             self._began, self._lost_before = time.monotonic(), self._lost()
         self._step, self.state = step, "training"
-        self._values |= {name: values[name] for name in ("loss", "tokens_per_second", "eval_loss") if name in values}
-        self.trackers.log(step, {**values, **self.metrics()} if "loss" in values else values)
+        self._keep(metrics)
+        self.callbacks.on_step(step, {**metrics, **self.fleet_metrics()})
 
-    def close(self) -> None:
-        """Do nothing: the trackers are closed where they were opened."""
+    def on_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Pass on the metrics of an evaluation."""
+        self._keep(metrics)
+        self.callbacks.on_evaluation(step, metrics)
 
-    def metrics(self) -> dict[str, float | int]:
+    def on_end(self, step: int) -> None:
+        """Pass it on; the callbacks are closed where they were opened."""
+        self.callbacks.on_end(step)
+
+    def _keep(self, metrics: Metrics) -> None:
+        self._values |= {name: metrics[name] for name in ("loss", "tokens_per_second", "eval_loss") if name in metrics}
+
+    def fleet_metrics(self) -> dict[str, float | int]:
         """Return the metrics of the fleet's rounds for this island.
 
         `goodput`: the share of the time since the first step in which it neither waited for the network nor healed.
@@ -66,7 +75,7 @@ class StatusTracker:
         fixed = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
         driver = self._driver
         members, stalled = (list(driver.members), driver.stalls.line) if driver is not None else ([], None)
-        return {**fixed, **self.metrics(), "members": members, "stalled": stalled, **self._values}
+        return {**fixed, **self.fleet_metrics(), "members": members, "stalled": stalled, **self._values}
 
     def on_message(self, message: dict) -> dict:
         """Handle a peer's message; raise RequestRejected for one that this version does not know."""

@@ -28,7 +28,6 @@ HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step
 
 
 def size(count: float | None) -> str:
-    """Return bytes in binary units."""
     if count is None:
         return "unknown"
     unit = 0
@@ -111,7 +110,6 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
 
 
 def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
-    """Print each remedy with its effect."""
     if remedies:
         console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
@@ -166,7 +164,6 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
 
 
 def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
-    """Print the time of each program with a compiler estimate."""
     keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
     rows = [
         (name, *(f"{found[key]:.4g} s" for key in keys), _percent(found["utilisation"]))
@@ -224,7 +221,6 @@ def _methods(report: dict[str, Any], console: Console) -> None:
 
 
 def _island(island: dict[str, Any], console: Console) -> None:
-    """Print an island's traffic and memory."""
     hidden = island["hidden_gbit_per_second"]
     rows = [
         ("sent in a round, at most", size(island["bytes_per_round"])),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import haliax as hax
 import jax
@@ -10,9 +11,14 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
-from gregale.data.examples import Examples
-from gregale.data.loader import batches
+from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
+
+if TYPE_CHECKING:
+    import grain
+
+THREADS = 4
+BATCHES_AHEAD = 8  # prepared in advance; limits the memory
 
 
 class Placement:
@@ -27,7 +33,6 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Return the number of rows of a batch."""
         return self._axes[0].size
 
     @property
@@ -64,8 +69,40 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         """Return the result of `Placement.placed`."""
         return self._placement.placed(array)
 
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._batches.close()
+
     def __enter__(self) -> GlobalBatches:
         return self
 
     def __exit__(self, *_) -> None:
-        self._batches.close()
+        self.close()
+
+
+if TYPE_CHECKING:
+    import grain
+
+
+def batches(
+    examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, first: int = 0
+) -> grain.DatasetIterator[ExampleBatch]:
+    """Return an iterator over the rows of consecutive batches that one process needs, arrays [row, L].
+
+    Blank rows pad the last batch of a finite set. Threads prepare batches until the iterator's `close` is called.
+
+    - `examples`: the source of the batches.
+    - `batch_size`: B, rows of a whole batch over all processes.
+    - `rows`: the indices in 0 to B - 1 of the rows that this process needs; by default all.
+    - `first`: the first example of the first batch; a resumed run needs nothing else.
+    """
+    import grain
+
+    rows = range(batch_size) if rows is None else rows
+
+    def batch(number: int) -> ExampleBatch:
+        return examples.batch(first + number * batch_size, batch_size, rows)
+
+    reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)
+    numbers = grain.MapDataset.range(examples.batches_from(first, batch_size))
+    return iter(numbers.map(batch).to_iter_dataset(reading))

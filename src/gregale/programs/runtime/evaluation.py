@@ -18,14 +18,10 @@ from gregale.programs.runtime.setup import Setup
 
 
 class EvaluationText(NamedTuple):
-    """Text of an evaluation, which scores each example once.
+    """Text of an evaluation, which scores each example once."""
 
-    - `held_out`: examples held out of the training sources, or None
-    - `validation`: examples of the validation sources, by name
-    """
-
-    held_out: Examples | None
-    validation: Mapping[str, Examples] = {}
+    held_out: Examples | None  # examples held out of the training sources, or None
+    validation: Mapping[str, Examples] = {}  # examples of the validation sources, by name
 
     @property
     def first(self) -> Examples | None:
@@ -34,7 +30,6 @@ class EvaluationText(NamedTuple):
 
 
 def evaluation_text(corpus: Corpus) -> EvaluationText:
-    """Return the evaluation text of a corpus."""
     return EvaluationText(corpus.held_out, corpus.validation)
 
 
@@ -69,12 +64,12 @@ class Evaluator:
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
-            figures = figures_of(np.sum(list(validation.values()), axis=0))
+            metrics = metrics_of(np.sum(list(validation.values()), axis=0))
         else:
-            figures = figures_of(self._total(model, self._text.held_out, batches, at_batch))
+            metrics = metrics_of(self._total(model, self._text.held_out, batches, at_batch))
         for name, total in validation.items():
-            figures |= {f"{figure}.{name}": value for figure, value in figures_of(total).items()}
-        return figures
+            metrics |= {f"{metric}.{name}": value for metric, value in metrics_of(total).items()}
+        return metrics
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3]."""
@@ -87,19 +82,19 @@ class Evaluator:
         return np.array([float(total) for total in totals])
 
 
-def format_losses(figures: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
+def format_losses(metrics: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
     """Return the losses in a line; `held_out`: whether the metrics without a name are of held-out text."""
     sentences = []
-    for key, loss in figures.items():
-        figure, _, name = key.partition(".")
-        if figure == "eval_loss":
-            bits = figures[key.replace(figure, "bits_per_byte", 1)]
+    for key, loss in metrics.items():
+        metric, _, name = key.partition(".")
+        if metric == "eval_loss":
+            bits = metrics[key.replace(metric, "bits_per_byte", 1)]
             label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
             sentences.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
     return "; ".join(sentences)
 
 
-def figures_of(total: np.ndarray) -> dict[str, float]:
+def metrics_of(total: np.ndarray) -> dict[str, float]:
     """Return the metrics of sums [loss, targets, bytes]; NaN if nothing was scored."""
     loss, weight, scored = total.tolist()
     return {

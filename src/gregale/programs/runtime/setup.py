@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
@@ -26,6 +27,8 @@ from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
+from gregale.tracking.callback import Callback, call
+from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -36,21 +39,15 @@ MAX_PARAMETERS = 10**15
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that a configuration describes, on a mesh.
-
-    - `layout`: mesh and mappings
-    - `Vocab`: the model's vocabulary, padded
-    - `model`: the abstract model, which allocates no arrays
-    - `psdp`: the method of the warm-up; a conversion between two methods' states goes through its state
-    - `method`: the synchronisation method
-    """
+    """The objects that a configuration describes, on a mesh."""
 
     config: TrainConfig
-    layout: Layout
-    Vocab: Axis
-    model: object
-    psdp: Psdp
-    method: Method
+    layout: Layout  # mesh and mappings
+    Vocab: Axis  # the model's vocabulary, padded
+    model: object  # the abstract model, which allocates no arrays
+    psdp: Psdp  # the method of the warm-up; a conversion between two methods' states goes through its state
+    method: Method  # the synchronisation method
+    callbacks: tuple[Callback, ...] = ()  # of the configuration; the step computes their metrics
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
@@ -60,15 +57,11 @@ class Setup:
     @property
     def parts(self) -> MethodContext:
         """Return the context from which this configuration builds its method and methods for comparison."""
-        return parts_of(self.config, self.model, self.layout)
+        return parts_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
         """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
-
-    def method_named(self, name: str) -> Method:
-        """Return the method with this name, one of the two of a run."""
-        return self.psdp if name == self.psdp.name else self.method
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step; each device makes its shards."""
@@ -80,15 +73,12 @@ class Setup:
         return initial_state(self.method_after(0), same, self.compiler_options, model)
 
     def init_model(self, key):
-        """Return the model with its initial weights."""
         return self.config.model.init(self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
-        """Return the abstract state of the configured method."""
         return abstract_state(self.method, self.model)
 
     def stepper(self, method: Method | None = None) -> Stepper:
-        """Return the stepper of the configured method, or of another method."""
         return Stepper(method or self.method, self.model, self.compiler_options)
 
     @cached_property
@@ -99,6 +89,11 @@ class Setup:
         if given and options:
             check_compiler_options(options, mesh)
         return options
+
+    @cached_property
+    def joined_parameters(self) -> Callable[[Any], Any]:
+        """Return the program that joins the parameters of a state of `method`; all saves of a run share it."""
+        return jax.jit(lambda state: self.method.to_psdp(state).parameters, compiler_options=self.compiler_options)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -134,7 +129,6 @@ class Setup:
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
-        """Return the pipeline's schedule; None without a pipeline."""
         pipeline = self.config.pipeline
         return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 
@@ -213,7 +207,6 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     """Return the setup of a configuration, without allocation or compilation.
 
-    Arguments:
     - `tokens`: the tokenizer's vocabulary size
     - `mesh`: default: the configured mesh on all devices
 
@@ -224,8 +217,9 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     check_parameters(model)
-    methods = methods_of(config, parts_of(config, model, layout))
-    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
+    callbacks = tuple(each.build() for each in config.callbacks)
+    methods = methods_of(config, parts_of(config, model, layout, callbacks))
+    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
@@ -235,10 +229,11 @@ def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
     return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
 
 
-def parts_of(config: TrainConfig, model, layout: Layout) -> MethodContext:
+def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
     """Return the context from which the configuration builds its methods."""
     options = compiler_options(config.compute.compiler_options, layout.mesh)
-    return MethodContext(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
+    psdp = partial(psdp_on, config, model, callbacks)
+    return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
 
 
 def check_parameters(model) -> None:
@@ -271,7 +266,7 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
         )
 
 
-def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
+def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: Layout) -> Psdp:
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
@@ -287,4 +282,20 @@ def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
+        measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
+
+
+def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
+    """Return the metrics of callbacks as float32 scalars; raise `UserError` for other values and for a name of two."""
+    found: dict[str, jax.Array] = {}
+    for callback in callbacks:
+        name = f"callbacks: {type(callback).__name__}.metrics"
+        for key, value in call(callback, "metrics", model, batch, run).items():
+            scalar = jnp.asarray(getattr(value, "array", value), jnp.float32)
+            if scalar.shape != ():
+                raise UserError(f"{name} returns {key!r} of the shape {scalar.shape}; give a scalar, such as its mean.")
+            if key in found or metric_of(key) is not None:
+                raise UserError(f"{name} returns {key!r}, which is a metric already; choose another name.")
+            found[key] = scalar
+    return found

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 
 import jax
@@ -30,9 +30,12 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
+from gregale.programs.train.counts import DataPosition, Traffic
+from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import keep_what_came_with, origin_of, starting_point
-from gregale.programs.train.step_log import Observers
+from gregale.programs.train.step_log import Observers, StepLog
+from gregale.programs.train.steps import MeshSteps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
@@ -40,10 +43,10 @@ from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
 from gregale.settings import setting
 from gregale.storage import storage_path
+from gregale.tracking.callback import RunInfo, call
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
-from gregale.tracking.tracker import RunInfo
 from gregale.training.compilation_cache import keep_compiled
 
 
@@ -90,7 +93,7 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
     # Rejects contradictory values before the data are read.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
@@ -102,13 +105,26 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
             hold_run(run, fresh, console.message) as check,
-            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check) as checkpoints,
+            Checkpoints(
+                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run), check
+            ) as checkpoints,
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
             if warning := config.sync.config_warning(setup.layout, config.steps):
                 console.message(warning)
             return train(setup, corpus, run, checkpoints, console, watching)
+
+
+def on_checkpoint(setup: Setup, run: RunDirectory) -> Callable[[int], None]:
+    """Return what process 0 does after each checkpoint, in the thread that saves."""
+
+    def tell(step: int) -> None:
+        run.note_checkpoint(step)
+        for callback in setup.callbacks:
+            call(callback, "on_checkpoint", step)
+
+    return tell
 
 
 def check_start(fresh: bool, config: TrainConfig, run: RunDirectory) -> None:
@@ -178,17 +194,24 @@ def train(
 
     by_first_process(begin, None)
     console.begin(config.steps, first_step)
-    info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
+    info = RunInfo(run.path, config.name, asdict(config), first_step, is_writer())
     if (window := watching.window) is not None and window.last <= first_step:
         console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
     with StopRequest() as stop:
         with (
-            open_trackers(config.trackers, info, console, is_writer()) as trackers,
-            Profile(window, run.path / "profiles", console.message) as profile,
+            open_trackers(config.trackers, setup.callbacks, info, console) as callbacks,
+            closing(Profile(window, run.path / "profiles", console.message)) as profile,
         ):
-            observers = Observers(trackers, console.message, watching.progress, profile)
-            loop = Loop(setup, corpus, run, checkpoints, observers)
-            step = loop.run(start, stop)
+            observers = Observers(callbacks, console.message, watching.progress)
+            steps = MeshSteps(setup, corpus, start, stop, observers)
+            counts = (
+                Traffic(setup, first_step, start.replica_bytes),
+                DataPosition(config.batch, first_step, start.examples),
+            )
+            evaluation = Evaluation(setup, corpus, run, observers, steps)
+            saving = Saving(setup, corpus, checkpoints, observers, steps, counts)
+            log = StepLog(setup, observers, *counts)
+            step = Loop(setup, steps, log, observers, evaluation, saving, [profile]).run()
         checkpoints.wait()
     watching.progress.at(step, Phase.ENDING)
     if checkpoints.failure:
@@ -200,13 +223,13 @@ def train(
         name = stop.signal_name or "SIGTERM"
         console.message(f"Stopped by {name} after step {step} and saved; the same command goes on from there.")
         return 128 + signal.Signals[name]
-    loss = loop.evaluation.get("eval_loss", 0.0)  # A run without evaluation has no loss.
+    loss = evaluation.latest.get("eval_loss", 0.0)  # A run without evaluation has no loss.
     if not math.isfinite(loss):
         raise UserError(
             f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing that "
             f"could be used. metrics.jsonl shows where it went wrong. {HELP}"
         )
-    console.message(summary(loop.evaluation, corpus, config))
+    console.message(summary(evaluation.latest, corpus, config))
     return 0
 
 

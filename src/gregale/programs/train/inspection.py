@@ -4,14 +4,14 @@ A separate program repeats the computation of the next step without a change of 
 change the step's program. The error of quantised averages also has a separate program.
 
     inspector = Inspector(setup, method)
-    figures = inspector(state, batch)  # before the step that takes this batch
+    metrics = inspector(state, batch)  # before the step that takes this batch
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -19,14 +19,42 @@ from haliax import NamedArray
 
 from gregale.axes.layout import LAYERS, is_named
 from gregale.data.examples import MORE_BYTES, Examples
+from gregale.distributed.hang_detector import Phase, Progress
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup
+from gregale.tracking.callback import Callback, Metrics, Pause
 from gregale.training.state import TrainState
 
 Tree = Any
 LOGITS = "attention_logit_max"
+
+
+class Inspection(Callback):
+    """Adds the metrics of each layer to every `inspect.every`-th step."""
+
+    seconds: ClassVar[str] = "inspection_seconds"
+
+    def __init__(self, setup: Setup, progress: Progress):
+        self._setup, self._progress = setup, progress
+        self._inspectors: dict[str, Inspector] = {}
+
+    def waits_before(self, step: int) -> bool:
+        return is_due(step, self._setup.config.inspect.every)
+
+    def before_step(self, pause: Pause) -> Metrics:
+        inspector = self._inspectors.get(pause.method.name)
+        if inspector is None:
+            self._progress.at(pause.step, Phase.COMPILING)
+            inspector = self._inspectors[pause.method.name] = Inspector(self._setup, pause.method)
+        with self._progress.waiting():
+            return inspector(pause.state, pause.batch)
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Return whether a step is one of every so many."""
+    return every is not None and step % every == 0
 
 
 class Inspector:

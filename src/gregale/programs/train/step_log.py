@@ -23,9 +23,8 @@ from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
-from gregale.tracking.profile import Profile
+from gregale.tracking.callback import Callbacks
 from gregale.tracking.rate import Rate
-from gregale.tracking.tracker import Trackers
 from gregale.training.state import StepReport
 
 # Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
@@ -37,16 +36,16 @@ STEPS_AHEAD = 1
 class Observers:
     """Observers of a training loop.
 
-    - `trackers`: log the metrics of steps and evaluations
+    - `callbacks`: the console, the trackers and the callbacks of the configuration
     - `report`: takes one line about a failure that does not end the run
     - `progress`: records the loop's phase, for hang detection
-    - `profile`: traces the selected steps
+    - `spent`: counts the seconds in which the loop starts no step
     """
 
-    trackers: Trackers
+    callbacks: Callbacks
     report: Callable[[str], None]
     progress: Progress = field(default_factory=Progress)
-    profile: Profile = field(default_factory=lambda: Profile(None, Path(), print))
+    spent: PhaseTimer = field(default_factory=PhaseTimer)
 
 
 class TooManySkipped(UserError):
@@ -60,9 +59,9 @@ class StepLog:
     - `skipped`: the number of skipped steps among them, of the replica that skipped most
     """
 
-    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: DataPosition, spent: PhaseTimer):
+    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: DataPosition):
         self._setup, self._observers, self._traffic, self._consumed = setup, observers, traffic, consumed
-        self._spent, self._devices = spent, setup.layout.mesh.local_devices
+        self._devices = setup.layout.mesh.local_devices
         self._pending: deque[tuple[int, StepReport, Mapping[str, float]]] = deque()
         self._peak = peak_tokens_per_second(setup)
         self.done = traffic.first_step
@@ -107,17 +106,20 @@ class StepLog:
             "tokens_per_second": self._rate.tokens_per_second,
             **({"mfu": self._rate.tokens_per_second / self._peak} if self._peak else {}),
             "step_seconds": self._rate.step_seconds,
-            **self._spent.figures(),
+            **self._observers.spent.figures(),
             **memory_in_use(self._devices),
             **self._traffic.figures(step),
             **inspected,
         }
         self._outer = None
-        self._observers.trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))
+        self._observers.callbacks.on_step(step, values | ({"skipped": self.skipped} if self.skipped else {}))
 
 
 def measured(report: StepReport) -> dict[str, float]:
-    """Return loss and gradient norm over all replicas; for separate replicas also each loss and their spread."""
+    """Return loss and gradient norm over all replicas, and the callbacks' metrics as means over replicas.
+
+    For separate replicas also each loss and their spread.
+    """
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
     total = weights.sum()
@@ -125,7 +127,7 @@ def measured(report: StepReport) -> dict[str, float]:
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
         values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}
-    return values
+    return values | {name: float(np.mean(value)) for name, value in metrics.callbacks.items()}
 
 
 def measured_between(outer: PseudoGradient) -> dict[str, float]:

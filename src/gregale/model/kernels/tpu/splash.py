@@ -18,13 +18,10 @@ class Splash:
 
     Rows are padded to whole blocks with tokens after all others, which no token sees. The kernel names its residuals,
     output and log-sum-exp: if they are saved, it does not run again.
-
-    - `device_kind`: JAX's name of the chip, which determines the sizes of blocks
-    - `interpret`: runs the kernels step by step in JAX, on any device
     """
 
-    device_kind: str
-    interpret: bool = False
+    device_kind: str  # JAX's name of the chip, which determines the sizes of blocks
+    interpret: bool = False  # runs the kernels step by step in JAX, on any device
 
     def __call__(
         self,

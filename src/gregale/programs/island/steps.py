@@ -1,29 +1,42 @@
 """The steps of an island, and the commands between two of them: messages depart, fragments arrive."""
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import NamedArray
 
 from gregale.communication import shards
-from gregale.islands.driver import Driver
-from gregale.islands.follower import Follower
+from gregale.data.examples import ExampleBatch, Examples
+from gregale.data.mixtures import ReplicaExamples
+from gregale.distributed.signals import StopRequest
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
 from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
-from gregale.methods.island_outer import HostOuter
+from gregale.programs.island.resources import IslandResources
+from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.train.counts import PhaseTimer
+from gregale.programs.train.resume import Start
+from gregale.programs.train.steps import Batch, Steps
 from gregale.training.state import StepReport, TrainState
-from gregale.training.stepper import Stepper
 
 Tree = Any
+THREADS = 4
+BATCHES_AHEAD = 8  # made before they are requested; limits the memory
 
 
-class IslandStepper:
-    """Takes the steps of an island and executes its controller's commands between them.
+class IslandSteps(Steps):
+    """The steps of an island, and its controller's commands between them.
+
+    The steps end after the fleet's last round, or when the island has left the fleet.
 
     - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
@@ -31,60 +44,94 @@ class IslandStepper:
     - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
+    compiled = -1  # the programs are compiled before the island joins
+
     def __init__(
         self,
-        island: Island,
-        take_step: Stepper,
-        outer: HostOuter,
-        controller: Driver | Follower,
-        seen: list[float],
-        step: int,
+        setup: Setup,
+        resources: IslandResources,
+        examples: Examples | ReplicaExamples,
+        start: Start,
+        stop: StopRequest,
+        spent: PhaseTimer,
     ):
-        """Create the stepper.
-
-        - `seen`: tokens by fragment since this island last contributed to it
-        - `step`: steps done before
-        """
-        self._island, self._step, self._outer, self._controller = island, take_step, outer, controller
-        self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
+        assert isinstance(setup.method, Island)
+        self.method = self._island = setup.method
+        self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
+        self._stop, self._spent = stop, spent
+        self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
+        self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
-        self.step, self.batches = step, 0
+        self.state, self.step, self.batches = start.state, start.step, 0
         self.arrived: int | None = None
         self.save_offset = 0.0
+        self._is_leaving = False
+        self._finish: Finish | None = None
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepReport]:
-        """Take the next step; the incoming state is donated."""
+    @property
+    def ended(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def complete(self) -> bool:
+        return self._finish is not None and self._finish.complete
+
+    def next_batch(self) -> Batch | None:
+        """Return the next leased batch; without one, execute commands until there is one."""
+        while not self.ended:
+            if self._stop.agreed(self.step) and not self._is_leaving:
+                self._is_leaving = True
+                self._controller.leave()
+                self.between()
+                continue
+            with self._spent.on("data_seconds"):
+                batch = next(self._examples, None)
+            if batch is not None:
+                return batch
+            self.between(starved=True)
+        if self.complete:
+            self.state = self._with_outer_parameters(self.state)
+        return None
+
+    def take(self, batch: Batch) -> StepReport:
         self.step += 1
-        state, report = self._step(state, batch, self.step)
+        self.state, report = self._take(self.state, batch, self.step)
         self._seen = _add(self._seen, report.metrics.weight)
         self.batches += 1
         self._controller.stepped()
-        return state, report
+        return report
 
-    def follow(self, state: TrainState, starved: bool = False) -> tuple[TrainState, Finish | None]:
-        """Execute the pending commands; the incoming state may be donated. After `Finish` there are no more steps.
+    def between(self, starved: bool = False) -> None:
+        """Execute the pending commands; after `Finish` there are no more steps.
 
         - `starved`: no data is leased, so it executes commands until there is data
         """
         while (order := self._controller.order(starved)) is not None:
             match order:
                 case SendMessage(number):
-                    self._depart(state, number)
+                    self._depart(self.state, number)
                 case ApplyRound(number, weight, save_offset):
                     self.save_offset = save_offset
-                    state = self._arrive(state, number, weight)
+                    self.state = self._arrive(self.state, number, weight)
                 case LoadOuterState(number, inherits):
                     inner = self._controller.inherited() if inherits else None
-                    state = self._taken_over(self.with_outer_parameters(state), inner)
+                    self.state = self._taken_over(self._with_outer_parameters(self.state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
                 case CopyInnerState():
-                    self._controller.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
+                    self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
                 case Finish():
-                    return state, order
-        return state, None
+                    self._finish = order
+                    return
 
-    def with_outer_parameters(self, state: TrainState) -> TrainState:
+    def __enter__(self) -> "IslandSteps":
+        self.between()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._examples.close()
+
+    def _with_outer_parameters(self, state: TrainState) -> TrainState:
         """Return the state with the outer parameters in place of its own."""
         for index in range(self._island.schedule.fragments):
             state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
@@ -148,3 +195,33 @@ def without_nonfinite(optimizer: Tree) -> Tree:
 @jax.jit
 def _add(seen: jax.Array, weight: jax.Array) -> jax.Array:
     return seen + weight
+
+
+class LeasedBatches(Iterator[dict[str, NamedArray]]):
+    """Batches as global arrays [batch, position], made ahead of time.
+
+    - `examples`: the examples of all islands; an example is a function of its number alone
+    - `placement`: of a batch on this island's mesh
+    - `take`: takes the next batch and returns its first example; None if no example is leased
+    """
+
+    def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
+        self._examples, self._placement, self._take = examples, placement, take
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
+        self._made: deque[Future[ExampleBatch]] = deque()
+
+    def __next__(self) -> dict[str, NamedArray]:
+        """Return the next batch; StopIteration for now if none is leased."""
+        while len(self._made) < BATCHES_AHEAD and (first := self._take()) is not None:
+            self._made.append(self._threads.submit(self._batch, first))
+        if not self._made:
+            raise StopIteration
+        rows = self._made.popleft().result()
+        return {name: self._placement.placed(array) for name, array in rows.items()}
+
+    def _batch(self, first: int) -> ExampleBatch:
+        return self._examples.batch(first, self._placement.size, self._placement.rows)
+
+    def close(self) -> None:
+        """End the threads that make batches."""
+        self._threads.shutdown(cancel_futures=True)

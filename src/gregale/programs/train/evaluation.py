@@ -1,0 +1,114 @@
+"""The callbacks of a run that evaluate, continue the prompts of `samples`, and save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+
+from gregale.atomic_files import os_error_text
+from gregale.checkpoint.store import Checkpoints
+from gregale.data.preparation import Corpus
+from gregale.distributed.hang_detector import Phase
+from gregale.inference.token_sampling import Sampling
+from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
+from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.tasks import tasks_of
+from gregale.programs.sample.sampler import Sampler, training_sampler
+from gregale.programs.train.counts import DataPosition, Traffic
+from gregale.programs.train.inspection import QuantisationFigures, is_due
+from gregale.programs.train.step_log import Observers
+from gregale.programs.train.steps import Steps
+from gregale.runs.run_directory import RunDirectory
+from gregale.storage import StoreError
+from gregale.tracking.callback import Callback, Metrics, Pause
+
+Tree = Any
+
+
+class Evaluation(Callback):
+    """Evaluates every `evaluation.every` steps, on held-out text and on tasks, and writes samples.
+
+    - `latest`: the metrics of the last evaluation; empty without anything to evaluate on
+    """
+
+    seconds: ClassVar[str] = "evaluation_seconds"
+
+    def __init__(self, setup: Setup, corpus: Corpus, run: RunDirectory, observers: Observers, steps: Steps):
+        self._setup, self._run, self._observers, self._steps = setup, run, observers, steps
+        text, config = evaluation_text(corpus), setup.config
+        self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
+        self._measure = QuantisationFigures(setup, text.first) if text.first and config.reduce.measure else None
+        self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
+        self._sampler = training_sampler(setup, corpus.tokenizer) if config.samples.prompts else None
+        self.latest: dict[str, float] = {}
+
+    def waits_after(self, step: int) -> bool:
+        return is_due(step, self._setup.config.evaluation.every) and not self._steps.ended
+
+    def after_step(self, pause: Pause) -> Metrics:
+        """Return the metrics of the evaluation; the samples are written before, because its line ends a run."""
+        progress, config = self._observers.progress, self._setup.config
+        progress.at(pause.step, Phase.EVALUATING)
+        found: dict[str, float] = {}
+        if self._evaluate is not None:
+            found = self._evaluate(pause.model, config.evaluation.batches, progress.still)
+        if self._tasks is not None:
+            found |= self._tasks(pause.model, lambda done, total: progress.still())
+        if self._measure is not None and pause.method is self._setup.method:
+            found |= self._measure(pause.state)
+        if self._sampler is not None:
+            self._sample(self._sampler, pause.model, pause.step)
+        self.latest = found
+        return found
+
+    def _sample(self, sampler: Sampler, model: Tree, step: int) -> None:
+        samples = self._setup.config.samples
+        sampling, model = Sampling(temperature=samples.temperature, seed=step), sampler.prepared(model)
+        added = sampler.texts(model, samples.prompts, samples.tokens, sampling)
+        texts = [prompt + text for prompt, text in zip(samples.prompts, added, strict=True)]
+        if jax.process_index() == 0:
+            try:
+                self._run.write_samples(step, texts)
+            except (OSError, StoreError) as error:
+                why = error.fact.rstrip(".") if isinstance(error, StoreError) else os_error_text(error)
+                self._observers.report(f"The samples of step {step} could not be written: {why}.")
+
+
+class Saving(Callback):
+    """Saves a checkpoint in the background every `checkpoint.every` steps."""
+
+    seconds: ClassVar[str] = "saving_seconds"
+
+    def __init__(
+        self,
+        setup: Setup,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        observers: Observers,
+        steps: Steps,
+        counts: tuple[Traffic, DataPosition],
+    ):
+        self._setup, self._corpus, self._checkpoints = setup, corpus, checkpoints
+        self._observers, self._steps = observers, steps
+        self._traffic, self._consumed = counts
+
+    def waits_after(self, step: int) -> bool:
+        return is_due(step, self._setup.config.checkpoint.every) and not self._steps.ended
+
+    def after_step(self, pause: Pause) -> Metrics:
+        self._save(pause, {}, self._observers.callbacks.flush)
+        return {}
+
+    def _save(self, pause: Pause, counted: Mapping[str, Any], beside: Callable[[], object]) -> None:
+        """Save the state with the run's counts and further entries of the metadata.
+
+        - `beside`: writes what belongs to the checkpoint, before its commit
+        """
+        step, method = pause.step, pause.method
+        self._observers.progress.at(step, Phase.SAVING)
+        counts = {"replica_bytes": self._traffic.bytes_sent(step), "examples": self._consumed.examples(step)}
+        metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
+        self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)

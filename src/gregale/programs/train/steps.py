@@ -1,0 +1,100 @@
+"""The source of a loop's steps: their batches, their state, and what happens between two of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+from gregale.data.preparation import Corpus
+from gregale.distributed.hang_detector import Phase
+from gregale.distributed.signals import StopRequest
+from gregale.methods.method import Method
+from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.step_log import Observers
+from gregale.training.state import StepReport, TrainState
+
+Batch = dict[str, Any]
+
+
+class Steps(ABC):
+    """The steps of a run, in a `with` statement.
+
+    - `state`, `step`: the state, and the number of steps done
+    - `method`: the method that takes the next step
+    - `compiled`: the step before which the step's program was new, so that the next step compiles it
+    """
+
+    state: TrainState
+    step: int
+    method: Method
+    compiled: int
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether there is no further step, so that the end of the run evaluates and saves."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether the run has done all its steps."""
+
+    @abstractmethod
+    def next_batch(self) -> Batch | None:
+        """Return the batch of the next step; None after the last step or a request to stop."""
+
+    @abstractmethod
+    def take(self, batch: Batch) -> StepReport:
+        """Start the next step."""
+
+    def between(self) -> None:
+        """Do what follows a step that has started, before callbacks see its state; by default nothing."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+
+class MeshSteps(Steps):
+    """The steps of `gregale train`, whose replicas are all on one mesh."""
+
+    def __init__(self, setup: Setup, corpus: Corpus, start: Start, stop: StopRequest, observers: Observers):
+        self._setup, self._stop, self._observers = setup, stop, observers
+        self._batches = GlobalBatches(corpus.train, setup.batch_axes, setup.layout, start.examples)
+        self.state, self.step = start.state, start.step
+        self._use(setup.method_after(start.step))
+
+    def _use(self, method: Method) -> None:
+        self.method, self.compiled = method, self.step
+        self._take = self._setup.stepper(method)
+
+    @property
+    def ended(self) -> bool:
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        return self.step == self._setup.config.steps
+
+    def next_batch(self) -> Batch | None:
+        if self.step >= self._setup.config.steps or self._stop.agreed(self.step):
+            return None
+        if (method := self._setup.method_after(self.step)) is not self.method:
+            self._observers.progress.at(self.step + 1, Phase.COMPILING)
+            self.state = converted(self._setup, self.state, self.step, self.method)
+            self._use(method)
+        with self._observers.spent.on("data_seconds"):
+            return next(self._batches)
+
+    def take(self, batch: Batch) -> StepReport:
+        self.state, report = self._take(self.state, batch, self.step + 1)
+        self.step += 1
+        return report
+
+    def __exit__(self, *_: object) -> None:
+        self._batches.close()

@@ -1,0 +1,219 @@
+"""Callbacks, which a training loop calls at its events: the console, `metrics.jsonl` and trackers are callbacks.
+
+    @CallbackConfig.register_subclass("largest_weight")
+    @dataclass(frozen=True)
+    class LargestWeightConfig(CallbackConfig):
+        def build(self) -> Callback:
+            return LargestWeight()
+
+    class LargestWeight(Callback):
+        def metrics(self, model, batch, execution):
+            return {"largest_weight": jnp.max(jnp.abs(model.embedding.array))}
+
+The loop's events for a step, in this order:
+
+    before_step  (the loop waits for the devices if `waits_before`)
+    the step starts; its compiled program computes `metrics`
+    on_step of an earlier step, whose metrics have arrived
+    after_step   (the loop waits for the devices if `waits_after`), and on_evaluation with its result
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import draccus
+
+from gregale.errors import UserError
+from gregale.settings import Settings
+from gregale.storage import ObjectPath, StoragePath
+
+Tree = Any
+Metrics = Mapping[str, float | int | None]
+"""Metrics by name; None (or NaN or an infinity) if there is no number."""
+
+
+def finite(metrics: Metrics) -> dict[str, float | int]:
+    """Return the metrics whose values are finite numbers."""
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run as callbacks see it.
+
+    - `config`: the resolved configuration in its JSON form
+    - `resumed_from`: the step from which the run resumes, 0 for a new run; trackers remove metrics of later steps if
+      they can
+    - `is_writer`: whether this process writes the files of the run; callbacks are called in every process
+    """
+
+    directory: StoragePath
+    name: str
+    config: Mapping[str, Any]
+    resumed_from: int = 0
+    is_writer: bool = True
+
+    @property
+    def files(self) -> Path:
+        """The folder for files of trackers: the run directory, or `trackers/NAME` here for a run in a store."""
+        if not isinstance(self.directory, ObjectPath):
+            return self.directory
+        folder = Path("trackers") / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+@dataclass
+class Pause:
+    """The time between two steps, in which the devices are idle.
+
+    - `step`: the step that follows in `before_step`, the step that is done in `after_step`
+    - `state`: the `TrainState`, for reading; the next step overwrites its arrays, so copy what you keep
+    - `method`: the synchronisation method that takes the steps
+    - `batch`: the batch of the step that follows; None in `after_step`
+    - `trained`: makes the model to evaluate of the method's state
+    """
+
+    step: int
+    state: Any
+    method: Any
+    batch: Tree
+    trained: Callable[[Tree], Tree]
+
+    @cached_property
+    def model(self) -> Tree:
+        """The model to evaluate; for DiLoCo the model of the outer parameters. All callbacks of a pause share it."""
+        return self.trained(self.state.method)
+
+
+class Callback:
+    """Code that the training loop calls at its events; each method does nothing unless it is overridden.
+
+    Every process of a run makes the same calls in the same order, in the thread of the loop, except `on_checkpoint`.
+    A `UserError` of a callback ends the run with its text; any other exception ends it with the exception's place.
+
+    - `seconds`: the metric that counts the seconds of `before_step` and `after_step`
+    """
+
+    seconds: ClassVar[str] = "callback_seconds"
+
+    def metrics(self, model: Tree, batch: Tree, execution: Any) -> Mapping[str, Any]:
+        """Return metrics that the step's compiled program computes: scalar arrays by name.
+
+        - `model`: with the parameters before the step
+        - `batch`: arrays [batch, position]; of one replica if replicas train separately, and the loop logs the mean
+          over replicas
+        - `execution`: for `model.loss(batch, execution)` and the like
+        """
+        del model, batch, execution
+        return {}
+
+    def on_start(self, run: RunInfo) -> None:
+        """Open files and sessions, before the first step."""
+
+    def waits_before(self, step: int) -> bool:
+        """Return whether the loop calls `before_step` for this step; it waits until the devices are idle."""
+        del step
+        return False
+
+    def before_step(self, pause: Pause) -> Metrics:
+        """Return metrics to log with the step that follows."""
+        del pause
+        return {}
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Take the metrics of a logged step. The devices already run the next step, so do not wait for them."""
+
+    def waits_after(self, step: int) -> bool:
+        """Return whether the loop calls `after_step` for this step; it waits until the devices are idle."""
+        del step
+        return False
+
+    def after_step(self, pause: Pause) -> Metrics:
+        """Return metrics to log as an evaluation."""
+        del pause
+        return {}
+
+    def on_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Take the metrics of an evaluation, or of a callback's `after_step`."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """Take the step of a checkpoint that is valid now; called in process 0, in the thread that saves."""
+
+    def on_end(self, step: int) -> None:
+        """Take the last step, after its checkpoint and evaluation; not called if an error ends the run."""
+
+    def close(self) -> None:
+        """Close files and sessions, also after an error."""
+
+
+@dataclass(frozen=True)
+class CallbackConfig(Settings, draccus.ChoiceRegistry):
+    """A callback of the configuration's `callbacks`; plugins register the choices."""
+
+    def build(self) -> Callback:
+        """Return the callback; it opens files and sessions in `on_start`, because `gregale plan` builds it too."""
+        raise AssertionError("only the choices are built")
+
+
+class Callbacks:
+    """The callbacks of a run, each called in order; `call` has the errors."""
+
+    def __init__(self, callbacks: Sequence[Callback], flush: Callable[[], None] = lambda: None):
+        self._all, self._flush = tuple(callbacks), flush
+
+    def on_start(self, run: RunInfo) -> None:
+        for callback in self._all:
+            call(callback, "on_start", run)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        for callback in self._all:
+            call(callback, "on_step", step, metrics)
+
+    def on_evaluation(self, step: int, metrics: Metrics) -> None:
+        for callback in self._all:
+            call(callback, "on_evaluation", step, metrics)
+
+    def on_end(self, step: int) -> None:
+        for callback in self._all:
+            call(callback, "on_end", step)
+
+    def flush(self) -> None:
+        """Write the metrics that belong to a checkpoint, before its commit; raise `UserError` after a failure."""
+        self._flush()
+
+    def close(self) -> None:
+        """Close every callback, the last first, even if one of them fails."""
+        with ExitStack() as stack:
+            for callback in self._all:
+                stack.callback(call, callback, "close")
+
+    def __enter__(self) -> Callbacks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def call(callback: Callback, event: str, *arguments: Any) -> Any:
+    """Return the result of a callback's event.
+
+    An exception of a callback that is not Gregale's own becomes a `UserError` with the line of code that raised it.
+    """
+    try:
+        return getattr(callback, event)(*arguments)
+    except Exception as error:
+        if isinstance(error, UserError) or type(callback).__module__.partition(".")[0] == "gregale":
+            raise
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        name = f"{type(callback).__name__}.{event}"
+        raise UserError(f"callbacks: {name} raised {type(error).__name__}: {str(error).rstrip('.')}{place}.") from error

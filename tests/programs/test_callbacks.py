@@ -1,0 +1,59 @@
+"""Callbacks of the configuration: the order of their events, their metrics, and their mistakes."""
+
+import numpy as np
+import pytest
+
+from tests.programs import recording
+from tests.programs.tiny import lines
+
+PLUGIN = ["--plugins", "[tests.programs.recording]", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
+RECORDER = [*PLUGIN, "--callbacks", "[{type: recorder}]"]
+METHODS = {
+    "psdp": [],
+    "diloco": ["--sync.type=diloco", "--sync.period=2", "--mesh.data=4", "--mesh.model=1", "--batch.microbatches=1"],
+}
+
+
+@pytest.fixture(params=METHODS)
+def recorded(request, gregale, inputs) -> tuple[list[tuple], list[dict]]:
+    """The events of a run, and the lines of its metrics.jsonl."""
+    assert gregale("train", "tiny.yaml", "--name", f"own-{request.param}", *RECORDER, *METHODS[request.param]) == 0
+    return list(recording.EVENTS), lines(inputs / "runs" / f"own-{request.param}")
+
+
+def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
+    events, logged = recorded
+    mean = next(event[2] for event in events if event[0] == "before")
+    assert [event[:2] for event in events if event[0] not in ("start", "close")] == [
+        *[("next", 1), ("next", 2)],
+        *[("step", 1), ("step", 2), ("evaluation", 2), ("after", 2), ("evaluation", 2)],  # step 2 is waited for
+        *[("next", 3), ("before", 3), ("next", 4)],
+        *[("step", 3), ("step", 4), ("evaluation", 4), ("end", 4)],
+    ], "no step but 2 and 3 waits: step 3 is read after step 4 has started"
+    assert events[0][0] == "start"
+    assert events[0][2:] == (0, True)
+    assert events[-1] == ("close",)
+    steps = {line["step"]: line for line in logged if "loss" in line}
+    (after,) = (line["own_after"] for line in logged if "own_after" in line)
+    assert steps[3]["own_before"] == after, "nothing comes between two steps"
+    if "loss_0" not in steps[3]:  # one model for all replicas
+        assert steps[3]["largest_weight"] == after
+    np.testing.assert_allclose(steps[3]["token_mean"], mean, rtol=1e-6)
+    assert "callback_seconds" in steps[4]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    {
+        "raises": "callbacks: Failing.on_step raised ZeroDivisionError: no steps (",
+        "taken": "callbacks: Failing.metrics returns 'grad_norm', which is a metric already; choose another name.",
+        "shape": "callbacks: Failing.metrics returns 'mine' of the shape (3,); give a scalar, such as its mean.",
+    }.items(),
+)
+def test_a_mistake_of_a_callback_is_one_line(gregale, capsys, how, says):
+    given = ["--callbacks", f"[{{type: failing, how: {how}}}]"]
+    assert gregale("train", "tiny.yaml", "--name", f"failing-{how}", *PLUGIN, *given) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert ("recording.py, line" in error) == (how == "raises")
