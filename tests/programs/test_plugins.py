@@ -14,7 +14,8 @@ from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
 
 PAGES = ROOT / "docs" / "extending"
 OWN = {
-    "plugins": ["causal_mixer", "adan", "gossip"],
+    "plugins": ["causal_mixer", "adan", "gossip", "weight_norms"],
+    "callbacks": [{"type": "weight_norms", "every": 3}],
     "model": {"type": "causal_mixer", "hidden": 32},
     "optimizer": {"type": "adan", "learning_rate": 0.01, "schedule": {"type": "constant"}},
     "sync": {"type": "gossip"},
@@ -76,6 +77,9 @@ def test_it_learns_and_is_inspected(folder):
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.3
     assert len(logged(folder, "parameter_norm/layer.1")) == 1
+    assert len(logged(folder, "weight_norm_max")) == 4
+    assert len(logged(folder, "weight_norm_median")) == 1
+    assert (folder / "runs" / "own" / "largest_weights.txt").read_text().startswith("step 3: .")
     assert "--- step 4" in (folder / "runs" / "own" / "samples.txt").read_text()
 
 
@@ -113,7 +117,8 @@ def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys
     assert "model.type is causal_mixer, a model of your own" in capsys.readouterr().err
     assert not (folder / "out").exists()
     assert gregale("report", "own", "--output", "own.html") == 0
-    assert "causal_mixer" in (folder / "own.html").read_text()
+    assert "causal_mixer" in (page := (folder / "own.html").read_text())
+    assert "weight_norm_max" in page
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import draccus
+
 import gregale
 from gregale.errors import UserError
 from gregale.settings import Settings, setting, shown
@@ -24,7 +26,7 @@ from gregale.storage import ObjectPath, StoragePath
 KEY = "plugins"
 LONGEST_MESSAGE = 300
 TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
-_OWN_CODE = (str(Path(gregale.__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
+_OTHER_CODE = (*(str(Path(each.__file__).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def _problem(name: str, error: BaseException, folder: str) -> str:
     if isinstance(error, SyntaxError):
         file, line = error.filename, error.lineno
     else:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN_CODE)]
+        frames = [
+            each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OTHER_CODE)
+        ]
         file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
     place = f" ({file}, line {line})" if file else ""
     message = textwrap.shorten(str(error), LONGEST_MESSAGE, placeholder="...")
