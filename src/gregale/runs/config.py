@@ -123,9 +123,7 @@ class TrainConfig(Settings):
     runs: str = setting("runs", "folder or URL of the run directories", aliases=("output_dir", "save_dir", "log_dir"))
     plugins: list[str] = setting(list, "your modules to import first", aliases=("imports",))
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
-    compilation_cache: str | None = setting(
-        AUTO, "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"
-    )
+    compilation_cache: str | None = setting(AUTO, "compiled programs; auto: ~/.cache/gregale; null: none")
     log_every: int = setting(
         1,
         "number of steps between lines of metrics.jsonl",
