@@ -14,6 +14,7 @@ from mkdocs.config import load_config
 
 from gregale.runs.config import TrainConfig
 from gregale.settings.config_schema import entries
+from gregale.settings.other_projects import counterparts
 from gregale.tracking.metrics import METRICS
 from tests.docs.pages import ROOT
 
@@ -51,6 +52,11 @@ def test_every_key_has_its_line(site):
 def test_every_metric_has_its_line(site):
     page = unescape((site / "metrics" / "index.html").read_text())
     assert not [metric.name for metric in METRICS if f"<code>{metric.name}</code>" not in page]
+
+
+def test_every_key_of_another_project_has_its_line(site):
+    page = unescape((site / "migration" / "index.html").read_text())
+    assert not [row for row in counterparts() if f"<code>{row.theirs}</code>" not in page]
 
 
 def modules() -> list[str]:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from tests.programs.tiny import lines
 def shown(tmp_path_factory) -> Any:
     """What the page's Python leaves: `config`, `result`, `model` and the last `error`'s message."""
     names: dict[str, Any] = {}
+    assert jax.device_count() == 8  # it has started, or this process would have four for all other tests
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("api"))
         patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # restored afterwards
