@@ -14,20 +14,7 @@ from gregale.training.stepper import Stepper
 from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.
-OF_A_STEP = (
-    "seed",
-    "steps",
-    "model",
-    "mesh",
-    "batch",
-    "optimizer",
-    "sync",
-    "reduce",
-    "compute",
-    "pipeline",
-    "inspect",
-    "callbacks",
-)
+OF_A_STEP = "seed steps model mesh batch optimizer sync reduce compute pipeline inspect callbacks".split()
 
 
 @pytest.fixture(scope="session", autouse=True)
