@@ -14,7 +14,8 @@ from gregale.training.stepper import Stepper
 from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.
-OF_A_STEP = "seed steps model mesh batch optimizer sync reduce compute pipeline inspect callbacks".split()
+OF_A_STEP = ["seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "reduce", "compute", "pipeline"]
+OF_A_STEP += ["inspect", "callbacks"]
 
 
 @pytest.fixture(scope="session", autouse=True)
