@@ -12,10 +12,14 @@ from gregale.methods.config import SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
 from gregale.settings.decoding import known_entries
+from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.choices import TrackerConfig
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-REGISTRIES = (ModelConfig, OptimizerConfig, ScheduleConfig, SourceConfig, TokenizerConfig, SyncConfig, TrackerConfig)
+REGISTRIES = (
+    *(ModelConfig, OptimizerConfig, ScheduleConfig, SourceConfig, TokenizerConfig, SyncConfig),
+    *(TrackerConfig, CallbackConfig),
+)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
 
 PAGES = ROOT / "docs" / "extending"
 OWN = {
-    "plugins": ["causal_mixer", "adan", "gossip"],
+    "plugins": ["causal_mixer", "adan", "gossip", "embedding_norms"],
+    "callbacks": [{"type": "embedding_norms", "every": 3}],
     "model": {"type": "causal_mixer", "hidden": 32},
     "optimizer": {"type": "adan", "learning_rate": 0.01, "schedule": {"type": "constant"}},
     "sync": {"type": "gossip"},
@@ -76,6 +77,7 @@ def test_it_learns_and_is_inspected(folder):
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.3
     assert len(logged(folder, "parameter_norm/layer.1")) == 1
+    assert [len(logged(folder, f"embedding_norm_{name}")) for name in ("max", "median")] == [4, 1]
     assert "--- step 4" in (folder / "runs" / "own" / "samples.txt").read_text()
 
 
@@ -113,7 +115,9 @@ def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys
     assert "model.type is causal_mixer, a model of your own" in capsys.readouterr().err
     assert not (folder / "out").exists()
     assert gregale("report", "own", "--output", "own.html") == 0
-    assert "causal_mixer" in (folder / "own.html").read_text()
+    page = (folder / "own.html").read_text()
+    assert "causal_mixer" in page
+    assert "embedding_norm_max" in page
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):
@@ -123,7 +127,20 @@ def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):
 
 
 def test_a_model_with_a_loss_alone_trains_and_is_evaluated_but_not_sampled(gregale, capsys):
-    given = ["--name", "bare", "--plugins", "bare,adan", "--model.type", "bare", "--sync.type", "psdp", "--steps", "2"]
+    given = [
+        "--name",
+        "bare",
+        "--plugins",
+        "bare,adan",
+        "--callbacks",
+        "[]",
+        "--model.type",
+        "bare",
+        "--sync.type",
+        "psdp",
+        "--steps",
+        "2",
+    ]
     assert gregale("train", "own.yaml", *given) == 2
     assert "model.type bare cannot be sampled: its model has neither `logits` nor" in capsys.readouterr().err
     assert gregale("train", "own.yaml", *given, "--samples.prompts", "[]") == 0
@@ -139,6 +156,7 @@ def test_the_schedule_tokenizer_codec_and_tracker_of_the_pages_train(folder, gre
     for name in names:
         (folder / f"my_{name}.py").write_text(blocks((PAGES / f"{name}.md").read_text(), "python")[0])
     given = {
+        "callbacks": "[]",
         "plugins": ",".join(["causal_mixer", *(f"my_{name}" for name in names)]),
         "optimizer": "{type: adamw, schedule: {type: inverse_root, scale: 1}}",
         "data.tokenizer": "{type: indent}",
