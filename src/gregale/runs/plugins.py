@@ -26,7 +26,7 @@ from gregale.storage import ObjectPath, StoragePath
 KEY = "plugins"
 LONGEST_MESSAGE = 300
 TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
-_OTHER_CODE = (*(str(Path(each.__file__).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
+_OTHER_CODE = (*(str(Path(str(each.__file__)).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
 
 
 @dataclass(frozen=True)
