@@ -1,15 +1,5 @@
 """Readers of a run's files (metrics, samples, configuration, starts, rounds), also while the run writes them.
 
-    history = read_history(RunPaths(Path("runs/quickstart")))
-    loss = history.figures["loss"]            # Column(steps, values); NaN if there is no number
-    history.problems                          # sentences about damaged or absent files
-
-    reader = FiguresReader(run.metrics)       # for repeated reads: it parses only new lines
-    reader.read()["loss"].values[-1]
-
-    few = spikes_kept(loss.values, bins=500)  # indices of the points to draw
-    loss.steps[few], loss.values[few]
-
 The content of the files raises no error; only a failing disk or store does. This module does not import JAX.
 """
 

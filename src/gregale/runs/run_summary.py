@@ -1,8 +1,5 @@
 """Summaries of runs: state, progress and results. This module does not import JAX.
 
-    for summary in summaries(storage_path("runs")):
-        summary.name, summary.state, summary.step, summary.loss
-
 A summary reads only the end of metrics.jsonl and the manifests of checkpoints.
 """
 

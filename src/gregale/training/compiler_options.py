@@ -1,7 +1,5 @@
 """The compiler options of a run's programs: the defaults of the chip family and those of the configuration.
 
-    jax.jit(step, compiler_options=compiler_options(config.compute.compiler_options, mesh))
-
 The defaults make collectives asynchronous for which the TPU compiler otherwise waits. All programs of a run get them:
 steps, rounds, evaluations, the initial state, conversions between methods, and sampling.
 """

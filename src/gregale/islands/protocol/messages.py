@@ -2,11 +2,6 @@
 
 A driver owns one `member.Member` and everything that is not pure. It converts observations to events, passes each to
 `Member.handle`, and carries out the resulting actions in order. Events for one member come one at a time.
-
-    for action in member.handle(ViewReceived(view)):
-        match action:
-            case RequestView(header): ...     # to the coordinator; later: handle(ViewReceived(view)) or ViewFailed
-            case Reduce(key, ...): ...        # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,6 @@
 """The server of each host: serves its state to joiners, accepts small messages and returns its status. HTTP, signed.
 
-    server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
-    server.outer.publish(Snapshot(generation=0, round=4, leaves={"wte|0": ServedArray(array, version=3)}, facts={...}))
-    server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
-    call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns the result of the peer's on_message
-    ask_status(peer, token, timeout_seconds=2.0)
-    server.close()
-
-A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
-and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `snapshot_store.py`.
+A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
 
 A request is signed over its recipient, method, path, time, single-use nonce and body hash. The server checks the
 signature before it reads the body; a wrong one gets an empty refusal. The recipient is the last part of `address`, a

@@ -1,7 +1,5 @@
 """Provides the search for the fastest step that fits: remat policy x microbatches x unrolled layers x gather.
 
-    found = search(config, tokens, target, SearchOptions(link_gbit_per_second, count, report))
-
 The search scores all candidates by the closed forms of memory and time. It then compiles them to the memory report, the
 fastest first, until enough fit; the result is the fastest of these by its schedule. It tries unrolled layers only at
 the end, because the closed forms do not include the overlap of unrolling. It does not search meshes, pipelines,

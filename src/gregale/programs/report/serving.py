@@ -1,8 +1,5 @@
 """Provides the page of running runs, which it rebuilds after changes.
 
-    page = LivePage(runs)
-    page.now()                        # HTML, for `gregale.programs.watch.web`
-
 The page reloads every few seconds and keeps the reader's selections, zoom and open sections.
 """
 
