@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import draccus
 from haliax import Axis
@@ -16,6 +17,8 @@ SHAPE = Fixed("the saved parameters have this shape")
 class ModelConfig(Settings, draccus.ChoiceRegistry):
     """The choice of a model architecture by `type`."""
 
+    score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
+
     @classmethod
     def default_choice_name(cls) -> str:
         return "llama"
@@ -28,11 +31,6 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def head_width(self) -> int:
         """Return the width of an attention head; 0 without attention."""
         return 0
-
-    @property
-    def score_cap(self) -> float | None:
-        """Return the limit of attention scores; None if there is none."""
-        return None
 
 
 @ModelConfig.register_subclass("huggingface")

@@ -48,7 +48,6 @@ class LlamaConfig(Sizes):
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
     score_width: ClassVar[float | None] = None
-    score_softcap: ClassVar[float | None] = None
     logit_softcap: ClassVar[float | None] = None
     scaled_embedding: ClassVar[bool] = False
     window_rotary_base: ClassVar[float | None] = None
@@ -95,10 +94,6 @@ class LlamaConfig(Sizes):
         for name, used in (("full_layers", self.full_layers), ("window_rotary_base", self.window_rotary_base)):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
-
-    @property
-    def score_cap(self) -> float | None:
-        return self.score_softcap
 
     @property
     def logits(self) -> Logits:

@@ -42,7 +42,6 @@ from gregale.huggingface.writing import (
     Files,
     Writer,
     bytes_of,
-    files_as,
     files_of,
     layers_by_name,
     plan_files,
@@ -224,7 +223,8 @@ def files_for(sizes: Mapping[str, int], gigabytes: float | None, imported: Impor
         if weight_map is None:
             return files_of(sizes, sum(sizes.values()))
         if set(weight_map) == set(sizes):
-            return files_as(weight_map)
+            names = sorted(set(weight_map.values()))
+            return {file: [name for name in weight_map if weight_map[name] == file] for file in names}
     return files_of(sizes, int((gigabytes or SHARD_GIGABYTES) * GIGABYTE))
 
 

@@ -28,10 +28,6 @@ class Workload:
         """Return the seconds of one node, the unit of the timeline."""
         return self.step_seconds / (3 * self.layers * self.microbatches)
 
-    @property
-    def nodes_per_pass(self) -> int:
-        return 3 * self.layers - 1
-
 
 # Sizes and step times as in Streaming DiLoCo (arXiv 2501.18512), Table 4.
 PRESETS = {
