@@ -145,8 +145,7 @@ class BytesTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from the content of a `tokenizer.json`; messages name its `origin`.
 
-    Raises:
-        UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
+    Raises `UserError` for damaged content, a kind without a byte count per token, or no end-of-document token.
     """
 
     def __init__(self, text: str, end_of_document: str, origin: str):
