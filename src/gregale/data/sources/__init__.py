@@ -6,15 +6,3 @@ from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
 from gregale.data.sources.tokens import TokensSource
-
-__all__ = [
-    "Document",
-    "HuggingFaceSource",
-    "JsonLinesSource",
-    "ParquetSource",
-    "Skipped",
-    "SourceConfig",
-    "SourceRange",
-    "TextSource",
-    "TokensSource",
-]
