@@ -113,7 +113,6 @@ class StepShape:
 
     @property
     def parameters(self) -> int:
-        """Return the number of values in all weights."""
         return sum(values(weight.axes) for weight in self.weights)
 
     @property

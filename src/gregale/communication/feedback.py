@@ -52,7 +52,6 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
 
 
 def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
-    """Return the sharding of each array of an error state."""
     return ErrorState(
         first=layout.shardings(error.first, layout.params),
         second=layout.shardings(error.second, second_mapping(layout, axis)),
@@ -80,7 +79,6 @@ def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
 
 
 def arrays_of(errors: dict[str, Stored], leaves: list[ShardedLeaf]) -> dict[str, Stored]:
-    """Return the plain arrays of the errors of some leaves."""
     found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
     return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}
 

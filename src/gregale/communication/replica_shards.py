@@ -62,7 +62,6 @@ class ShardedLeaf:
         return parts.reshape(self.shape)
 
     def wrap(self, array: jax.Array):
-        """Return the array with the axis names of the leaf."""
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
 
 

@@ -277,7 +277,6 @@ class Diloco(Method):
         return self.schedule.delay > 0 and self.schedule.sent(step) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
-        """Return the model of one replica."""
         return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
 
     @property

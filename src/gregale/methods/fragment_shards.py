@@ -66,7 +66,6 @@ def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
 
 
 def theta_name(index: int, key: str) -> str:
-    """Return the name of a shard of theta."""
     return f"{index}/theta/{key}"
 
 

@@ -50,8 +50,6 @@ class Replicas:
         return jax.tree.map(one, batch, is_leaf=is_named)
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Return the sharding of each array of the replicas' own PSDP states."""
-
         def per_replica(tree, mapping):
             places = self.layout.shardings(tree, {**mapping, self.axis: self.axis})
             first = NamedSharding(self.layout.mesh, PartitionSpec(self.axis))

@@ -127,7 +127,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
     def add_decay(self, parameters) -> optax.GradientTransformation:
-        """Add `weight_decay * parameter` to the direction of the parameters that decay."""
         if not self.weight_decay:
             return optax.identity()
         mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)

@@ -38,7 +38,6 @@ class Entry:
 
     @property
     def meaning(self) -> str:
-        """The help text with the range."""
         return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
 
 

@@ -54,7 +54,6 @@ class Ring:
     latency_seconds: float = 0.0  # delay of one message over one link
 
     def sent_bytes(self, payload_bytes: float) -> float:
-        """Return the bytes that each site sends to average a payload."""
         return 2 * (self.sites - 1) / self.sites * payload_bytes
 
     def link_seconds(self, payload_bytes: float, bits_per_second: np.ndarray) -> np.ndarray:

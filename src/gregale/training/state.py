@@ -70,7 +70,6 @@ def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
-    """Return the sharding of each array of a state."""
     mesh = method.layout.mesh
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
     return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), counts, counts)

@@ -136,7 +136,6 @@ class Header:
 
     @property
     def identity(self) -> str:
-        """Name and session as one word."""
         return f"{self.name}/{self.session}"
 
 
@@ -155,7 +154,6 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Name and session, as `Header.identity`."""
         return f"{self.name}/{self.session}"
 
 

@@ -38,8 +38,6 @@ class PendingCommit:
 
 
 class MemberState:
-    """The state of a member; `member.Member` documents it."""
-
     def __init__(
         self, identity: Identity, outer: OuterRecord, timing: Timing, rules: Rules, holder: str = "", used: int = 0
     ):

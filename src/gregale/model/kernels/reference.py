@@ -78,7 +78,6 @@ def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Arr
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Return cap * tanh(x / cap); without a cap `x` itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

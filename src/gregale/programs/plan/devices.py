@@ -42,7 +42,6 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory of one device."""
         return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
     @property

@@ -55,7 +55,6 @@ class Setup:
         return parts_of(self.config, self.model, self.layout)
 
     def method_after(self, step: int) -> Method:
-        """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
 
     def initial_state(self) -> TrainState:
