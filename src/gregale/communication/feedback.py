@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import LAYERS, Layout
+from gregale.axes.layout import LAYERS, Layout, Tree
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of, shards
-
-Tree = Any
 
 
 class ErrorState(NamedTuple):

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import Layout, is_named
-
-Tree = Any
+from gregale.axes.layout import Layout, Tree, is_named
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import StepShape
-from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, is_parameter, vmap_over
+from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, Tree, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
@@ -32,8 +32,6 @@ from gregale.methods.round import Round, forget
 from gregale.methods.schedule import Schedule
 from gregale.methods.traffic import DilocoTraffic
 from gregale.optim.config import Optimizer
-
-Tree = Any
 
 
 class DilocoState(NamedTuple):

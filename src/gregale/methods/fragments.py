@@ -12,11 +12,9 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, is_named
+from gregale.axes.layout import LAYERS, Tree, is_named
 from gregale.communication.feedback import ErrorState
 from gregale.methods.schedule import Schedule
-
-Tree = Any
 
 FRAGMENT = "fragment"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import haliax as hax
 import jax
@@ -11,11 +10,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import BATCH, Layout, is_named, vmap_over
+from gregale.axes.layout import BATCH, Layout, Tree, is_named, vmap_over
 from gregale.communication.reduce import all_gather_params, reduce_replicas
 from gregale.methods.method import PsdpState
-
-Tree = Any
 
 
 @dataclass(frozen=True)

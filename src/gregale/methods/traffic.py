@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,12 +21,10 @@ from gregale.audit.traffic import (
     send_transfers,
     sent_bytes,
 )
-from gregale.axes.layout import Layout, is_named, is_parameter
+from gregale.axes.layout import Layout, Tree, is_named, is_parameter
 from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.schedule import Schedule, StepFragments
-
-Tree = Any
 
 SYNCHRONISE = "synchronise"
 STEP_KINDS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}

@@ -184,13 +184,13 @@ class Stop:
 
 @contextmanager
 def handled_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Call `handler` for the signals that end a command, so that it ends between two polls and restores the terminal."""
+    """Call `handler` for the signals that end a command, so that it ends between polls and restores the terminal."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 COMMAND = Command(main=main, options=WatchOptions, positional=("run",))
