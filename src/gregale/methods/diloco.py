@@ -255,9 +255,7 @@ class Diloco(Method):
         return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
 
     def eval_model(self, state: DilocoState) -> Tree:
-        """Return the model to evaluate, by `evaluate`: with the outer parameters, the replicas' plain average, or the
-        first replica's parameters.
-        """
+        """Return the model to evaluate: with the outer parameters, the plain average, or the first replica's."""
         if self.evaluate == "average":
             return self.inner.model_with(self.replicas.average(state.inner.parameters))
         if self.evaluate == "first_replica":

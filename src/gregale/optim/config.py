@@ -99,18 +99,12 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return []
 
     def update_bytes(self, parameters, layout: Layout) -> int:
-        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible.
-
-        The arguments are those of `build`.
-        """
+        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible."""
         del parameters, layout
         return 0
 
     def update_flops(self, parameters, layout: Layout) -> int:
-        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
-
-        The arguments are those of `build`.
-        """
+        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none."""
         del parameters, layout
         return 0
 

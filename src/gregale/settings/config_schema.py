@@ -158,10 +158,7 @@ def _nested(kind: Any) -> tuple[Any, str]:
 
 
 def type_name(kind: Any, options: Collection[str] = ()) -> str:
-    """Return the name of a type: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
-
-    `options` are the choices of a text.
-    """
+    """Return a type's name: `int | null`, `list of str`, or the choices of a text, `options`: `matrices | all`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is str and options:
         return " | ".join(options)

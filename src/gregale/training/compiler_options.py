@@ -88,10 +88,7 @@ _QUICKLY = {
 
 
 def fast_compile_options(mesh: Mesh) -> dict[str, int | bool] | None:
-    """Return options for a program that runs once, which a CPU compiles longer than it runs it.
-
-    Flags in XLA_FLAGS have priority.
-    """
+    """Return options for a program that runs once: a CPU compiles it longer than it runs. XLA_FLAGS have priority."""
     if mesh.devices.flat[0].platform != "cpu":
         return None
     flags = os.environ.get("XLA_FLAGS", "")

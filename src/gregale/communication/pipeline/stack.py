@@ -83,10 +83,7 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
 
 @dataclass(frozen=True)
 class _Run:
-    """The pass through the pipeline, forward and backward.
-
-    `names`: of the axes of the stages' inputs and outputs, [stage, data, batch, ...]
-    """
+    """The pass through the pipeline; `names`: of the axes of its inputs and outputs, [stage, data, batch, ...]."""
 
     schedule: Schedule
     stages: Stages

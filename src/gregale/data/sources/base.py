@@ -163,10 +163,7 @@ class FileSource(SourceConfig):
         return {path: found[path] for path in each_once(kept)}
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        """Return the ranges of one file; a single one unless the format can be read from the middle.
-
-        Raises `BadDocument` if the file is damaged.
-        """
+        """Return a file's ranges: one, unless it can be read from the middle. Raises `BadDocument` if it is damaged."""
         return [SourceRange(path, 0, size, size)]
 
     def identity(self) -> dict:

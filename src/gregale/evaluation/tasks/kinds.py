@@ -49,10 +49,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """The content of a file of tasks.
-
-    `read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line.
-    """
+    """`read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line."""
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
     metrics: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]  # by the name of the metric
@@ -84,9 +81,7 @@ def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Que
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood; of equal ones the first
-    counts.
-    """
+    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood, the first of equal ones."""
     right = [
         np.argmax(score.log_likelihoods) == question.answer for question, score in zip(questions, scores, strict=True)
     ]

@@ -216,10 +216,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Keep the outer state but replace its record: the fleet began, or changed to a new generation.
-
-    A round that was due stays due.
-    """
+    """Keep the outer state, replace its record: the fleet began or changed its generation. A round stays due."""
 
     outer: OuterRecord
 

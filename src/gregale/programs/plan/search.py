@@ -65,10 +65,7 @@ class SearchOptions:
 
 
 def search(config: TrainConfig, tokens: int, target: Target, options: SearchOptions) -> Found:
-    """Return the fastest candidate that fits.
-
-    Raises `UserError` if the configuration does not fit the devices, or it has a pipeline.
-    """
+    """Return the fastest candidate that fits; raise `UserError` for a pipeline, or if the devices do not suit."""
     if config.pipeline is not None:
         raise UserError(
             "search: the configuration has a pipeline, whose memory has no closed form to start from. `gregale plan` "
