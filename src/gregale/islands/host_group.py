@@ -59,7 +59,7 @@ class HostGroup:
             host.await_messages()
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
-        """Average a fragment, prepare its outer step, return the digest of all hosts. Raises GroupFailed and NotFinite."""
+        """Average a fragment, prepare its outer step, return the digest of all hosts. Raises GroupFailed, NotFinite."""
         arguments = [key, number, [list(member) for member in members], list(weights), name]
         asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
