@@ -69,7 +69,7 @@ class StepShape:
 
     - `layout`: the mesh and the mappings of all replicas.
     - `weights`: the abstract parameters; those of layers have the axis `layers`.
-      rows, positions: sequences in a step's batch, and tokens of a sequence.
+    - `rows`, `positions`: sequences in a step's batch, and tokens of a sequence.
     - `microbatches`: parts of a replica's batch.
     - `compute_bytes`: bytes of a value of the compute dtype.
     - `remat`: the policy for a layer's saved activations.
