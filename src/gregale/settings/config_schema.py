@@ -48,7 +48,9 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
     """
     for each in fields(config_class):
         kind = types_of(config_class)[each.name]
-        entry = _entry(join(prefix, each.name), kind, each, default_of(each, default))
+        key, data = join(prefix, each.name), each.metadata
+        about = data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed")
+        entry = Entry(key, type_name(kind, data.get("choices", ())), default_of(each, default), *about)
         if "keys_of" in each.metadata:
             yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
         else:
@@ -103,12 +105,6 @@ def _members(kind: Any) -> Sequence[Any]:
 def types_of(config_class: type) -> dict[str, Any]:
     """Return the types of a class's fields by name; cached, because resolving them is slow."""
     return get_type_hints(config_class)
-
-
-def _entry(key: str, kind: Any, each: Field, value: Any) -> Entry:
-    data = each.metadata
-    name = type_name(kind, data.get("choices", ()))
-    return Entry(key, name, value, data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed"))
 
 
 def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:

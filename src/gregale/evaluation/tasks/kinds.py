@@ -89,11 +89,14 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
-    right = [
-        np.argmax(by_size(score.log_likelihoods, question.sizes)) == question.answer
-        for question, score in zip(questions, scores, strict=True)
-    ]
+    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice.
+
+    An empty choice is the least likely.
+    """
+    right = []
+    for question, score in zip(questions, scores, strict=True):
+        sizes = zip(score.log_likelihoods, question.sizes, strict=True)
+        right.append(np.argmax([each / size if size else -math.inf for each, size in sizes]) == question.answer)
     return accuracy(questions, scores) | mean_of("acc_norm", right)
 
 
@@ -114,11 +117,6 @@ KINDS: dict[str, Kind] = {
     "cloze": Kind(read_cloze, accuracy),
     "greedy_match": Kind(read_greedy_match, matches),
 }
-
-
-def by_size(log_likelihoods: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return log-likelihoods divided by the size of their choices; an empty choice is the least likely."""
-    return np.array([each / size if size else -math.inf for each, size in zip(log_likelihoods, sizes, strict=True)])
 
 
 def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:
