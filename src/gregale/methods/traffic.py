@@ -15,7 +15,7 @@ from gregale.audit.traffic import (
     Transfer,
     agreement,
     apply_transfers,
-    given_back,
+    gathers,
     kept,
     reduced,
     send_transfers,
@@ -134,7 +134,7 @@ class DilocoTraffic:
             found += [] if apply is None else reducer.gather_transfers(apply.weights)
         else:
             found = [] if send is None else reduced(send, axis)
-            found += [] if apply is None else given_back(apply)
+            found += [] if apply is None else gathers(apply)
         return sum(sent_bytes(each, self.step.mesh) for each in found if each.axes == (axis,))
 
     def _send(self, part: StepShape) -> list[Transfer]:
@@ -150,7 +150,7 @@ class DilocoTraffic:
             return apply_transfers(part)
         # With islands, the replicas inside one gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
-        return kept(part, [*reducer.gather_transfers(part.weights), *given_back(inside)])
+        return kept(part, [*reducer.gather_transfers(part.weights), *gathers(inside)])
 
     def part(self, fragment: int) -> StepShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""

@@ -265,14 +265,14 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
-    figures = FiguresReader(run.metrics).read()
-    for problem in figures.problems:
+    metrics = FiguresReader(run.metrics).read()
+    for problem in metrics.problems:
         say(problem)
-    (folder / "README.md").write_text(model_card(exported, figures), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(exported, metrics), encoding="utf-8")
 
 
-def model_card(exported: Exported, figures: Figures) -> str:
-    """Return README.md: the hub's header, and a table of facts; `figures`: of the run."""
+def model_card(exported: Exported, metrics: Figures) -> str:
+    """Return README.md: the hub's header, and a table of facts; `metrics`: of the run."""
     config, step = exported.run.read_config(), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
@@ -286,15 +286,15 @@ def model_card(exported: Exported, figures: Figures) -> str:
         facts["data"] = ", ".join(config.data.sources)
         facts["method"] = config.sync.get_choice_name(type(config.sync))
         facts["optimizer"] = config.optimizer.get_choice_name(type(config.optimizer))
-        facts |= last_evaluation(figures, step)
+        facts |= last_evaluation(metrics, step)
     header = yaml.safe_dump({"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gregale"]})
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"---\n{header}---\n\n# {config.name}\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def last_evaluation(figures: Figures, step: int) -> dict[str, str]:
+def last_evaluation(metrics: Figures, step: int) -> dict[str, str]:
     """Return the held-out metrics that the run logged at a step, formatted."""
-    found = {key: figures[key].at(step) for key in EVALUATED if key in figures}
+    found = {key: metrics[key].at(step) for key in EVALUATED if key in metrics}
     return {EVALUATED[key][0]: EVALUATED[key][1].format(value) for key, value in found.items() if value is not None}
 
 

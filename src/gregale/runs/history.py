@@ -98,13 +98,13 @@ def read_history(run: RunPaths) -> History:
         config = flat(read_yaml(run.config)[0])
     except UserError as error:
         problems.append(str(error))
-    figures = FiguresReader(run.metrics).read()
+    metrics = FiguresReader(run.metrics).read()
     entries = [read_entries(path) for path in (run.starts, run.changes, run.path / ROUNDS)]
-    problems += [*figures.problems, *(problem for _, problem in entries if problem)]
+    problems += [*metrics.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     name, path = run.path.absolute().name, str(run.path)
-    return History(name, path, config, figures, samples, starts, changes, rounds, is_running, tuple(problems))
+    return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems))
 
 
 class FiguresReader:
