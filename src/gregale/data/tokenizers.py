@@ -279,10 +279,7 @@ def fewest_tokens(config: TokenizerConfig) -> int:
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
-    """Return the number of ids of the configured tokenizer, without any text.
-
-    For a BPE this is the configured number; it has fewer if its texts have too few pairs.
-    """
+    """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
     if isinstance(config, FileConfig):
         return tokenizer_from_file(config).vocabulary_size
     return config.vocabulary if isinstance(config, BpeConfig) else BytesTokenizer.vocabulary_size

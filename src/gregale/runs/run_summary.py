@@ -1,7 +1,4 @@
-"""Summaries of runs: state, progress and results. This module does not import JAX.
-
-A summary reads only the end of metrics.jsonl and the manifests of checkpoints.
-"""
+"""Summaries of runs, from the ends of metrics and the checkpoints' manifests. This module does not import JAX."""
 
 from __future__ import annotations
 

@@ -212,10 +212,7 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 
 
 def expand(text: str, key: str = "") -> str:
-    """Return a path with ~, environment variables and {stdlib} replaced.
-
-    Raises `UserError`, with the key if one is given, for an unknown variable.
-    """
+    """Return a path with ~, variables and {stdlib} replaced; raise `UserError`, with the key, for unknown variables."""
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
             raise UserError(

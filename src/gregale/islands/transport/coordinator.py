@@ -1,7 +1,4 @@
-"""The client of the coordinator (`lighthouse`): signed requests and heartbeats over open connections.
-
-`protocol.membership` defines when a view forms, and its members.
-"""
+"""The client of the coordinator (`lighthouse`): signed requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
 import secrets
