@@ -160,8 +160,6 @@ class LockHolder:
 
 
 class LockHeld(Exception):
-    """Another process holds the lock."""
-
     def __init__(self, holder: LockHolder | None):
         super().__init__(str(holder) if holder else "another process")
         self.holder = holder
@@ -206,7 +204,6 @@ def is_held(path: Path) -> bool:
 
 
 def is_at(file: IO[str], path: Path) -> bool:
-    """Return whether an open file is the file at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -26,8 +26,7 @@ from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.exporting import write_beside
-from gregale.programs.runtime.model_card import Exported
+from gregale.programs.exporting import Exported, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.runs.config import TrainConfig

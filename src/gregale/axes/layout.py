@@ -15,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.errors import UserError, multiples_near
 
-Tree = TypeVar("Tree")
+T = TypeVar("T")
+Tree = Any
+"""A pytree of arrays, named or plain."""
 AxisMapping = Mapping[str, str | tuple[str, ...]]
 
 REPLICA = "replica"
@@ -82,7 +84,7 @@ class Layout:
     def sharding(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, mapping))
 
-    def shardings(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def shardings(self, tree: T, mapping: AxisMapping) -> T:
         """Return the shardings of a tree's arrays in the same structure; unnamed arrays are replicated."""
 
         def one(leaf):
@@ -93,11 +95,11 @@ class Layout:
 
         return jax.tree.map(one, tree, is_leaf=is_named)
 
-    def abstract(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def abstract(self, tree: T, mapping: AxisMapping) -> T:
         """Return the tree as `jax.ShapeDtypeStruct`s with their shardings, to compile for or to restore into."""
         return with_shardings(tree, self.shardings(tree, mapping))
 
-    def constrain(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def constrain(self, tree: T, mapping: AxisMapping) -> T:
         """Inside jit: shard every named array of the tree by `mapping`; the compiler places unnamed arrays."""
 
         def one(leaf):
@@ -113,7 +115,7 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def with_shardings(tree: Tree, shardings: Tree) -> Tree:
+def with_shardings(tree: T, shardings: T) -> T:
     """Return `jax.ShapeDtypeStruct`s of a tree's arrays, with the shardings of a second tree."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 

@@ -126,10 +126,7 @@ class RowRange(NamedTuple):
 def rows_for(
     shard: ShardExtent, regions: Iterable[Region], item_bytes: int, max_bytes: int = 128 << 20
 ) -> Iterator[RowRange]:
-    """Yield the rows of a shard (slices of its first axis) that overlap any of the regions.
-
-    The rows come in groups of at most `max_bytes`, or of one row.
-    """
+    """Yield a shard's rows (slices of its first axis) that overlap a region, in groups of `max_bytes`, or one row."""
     overlaps = [overlap for region in regions if (overlap := shard.region.overlap(region))]
     if not overlaps:
         return

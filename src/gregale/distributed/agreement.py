@@ -1,8 +1,6 @@
 """Comparison of settings that the processes of a run, or the islands of a fleet, must have in common.
 
 Such settings are *terms*: a flat mapping of keys to texts, sent as JSON.
-
-    difference({"process 0": {"seed": "0"}, "process 1": {"seed": "5"}})  # seed is 0 in process 0, but 5 in process 1
 """
 
 from __future__ import annotations

@@ -45,8 +45,6 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ThreadProgress:
-    """The progress of a main thread."""
-
     steps: int = 0  # done or begun
     phase: Phase = Phase.PREPARING
     waits: bool = False  # whether the thread waits for its devices
@@ -58,7 +56,6 @@ class ThreadProgress:
 
     @classmethod
     def parse(cls, text: str) -> ThreadProgress:
-        """Parse the text that `str` returns."""
         steps, phase, waits, marks = text.split()
         return cls(int(steps), Phase(phase), waits == "1", int(marks))
 

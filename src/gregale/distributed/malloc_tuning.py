@@ -29,10 +29,7 @@ def keep_memory(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def release_memory() -> None:
-    """Return unused memory of malloc to the system, for code that loads large arrays in sequence and makes no steps.
-
-    Only glibc supports this; it takes milliseconds.
-    """
+    """Return unused memory to the system (glibc only), for code that loads large arrays in sequence without steps."""
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

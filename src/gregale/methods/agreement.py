@@ -10,10 +10,8 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import Layout, is_named
+from gregale.axes.layout import Layout, Tree, is_named
 from gregale.communication.reduce import further_split, own_part
-
-Tree = Any
 
 
 class PseudoGradient(NamedTuple):

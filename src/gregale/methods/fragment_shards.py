@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gregale.axes.layout import Tree
 from gregale.communication.replica_shards import ShardedLeaf
 from gregale.communication.row_layout import RowLayout
 from gregale.communication.shards import keys_here
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
-
-Tree = Any
 
 
 class FragmentShards(NamedTuple):
@@ -66,7 +65,6 @@ def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
 
 
 def theta_name(index: int, key: str) -> str:
-    """Return the name of a shard of theta."""
     return f"{index}/theta/{key}"
 
 

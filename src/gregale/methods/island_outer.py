@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.axes.layout import is_named
+from gregale.axes.layout import Tree, is_named
 from gregale.codecs.feedback import Stored
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.row_layout import no_error
@@ -28,7 +28,6 @@ from gregale.methods.fragment_shards import FragmentShards, named, optimizer_nam
 from gregale.methods.island import Island
 from gregale.methods.outer import outer_step
 
-Tree = Any
 Arrays = dict[str, np.ndarray]
 
 DIGEST_BYTES = 16

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, is_parameter
+from gregale.axes.layout import Layout, Tree, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
@@ -20,8 +20,6 @@ from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
-
-Tree = Any
 
 
 def same(tree: Tree) -> Tree:

@@ -83,7 +83,6 @@ class Schedule:
         return StepFragments(self.sent(step - 1), self.applied(step))
 
     def sends(self, fragment: int, step: int) -> int:
-        """Return the number of sends of a fragment in the first `step` steps."""
         offset = self.offset(fragment)
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
@@ -101,7 +100,6 @@ class Schedule:
         return periods * self.period + place * self.period // self.fragments
 
     def round_fragment(self, number: int) -> int:
-        """Return the fragment that round `number` sends."""
         place = (number + 1) % self.fragments
         return 0 if place == self.fragments - 1 else place + 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import draccus
 import jax
@@ -55,6 +55,8 @@ class DecoderSizes(NamedTuple):
 class ModelConfig(Settings, draccus.ChoiceRegistry):
     """The choice of a model architecture by `type`."""
 
+    score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
+
     @classmethod
     def default_choice_name(cls) -> str:
         return "llama"
@@ -78,11 +80,6 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def head_width(self) -> int:
         """Return the width of an attention head; 0 without attention."""
         return 0
-
-    @property
-    def score_cap(self) -> float | None:
-        """Return the limit of attention scores; None if there is none."""
-        return None
 
 
 @ModelConfig.register_subclass("huggingface")

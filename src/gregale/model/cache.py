@@ -74,7 +74,6 @@ class Cache(eqx.Module):
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> Cache:
-        """Return the same cache with room for `slots` tokens in all."""
         on = Devices(execution)
         widen = on.layout.shard_map(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)

@@ -52,7 +52,6 @@ class LlamaConfig(Sizes):
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
     score_width: ClassVar[float | None] = None
-    score_softcap: ClassVar[float | None] = None
     logit_softcap: ClassVar[float | None] = None
     scaled_embedding: ClassVar[bool] = False
     window_rotary_base: ClassVar[float | None] = None
@@ -115,10 +114,6 @@ class LlamaConfig(Sizes):
             norms_after=self.norms != "before",
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
         )
-
-    @property
-    def score_cap(self) -> float | None:
-        return self.score_softcap
 
     @property
     def logits(self) -> Logits:

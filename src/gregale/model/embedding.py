@@ -58,12 +58,10 @@ class Lookup:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that split the tokens."""
         return self.layout.mesh_axes(self.tokens, self.layout.compute)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that split the rows of the table."""
         return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
 
     @property

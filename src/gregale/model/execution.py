@@ -175,7 +175,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
-    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_cap)
+    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap)
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,

@@ -17,17 +17,11 @@ from gregale.model.cache import POSITION, Cache, DecodeStep, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
-from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
 from gregale.model.target_log_probs import target_scores
-
-
-def gated(activation: str, kernels: Kernels):
-    """Return the product (gate, up) -> activation(gate) * up."""
-    return {"silu": kernels.swiglu, "gelu": kernels.geglu}[activation]
 
 
 class Mlp(eqx.Module):
@@ -52,7 +46,8 @@ class Mlp(eqx.Module):
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         gate = named(execution.placed(execution.kernels.project(self.gate, x)), "gate")
         up = named(execution.placed(execution.kernels.project(self.up, x)), "up")
-        product = gated(self.activation, execution.kernels)(gate, up)
+        gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
+        product = gated(gate, up)  # activation(gate) * up
         return named(execution.kernels.project(self.down, product), "mlp_out")
 
 

@@ -27,9 +27,7 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
 
     @abstractmethod
     def kept(self, frequency: np.ndarray) -> np.ndarray:
-        """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; the rest is divided by
-        `factor`.
-        """
+        """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; `factor` divides others."""
 
 
 @RotaryScaling.register_subclass("linear")

@@ -92,5 +92,4 @@ class IslandsConfig(Settings):
 
     @property
     def own_name(self) -> str:
-        """This island's name."""
         return self.name or socket.gethostname()[:MAX_NAME]

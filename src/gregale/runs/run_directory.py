@@ -41,7 +41,6 @@ class RunDirectory(RunPaths):
         return read_entries(self.metrics, number="step")
 
     def note_checkpoint(self, step: int) -> None:
-        """Record the step of the newest committed checkpoint."""
         write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
 
     def resume_hint(self) -> str:

@@ -15,8 +15,6 @@ from gregale.storage import StoragePath, is_url, storage_path
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The paths of one run."""
-
     path: StoragePath
 
     @property

@@ -73,7 +73,6 @@ class Range:
 
 
 def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:
-    """Return the range of integers from `minimum` to `maximum`."""
     return Range(minimum, maximum, also=also)
 
 
@@ -200,7 +199,6 @@ def shown(value: float | str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text shortened for a message."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 

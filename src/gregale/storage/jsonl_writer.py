@@ -1,11 +1,6 @@
 """Writers of the JSONL files `metrics.jsonl` and `rounds.jsonl`: a file is appended to, an object is rewritten.
 
-    lines = lines_at(run / "metrics.jsonl", ResumePoint("step", 100), print)
-    lines.add({"step": 101, "loss": 2.0})
-    lines.flush()  # before a checkpoint becomes valid
-    lines.close()
-
-Opening the file in this way removes the lines of steps after step 100.
+Opening a file at a `ResumePoint` removes the lines of later steps.
 """
 
 from __future__ import annotations

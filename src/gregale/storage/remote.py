@@ -131,7 +131,6 @@ class ObjectPath:
         return True
 
     def upload(self, file: Path) -> None:
-        """Write the object from a file."""
         self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
 
     def copy_to(self, other: ObjectPath) -> None:

@@ -1,11 +1,5 @@
 """A group of islands' hosts that exchange bytes: a Gloo process group of PyTorch with a failure detector.
 
-    group = Group.build(key, rank, hosts, server, timeout_seconds=10.0)   # hosts: addresses of the members' Servers
-    work = group.send(peer, message, tag=3)                               # uint8, contiguous; returns at once
-    other = group.recv(peer, buffer, tag=3)
-    other.wait(5.0); work.wait(5.0)                                       # GroupFailed, also when a peer dies
-    group.drop()                                                          # all others notice within a second
-
 The addresses of Gloo's own sockets travel over the members' authenticated servers, so that no store listens. Gloo's
 connections are not authenticated: bind them to an address that only the fleet reaches.
 

@@ -1,9 +1,5 @@
 """A joiner's side of healing: fetches a state in chunks, each with its hash, from all peers in parallel.
 
-    fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
-    fetched = fetcher.fetch(sources, timeout_seconds=60.0)
-    fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
-
 Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
 requests many missing chunks at a time, so that a request, not each chunk, costs a round trip. It stores a chunk if its
 hash is right. At the end, slow chunks are requested from a second source. If the sources commit a new round meanwhile

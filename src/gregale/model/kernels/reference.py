@@ -25,10 +25,7 @@ def geglu(gate: NamedArray, up: NamedArray) -> NamedArray:
 
 
 def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s, times `by_output`; s = sigmoid(gate).
-
-    Inputs and results are float32.
-    """
+    """Return d/dgate = up s (1 + gate (1 - s)) and d/dup = gate s, times `by_output`, in float32; s = sigmoid(gate)."""
     sigmoid = jax.nn.sigmoid(gate)
     return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
 
@@ -78,7 +75,6 @@ def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Arr
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Return cap * tanh(x / cap); without a cap `x` itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

@@ -66,7 +66,6 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         return {name: self.placed(array) for name, array in next(self._batches).items()}
 
     def placed(self, array: np.ndarray) -> NamedArray:
-        """Return the result of `Placement.placed`."""
         return self._placement.placed(array)
 
     def close(self) -> None:

@@ -60,7 +60,6 @@ class Setup:
         return parts_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
-        """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
 
     def initial_state(self) -> TrainState:
@@ -120,10 +119,7 @@ class Setup:
         return jax.jit(self.psdp.optimizer.learning_rate)
 
     def traffic(self, step: int) -> dict[str, int]:
-        """Return the bytes that a device sends over `replica` in the first `step` steps, if all have this setup.
-
-        The result includes the method's other metrics.
-        """
+        """Return a device's bytes over `replica` in the first `step` steps of this setup, and the method's metrics."""
         method, warm = self.method, min(step, self.config.sync.warm_up())
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
         return {"replica_bytes": sent, **method.metrics(step)}

@@ -111,7 +111,6 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
 
 
 def refuse_step(run: RunDirectory, step: int | None) -> None:
-    """Raise `UserError` for a step of an imported model."""
     if step:
         raise UserError(f"{run.path} is an imported model: it has no checkpoint of step {step}.")
 

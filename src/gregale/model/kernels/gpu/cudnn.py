@@ -74,7 +74,6 @@ def _forward(window: int | None, differentiated: bool, q, k, v, segments) -> tup
 
 
 def _backward(window: int | None, q, k, v, segments, log_sum_exp, attended, gradient) -> tuple[jax.Array, ...]:
-    """Return the gradients by q, k and v."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     operands, options = _call(window, q, segments)
