@@ -33,27 +33,11 @@ CONFIGS = {
         BASE, kv_heads=2, norms="after", qk_norm=True, qk_norm_over="heads", rotary_scaling=LinearScaling(factor=4.0)
     ),
     "gemma": GemmaConfig(
-        layers=2,
-        hidden=16,
-        heads=4,
-        mlp=24,
-        init_scale=0.3,
-        kv_heads=2,
-        tied_head=True,
-        activation="gelu",
-        norms="around",
-        norm_offset=1.0,
-        qk_norm=True,
-        scaled_embedding=True,
-        sliding_window=3,
-        full_layers=(1,),
-        window_rotary_base=50.0,
-        rotary_scaling=STRETCHED,
-        score_width=7.0,
-        score_softcap=2.0,
-        logit_softcap=3.0,
+        layers=2, hidden=16, heads=4, mlp=24, init_scale=0.3, kv_heads=2, tied_head=True, activation="gelu",
+        norms="around", norm_offset=1.0, qk_norm=True, scaled_embedding=True, sliding_window=3, full_layers=(1,),
+        window_rotary_base=50.0, rotary_scaling=STRETCHED, score_width=7.0, score_softcap=2.0, logit_softcap=3.0,
     ),
-}
+}  # fmt: skip
 ROWS, POSITIONS, VOCABULARY = 2, 12, 32
 BATCH_OF_TOKENS = token_batch(ROWS, POSITIONS, VOCABULARY)
 
