@@ -68,6 +68,7 @@ def test_one_leg_a_step_is_hidden(layout):
     assert exposed(layout, delay=2) == []
 
 
+@pytest.mark.soak
 def test_both_legs_in_one_step_are_not(layout):
     """The negative: with tau = 1 the all-gather waits for the reduce-scatter, and one of them is not hidden."""
     assert len(exposed(layout, delay=1)) >= 7

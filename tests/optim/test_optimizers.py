@@ -19,10 +19,13 @@ from gregale.optim import (
     ConstantSchedule,
     CosineSchedule,
     LionConfig,
+    MatrixAxes,
     MuonConfig,
     Optimizer,
     SgdConfig,
+    decays,
     global_norm,
+    matrix_axes,
 )
 
 STEPS = 6
@@ -243,3 +246,25 @@ def test_bad_values_are_refused(make, message):
 
 def test_any_optax_transformation_is_an_optimizer_without_a_rate_that_is_known():
     assert jnp.isnan(Optimizer.of(optax.sgd(0.5)).learning_rate(3))
+
+
+@pytest.mark.parametrize(
+    ("names", "sides", "decay"),
+    [
+        ("layers mlp embed", MatrixAxes(("mlp",), ("embed",)), True),
+        ("embed layers heads head_size", MatrixAxes(("embed",), ("heads", "head_size")), True),
+        ("embed vocab", None, True),
+    ],
+)
+def test_named_parameters_are_judged_by_their_axes_in_any_order(names, sides, decay):
+    named = hax.zeros(tuple(Axis(name, 2) for name in names.split()))
+    assert matrix_axes(named) == sides
+    assert decays(named) == decay
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix", "decay"), [((3, 4), True, True), ((3,), False, False), ((2, 3, 4), False, True)]
+)
+def test_plain_arrays_are_judged_by_their_rank(shape, matrix, decay):
+    assert (matrix_axes(jnp.zeros(shape)) is not None) == matrix
+    assert decays(jnp.zeros(shape)) == decay
