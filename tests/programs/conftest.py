@@ -18,7 +18,7 @@ OF_A_STEP = ("seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "re
 
 
 @pytest.fixture(scope="session", autouse=True)
-def steps_are_traced_once() -> Iterator[None]:
+def traced_steps() -> Iterator[dict[str, Stepper]]:
     """Runs with the same program of a step share it: to trace one takes most of the time of a short run."""
     made: dict[str, Stepper] = {}
     make = Setup.stepper
@@ -30,7 +30,7 @@ def steps_are_traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Setup, "stepper", shared)
-        yield
+        yield made
 
 
 @pytest.fixture(scope="module")
