@@ -47,7 +47,6 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
         assert tab.value(f"{norm}.series[1].show") is False
         assert tab.value(folds) == before
         assert tab.value("document.getElementById('logy').checked")
-        assert tab.errors == []
         assert set(tab.requests) <= {server.address}
 
 
@@ -75,7 +74,6 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
         tab.value(f"gregale.drawn({figure_of('figures-loss')}).setScale('x', {{min: 10, max: 20}})")
         tab.value("document.getElementById('reset').click()")
         assert tab.value(f"{scale}.max") == 50 * 2048
-        assert tab.errors == []
 
 
 def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
@@ -89,6 +87,8 @@ def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
         tab.wait(told)
         with Server(page.now, alone, port):
             tab.wait(f"!{told}")
+        tab.page.close()
+        tab.errors.clear()  # of requests that nobody answered
 
 
 def test_a_page_is_made_again_only_when_its_run_has_written(folder):
