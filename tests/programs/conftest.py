@@ -48,14 +48,14 @@ def gregale(inputs, monkeypatch) -> Callable[..., int]:
 
 @pytest.fixture
 def refused(gregale, capsys) -> Callable[..., str]:
-    """What the command line says of a mistake, in one line."""
+    """What the command line says of a mistake, in its last line."""
 
     def line(*arguments) -> str:
         capsys.readouterr()
         assert gregale(*arguments) == 2
-        (error,) = capsys.readouterr().err.splitlines()
-        assert error.startswith("gregale: error: ")
-        return error
+        errors = capsys.readouterr().err.splitlines()
+        assert [line for line in errors if line.startswith("gregale: error: ")] == errors[-1:]
+        return errors[-1]
 
     return line
 
