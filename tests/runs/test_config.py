@@ -13,7 +13,8 @@ from gregale.codecs.config import ReduceConfig
 from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
+from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import Llama3Scaling
@@ -21,6 +22,7 @@ from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdCo
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
+from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
@@ -206,3 +208,23 @@ def test_every_key_says_what_it_means_and_no_two_beside_one_another_have_a_name_
         for other in entries(TrainConfig):
             if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
                 assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)
+
+
+def test_seconds_of_islands_are_those_of_the_network_but_what_is_given():
+    lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
+    assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)
+    assert (wan.reduce_seconds, wan.grace_seconds) == (7.0, None)
+    assert heal_seconds(IslandsConfig()) < heal_seconds(IslandsConfig(network="wan"))
+
+
+def test_names_and_addresses_of_islands_are_checked():
+    for name in ("", "a b", "-a", "x" * 65, "a/b"):
+        with pytest.raises(KeyedError, match="name"):
+            IslandsConfig(name=name)
+    with pytest.raises(KeyedError, match="HOST:PORT"):
+        IslandsConfig(lighthouse="oslo")
+    assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
+    for bind in ("10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:"):
+        with pytest.raises(KeyedError, match="HOST or HOST:PORT"):
+            IslandsConfig(bind=bind)
+    assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))
