@@ -3,8 +3,6 @@
 Worker processes import this module, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -151,7 +149,7 @@ class LockHolder:
     since: float  # seconds since 1970, by the clock of that process's host
 
     @staticmethod
-    def this_process() -> LockHolder:
+    def this_process() -> "LockHolder":
         return LockHolder(socket.gethostname(), os.getpid(), time.time())
 
     def __str__(self) -> str:

@@ -1,7 +1,5 @@
 """The exceptions for mistakes that a user can correct, and the installation hint for a missing extra."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The layout of named axes: a mesh and three mappings from named axes to mesh axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -59,7 +57,7 @@ class Layout:
         """Return the named axis that maps to the mesh axis `name` (`replica`, `island`); size 1 if there is none."""
         return Axis(name, self.mesh.shape[name] if name in self.params else 1)
 
-    def inside(self, name: str) -> Layout:
+    def inside(self, name: str) -> "Layout":
         """Return the layout of one index of the axis `name` under `vmap_over`: nothing maps to that mesh axis."""
 
         def without(mapping: AxisMapping) -> AxisMapping:
@@ -68,7 +66,7 @@ class Layout:
 
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
 
-    def inside_replica(self) -> Layout:
+    def inside_replica(self) -> "Layout":
         return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:

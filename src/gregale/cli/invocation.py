@@ -1,7 +1,5 @@
 """Invocation of a command: it fills the options and the configuration from the arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

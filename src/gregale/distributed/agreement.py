@@ -3,8 +3,6 @@
 Such settings are *terms*: a flat mapping of keys to texts, sent as JSON.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

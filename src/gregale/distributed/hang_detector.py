@@ -12,8 +12,6 @@ of the main thread, and process 0 compares them. A process hangs if it is behind
 A process that prepares its data or restores a checkpoint has no time limit.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -55,7 +53,7 @@ class ThreadProgress:
         return f"{self.steps} {self.phase} {self.waits:d} {self.marks}"
 
     @classmethod
-    def parse(cls, text: str) -> ThreadProgress:
+    def parse(cls, text: str) -> "ThreadProgress":
         steps, phase, waits, marks = text.split()
         return cls(int(steps), Phase(phase), waits == "1", int(marks))
 

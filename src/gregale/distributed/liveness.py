@@ -9,8 +9,6 @@ Process 0 also checks that the main threads make progress (`gregale.distributed.
 ends the run.
 """
 
-from __future__ import annotations
-
 import atexit
 import math
 import os

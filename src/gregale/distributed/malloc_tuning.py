@@ -1,7 +1,5 @@
 """Settings of malloc that keep freed memory in the process, for training on CPU devices."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Without a secret, any host that reaches the port can block the start. If two pro
 processes end with a message that names both. After the start, no further process can join.
 """
 
-from __future__ import annotations
-
 import errno
 import secrets
 import selectors

@@ -1,7 +1,5 @@
 """Measure the agreement of replicas: the cosine similarity of their pseudo-gradients, without sending any of them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

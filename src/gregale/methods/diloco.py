@@ -1,7 +1,5 @@
 """DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (2501.18512): an outer optimizer joins separate replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -92,7 +90,7 @@ class Diloco(Separate):
         layout: Layout,
         schedule: Schedule,
         mixing: float = 0.0,
-    ) -> Diloco:
+    ) -> "Diloco":
         """Return DiLoCo of any model and loss, with optax transformations that may work on shards.
 
         - `model`, `loss`: as for `Psdp`

@@ -4,8 +4,6 @@
 {fragment}/optimizer/{path in the state}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple

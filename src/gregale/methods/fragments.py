@@ -1,7 +1,5 @@
 """Fragments of a tree of parameters, split along the named `layers` axis."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,7 +32,7 @@ class Fragment(eqx.Module):
     whole: bool = eqx.field(static=True)
 
     @staticmethod
-    def at(schedule: Schedule, index: int | None, sent: int) -> Fragment | None:
+    def at(schedule: Schedule, index: int | None, sent: int) -> "Fragment | None":
         if index is None:
             return None
         layers = schedule.layers_of(index) if index else None

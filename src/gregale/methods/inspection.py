@@ -1,7 +1,5 @@
 """Inspect a step beside its loss: the sizes of parameters, gradients and updates, layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

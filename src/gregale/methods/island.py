@@ -16,8 +16,6 @@ The arithmetic is that of `Diloco` in one mesh, but the average is computed outs
     state = island.arrive(state, host.theta(index), fragment, keep, error)        # after step t + tau
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -8,8 +8,6 @@ and has a name:
     {fragment}/second/{path}|{index}/{row}/codes, scales         # only in checkpoints: the second phase's error
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """The network traffic of an island and its memory beside its steps, in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod

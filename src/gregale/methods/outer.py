@@ -1,7 +1,5 @@
 """The outer parameters of DiLoCo: their storage, and the operations that send and apply a fragment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

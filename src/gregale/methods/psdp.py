@@ -1,7 +1,5 @@
 """PSDP (replica-FSDP): gradients are averaged over `replica` once a step; the optimizer runs on the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

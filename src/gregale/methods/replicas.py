@@ -1,7 +1,5 @@
 """Trees with a leading axis of replicas that train separately: create, cut, shard, average and select them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import haliax as hax

@@ -1,7 +1,5 @@
 """The outer round of one fragment: the replicas' send, the outer step, and the application of its result."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

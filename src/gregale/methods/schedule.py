@@ -1,7 +1,5 @@
 """The steps at which each fragment of Streaming DiLoCo is sent and applied, as functions (arXiv 2501.18512)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

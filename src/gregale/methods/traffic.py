@@ -1,7 +1,5 @@
 """The traffic of methods in closed form: by step, and on average over a period."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

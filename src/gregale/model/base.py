@@ -1,7 +1,5 @@
 """Model configurations by their `type`, and the one that takes its shape from a model of the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Model configurations: the architecture of a model of the Llama family, and its computation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -99,7 +97,7 @@ class LlamaConfig(Sizes):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
 
-    def init(self, Vocab: Axis, key: jax.Array) -> Llama:
+    def init(self, Vocab: Axis, key: jax.Array) -> "Llama":
         from gregale.model.llama import Llama  # late, because the model reads its configuration
 
         return Llama.init(self, Vocab, key)

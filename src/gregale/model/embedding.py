@@ -1,7 +1,5 @@
 """The token embedding: a lookup that sends nothing over `replica`, in the forward and the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from math import prod

@@ -1,7 +1,5 @@
 """The execution of a model: the sharding and precision of its arrays, and the values that its layers save."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import equinox as eqx
@@ -33,7 +31,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> Mlp:
+    def init(config: LlamaConfig, key) -> "Mlp":
         keys = jax.random.split(key, 3)
         c = config
         return Mlp(
@@ -66,7 +64,7 @@ class Block(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> Block:
+    def init(config: LlamaConfig, key) -> "Block":
         attention_key, mlp_key = jax.random.split(key)
         around = config.norms == "around"
         return Block(
@@ -128,7 +126,7 @@ class Llama(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, Vocab: Axis, key) -> Llama:
+    def init(config: LlamaConfig, Vocab: Axis, key) -> "Llama":
         table_key, head_key, blocks_key = jax.random.split(key, 3)
         keys = jax.random.split(blocks_key, config.layers)
         return Llama(
@@ -203,7 +201,7 @@ class Llama(eqx.Module):
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
-    def unstacked(self) -> Llama:
+    def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""
 
         def block(i: int) -> Block:

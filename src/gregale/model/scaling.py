@@ -1,7 +1,5 @@
 """Rotary frequencies scaled to a longer context: the choices of `model.rotary_scaling`."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

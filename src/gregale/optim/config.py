@@ -1,7 +1,5 @@
 """The choice of an optimizer, and its construction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import draccus
@@ -34,7 +32,7 @@ class Optimizer:
     learning_rate: optax.Schedule
 
     @classmethod
-    def of(cls, transformation: optax.GradientTransformation) -> Optimizer:
+    def of(cls, transformation: optax.GradientTransformation) -> "Optimizer":
         """Wrap any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
         identity = optax.with_extra_args_support(optax.identity())
         return cls(optax.with_extra_args_support(transformation), identity, optax.constant_schedule(float("nan")))

@@ -1,7 +1,5 @@
 """Provides `gregale.train` and `gregale.load`: training and its model for Python and notebooks."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The content of the files raises no error; only a failing disk or store does. This module does not import JAX.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The configuration of islands: the coordinator, the network and the timeouts."""
 
-from __future__ import annotations
-
 import re
 import socket
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 plugins: [my_package.my_module]
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The directory of a run, on a disk or in an object store: configuration, checkpoints, metrics and samples."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

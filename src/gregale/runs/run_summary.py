@@ -1,7 +1,5 @@
 """Summaries of runs, from the ends of metrics and the checkpoints' manifests. This module does not import JAX."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

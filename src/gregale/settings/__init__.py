@@ -15,8 +15,6 @@ A class that derives from `Settings` checks ranges and choices in its constructo
 and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """The fields of a configuration class as dotted keys with type names, for help and for error messages."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace

@@ -3,8 +3,6 @@
 Opening a file at a `ResumePoint` removes the lines of later steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +39,7 @@ class ResumePoint(NamedTuple):
 
 def lines_at(
     path: StoragePath, resume_point: ResumePoint, report: Callable[[str], None]
-) -> FileJsonlWriter | ObjectJsonlWriter:
+) -> "FileJsonlWriter | ObjectJsonlWriter":
     """Open the writer for a path; the arguments are those of the two classes."""
     if isinstance(path, ObjectPath):
         return ObjectJsonlWriter(path, resume_point, report)

@@ -18,8 +18,6 @@ The loop's events for a step, in this order:
     after_step   (the loop waits for the devices if `waits_after`), and on_evaluation with its result
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -198,7 +196,7 @@ class Callbacks:
             for callback in self._all:
                 stack.callback(call, callback, "close")
 
-    def __enter__(self) -> Callbacks:
+    def __enter__(self) -> "Callbacks":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ The defaults make collectives asynchronous for which the TPU compiler otherwise 
 steps, rounds, evaluations, the initial state, conversions between methods, and sampling.
 """
 
-from __future__ import annotations
-
 import os
 
 import jax

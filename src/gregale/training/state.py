@@ -1,7 +1,5 @@
 """The training state and the counted step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -11,8 +11,6 @@ This module adds two properties to Gloo (torch 2.13, tests/islands/transport/tes
   `drop` waits a millisecond for a byte that is never sent.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import logging
@@ -62,7 +60,7 @@ class GroupFailed(Exception):
 class Work:
     """A message in progress. Neither change nor free the array until `wait` has returned or raised."""
 
-    def __init__(self, group: Group, work: Any, array: np.ndarray, what: str):
+    def __init__(self, group: "Group", work: Any, array: np.ndarray, what: str):
         self._group, self._array, self._what = group, array, what
         self._work: Any = work
 
@@ -83,8 +81,8 @@ class Work:
             raise GroupFailed(self._group.fail_for(error, reason))
 
 
-OPEN_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
-CONNECTING: weakref.WeakSet[Connecting] = weakref.WeakSet()
+OPEN_GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
+CONNECTING: "weakref.WeakSet[Connecting]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -134,7 +132,7 @@ class Group:
         server: Server,
         timeout_seconds: float,
         names: Sequence[str] = (),
-    ) -> Group:
+    ) -> "Group":
         """Build the group of a key; all members must join within the timeout.
 
         - `key`: never used before by another group, even a failed one (hash it with the view's `instant`)

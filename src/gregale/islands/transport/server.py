@@ -10,8 +10,6 @@ accept it twice, nor after a restart at the same port. A connection without a co
 signed manifest. Nothing is encrypted.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

@@ -6,8 +6,6 @@ hash is right. At the end, slow chunks are requested from a second source. If th
 and drop the old one, unchanged chunks stay.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +126,7 @@ def ask_for_offers(
     return offers
 
 
-def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
+def run_streams(peers: Sequence[PeerClient], assembly: "Assembly", complaints: dict[str, str], deadline: float) -> None:
     """Fetch until all chunks are here, no source is left, or the deadline has passed."""
 
     def run(peer: PeerClient) -> None:
@@ -140,7 +138,7 @@ def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dic
     in_threads([lambda peer=peer: run(peer) for peer in peers])
 
 
-def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+def stream(peer: PeerClient, assembly: "Assembly", streams: int, is_over: Callable[[], bool]) -> None:
     """Send requests on one of `streams` connections, until no work is left for it."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while not is_over() and not assembly.is_complete:

@@ -1,7 +1,5 @@
 """The operations in plain JAX, which differentiates them: the form for every platform without its own rules."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Provides batches as global arrays on the mesh, made of each process's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -72,7 +70,7 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         """End the thread that reads ahead."""
         self._batches.close()
 
-    def __enter__(self) -> GlobalBatches:
+    def __enter__(self) -> "GlobalBatches":
         return self
 
     def __exit__(self, *_) -> None:
@@ -85,7 +83,7 @@ if TYPE_CHECKING:
 
 def batches(
     examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, first: int = 0
-) -> grain.DatasetIterator[ExampleBatch]:
+) -> "grain.DatasetIterator[ExampleBatch]":
     """Return an iterator over the rows of consecutive batches that one process needs, arrays [row, L].
 
     Blank rows pad the last batch of a finite set. Threads prepare batches until the iterator's `close` is called.

@@ -1,7 +1,5 @@
 """Provides the setup of a run from its configuration: layout, model, method, step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Provides the model of a complete or running training run, whole or one parameter at a time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

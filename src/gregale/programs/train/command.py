@@ -1,7 +1,5 @@
 """Provides `gregale train`, which trains, evaluates, saves and resumes a run."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

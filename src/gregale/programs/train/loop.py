@@ -1,7 +1,5 @@
 """Provides the training loop: the next batch, its step, and the events of callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

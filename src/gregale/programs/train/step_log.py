@@ -1,7 +1,5 @@
 """Provides the log of step metrics, which reads losses a few steps late so that the loop never waits for one."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Provides `gregale watch`, which follows a run, or the islands of a fleet, until completion or Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
@@ -73,7 +71,7 @@ def main(options: WatchOptions) -> int:
                 return stop.code
 
 
-def served(runs: Sequence[RunPaths], options: WatchOptions) -> Server:
+def served(runs: Sequence[RunPaths], options: WatchOptions) -> "Server":
     """Return a server of the page of runs. Raises `UserError` if the page cannot be made or served."""
     from gregale.programs.report.serving import LivePage  # a late import, because the terminal does not need it
     from gregale.programs.watch.web import Server
@@ -114,7 +112,7 @@ def logs_of(name: str) -> list[Path]:
     return []
 
 
-def poll_all(pollers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
+def poll_all(pollers: Iterable[RunPoller], screen: "Screen") -> list[RunStatus]:
     """Return the current state of the runs and print their events; return none if their store does not answer."""
     try:
         found = [poller.poll() for poller in pollers]
@@ -158,7 +156,7 @@ class Screen:
         """Print a line, above the view if there is one."""
         self._console.print(printable(text), soft_wrap=self._live is None)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> "Screen":
         return self
 
     def __exit__(self, *_: object) -> None:

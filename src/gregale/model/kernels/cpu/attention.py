@@ -1,7 +1,5 @@
 """Causal attention in blocks of rows, each with its visible keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple

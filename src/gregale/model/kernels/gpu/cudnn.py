@@ -5,8 +5,6 @@ the segments instead of their mask, which is [position, position]. It does not c
 replicas mapped around it as more rows, for which JAX's rule has no form with a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
