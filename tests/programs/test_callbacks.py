@@ -1,12 +1,15 @@
 """Callbacks of the configuration: the order of their events, their metrics, and their mistakes."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.programs import recording
+from tests.plugins import plugins_from
 from tests.programs.tiny import checkpoint_steps, lines
 
-PLUGIN = ["--plugins", "[tests.programs.recording]", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
+PLUGIN = ["--plugins", "recording", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
 RECORDER = [*PLUGIN, "--callbacks", "[{type: recorder}]"]
 METHODS = {
     "psdp": [],
@@ -14,11 +17,17 @@ METHODS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    with plugins_from(Path(__file__).parent / "plugins"):
+        yield
+
+
 @pytest.fixture(params=METHODS)
 def recorded(request, gregale, inputs) -> tuple[list[tuple], list[dict]]:
     """The events of a run, and the lines of its metrics.jsonl."""
     assert gregale("train", "tiny.yaml", "--name", f"own-{request.param}", *RECORDER, *METHODS[request.param]) == 0
-    return list(recording.EVENTS), lines(inputs / "runs" / f"own-{request.param}")
+    return list(sys.modules["recording"].EVENTS), lines(inputs / "runs" / f"own-{request.param}")
 
 
 def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
