@@ -168,10 +168,15 @@ def test_a_bad_source_is_named_and_replaced(sources, spoilt, how, reason):
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
-def test_chunks_fetched_before_a_failure_are_kept(sources, spoilt):
-    fetcher = Fetcher(TOKEN, EXPECTED)
+def test_chunks_fetched_before_a_failure_are_kept(sources, spoilt, after_chunks):
+    fetcher, arrived = Fetcher(TOKEN, EXPECTED), threading.Event()
+    after_chunks(lambda received: arrived.set() if received >= 3 * CHUNK_BYTES else None)
+
+    def four_chunks(content: bytes, number: int) -> bytes | None:
+        return content if number < 5 else arrived.wait(10.0) and None
+
     with pytest.raises(TransferFailed):
-        fetcher.fetch([spoilt(sources[0], lambda content, number: content if number < 5 else None)], 10.0)
+        fetcher.fetch([spoilt(sources[0], four_chunks)], 10.0)
     fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
     assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * CHUNK_BYTES
