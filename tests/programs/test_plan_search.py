@@ -140,7 +140,8 @@ def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
     compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, SearchOptions(None, None, str))
 
     def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
-        return ScoredCandidate(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)
+        candidate = Candidate(remat, microbatches, 1, "per_layer")
+        return ScoredCandidate(candidate, 1, seconds, (1, 1), fits=fits, seconds=seconds)
 
     two = weighed(2, 2.0, fits=False)
     compiler.answers[two.candidate] = two

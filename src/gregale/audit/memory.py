@@ -187,13 +187,14 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     """Return the bytes that exist during the backward pass of each layer.
 
     These are the weights that were cast before the loop; this microbatch's gradients of all layers, before their
-    addition to the buffers; and the head's complete gradient, until its sum over devices is done.
+    addition to the buffers; and the head's complete gradient, until its sum over devices is done. A table of several
+    groups stays in float32 for the next microbatch.
     """
     cast = backend.narrows_ahead and not step.per_step and step.compute_bytes < FLOAT32
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
     apart = backend.adds_at_end and step.microbatches > 1
     own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
-    width = FLOAT32 if step.loss_blocks.groups > 1 else step.compute_bytes
+    width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
     head = width * step.embed * step.vocabulary if step.sums_behind else 0
     return narrow + own + head
 

@@ -114,9 +114,9 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
-    chips = prod(int(size) for size in sizes) * slices
-    found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
-    return Target(list(described.devices), found, len(described.devices) // chips, False, (name, slices))
+    grid = tuple(int(size) for size in sizes)
+    found = chip(chip_name or CHIP_OF_TOPOLOGY[family]).in_slice(grid)
+    return Target(list(described.devices), found, len(described.devices) // (prod(grid) * slices), False, (name, slices))
 
 
 def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gregale.audit.chips import GBIT
-from gregale.audit.overlap import Schedule
+from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
@@ -49,6 +49,7 @@ def report_of(
         "parameters": step.parameters,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
+        "flops_per_token_full_attention": model_flops_per_token(step, full=True),
         "flops_per_step": per_token * config.batch.tokens,
         "compiler_flops_per_device": plan.step.flops,
         "memory": memory,
@@ -63,13 +64,13 @@ def report_of(
             "host_seconds": bound.host,
             "step_seconds_overlapped": bound.overlapped,
             "step_seconds_one_after_another": bound.one_after_another,
-            "mfu_bound": bound.mfu_bound,
+            **bound.utilisation(bound.overlapped),
             "sent_bytes": plan.link_bytes,
         },
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
         "island": island.to_dict(bound, link_gbit_per_second) if island else None,
-        "notes": notes_of(plan),
+        "notes": [*notes_of(plan), *kernel_notes(programs)],
     }
 
 
@@ -136,20 +137,25 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
         "compiler_flops_per_device": program.flops,
         **program.audit.to_dict(),
         "closed_form_bytes_per_step": {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()},
-        "estimate": None if schedule is None else estimate_of(plan, schedule),
+        "estimate": None if schedule is None else estimate_of(plan, schedule, bandwidth),
         "overlap": overlap_of(program, schedule),
     }
 
 
-def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """Return the seconds of one run of a program, and the utilisation if the program were a step."""
-    model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
+def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict[str, Any]:
+    """Return the seconds of one run of a program, from below and calibrated, and the utilisation as if it were a step.
+
+    `unlisted_kernels` count at the chip's peak, because the table of kernels lacks them.
+    """
+    seconds, bound = schedule.seconds, plan.roofline(bandwidth)
     return {
-        "seconds": schedule.seconds,
+        "seconds": seconds,
         "compute_seconds": schedule.compute,
         "kernel_seconds": schedule.kernels,
         "exposed_seconds": schedule.exposed,
-        "utilisation": model_flops / plan.target.flops_per_second / schedule.seconds,
+        **bound.utilisation(seconds),
+        "unlisted_kernels": sorted(schedule.unlisted),
+        "calibrated": {"seconds": CALIBRATION * seconds, **bound.utilisation(CALIBRATION * seconds)},
     }
 
 
@@ -213,8 +219,6 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(
             "the compiler rejects a program that does not fit; its report is from its schedule, before code generation."
         )
-    if any("tpu_custom_call" in program.text for program in plan.programs.values()):
-        notes.append("the compiler estimates no cycles for Pallas kernels; attention kernels count at the chip's peak.")
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:
@@ -222,3 +226,15 @@ def notes_of(plan: Plan) -> list[str]:
     if any(collective.times is None for collective in collectives):
         notes.append("a loop does not tell how often it runs; its collectives are counted once.")
     return notes
+
+
+def kernel_notes(programs: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the note about kernels whose cycles the table lacks."""
+    estimates = [each["estimate"] for each in programs.values() if each["estimate"] is not None]
+    unlisted = sorted({name for each in estimates for name in each["unlisted_kernels"]})
+    if not unlisted:
+        return []
+    return [
+        f"the table of kernels lacks {', '.join(unlisted)} for this chip: they count as the products of their visible "
+        "blocks at the chip's peak. benchmarks/kernel_cycles.py adds them."
+    ]

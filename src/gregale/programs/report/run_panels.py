@@ -87,7 +87,7 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
         ("tokens a second", estimated_tokens, median("tokens_per_second")(run), ""),
         (
             "model FLOPs utilisation",
-            estimate.get("utilisation") or bound.get("mfu_bound"),
+            estimate.get("utilisation") or bound.get("utilisation"),
             median("mfu")(run),
             "share",
         ),

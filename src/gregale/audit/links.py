@@ -1,0 +1,109 @@
+"""Provides the time of a collective on the links between the chips of a TPU slice.
+
+    Grid(chip.ici, sizes, coordinates, devices_a_chip).seconds(collective)
+
+A slice is a grid of chips with links between neighbours. An axis is a ring or a line (`gregale.audit.chips.Ici`). All
+times are lower bounds: the busiest link at the compiler's best use of all axes, without latency.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from gregale.audit.chips import Chip, Ici
+from gregale.audit.collectives import Collective
+
+Positions = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group's devices along one axis of the grid.
+
+    - `count`: number of different coordinates
+    - `stride`: distance between neighbours, and number of groups that share a link
+    - `links`: links of the first chip of the group along the axis, 1 or 2
+    """
+
+    count: int
+    stride: int
+    links: int
+
+    @property
+    def rate(self) -> float:
+        """Return the links that the group's first chip has for itself along the axis."""
+        return self.links / self.stride
+
+    @property
+    def all_to_all(self) -> float:
+        """Return the times that one device's bytes cross each link in the middle of the axis.
+
+        Each of `count` devices sends an equal part to each other one, so that `floor(count^2 / 4) / count` of the bytes
+        cross the middle in one direction; a ring has two links there.
+        """
+        return (self.count**2 // 4) / self.count / self.rate
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The chips of each slice.
+
+    - `sizes`: of the axes
+    - `coordinates`: [device, axis] of all devices of the mesh, in its order
+    - `devices_a_chip`: devices that share a chip's links
+    """
+
+    ici: Ici
+    sizes: tuple[int, ...]
+    coordinates: np.ndarray
+    devices_a_chip: int = 1
+
+    def seconds(self, each: Collective) -> float | None:
+        """Return the seconds of one run of a collective inside a slice; None if its groups are unknown.
+
+        - reductions and gathers: the bytes that a device sends, over the links of a group's corner
+        - all-to-all: the bytes across the middle of the axis with the fewest links for its chips
+        - permutations: the bytes over the links between a pair, which other pairs at that distance share
+        """
+        if not each.groups:
+            return None
+        rate = self.ici.bytes_per_second / self.devices_a_chip
+        if each.kind in ("collective-permute", "send"):
+            return each.bytes_sent * self._hops(each.groups) / rate
+        spans = self.spans(max(each.groups, key=len))
+        links = sum(span.rate for span in spans)
+        if not links:
+            return None
+        bound = each.bytes_sent / links
+        if each.kind in ("all-to-all", "ragged-all-to-all"):
+            bound = max(bound, max(each.bytes * span.all_to_all for span in spans))
+        return bound / rate
+
+    def spans(self, group: Positions) -> list[Span]:
+        """Return the span of a group on each axis on which its devices differ."""
+        found = []
+        for axis, (size, links) in enumerate(zip(self.sizes, self.ici.links(self.sizes), strict=True)):
+            values = np.unique(self.coordinates[list(group), axis])
+            if len(values) > 1:
+                stride = int(values[-1] - values[0]) // (len(values) - 1)
+                found.append(Span(len(values), stride, links if stride * len(values) == size else 1))
+        return found
+
+    def _hops(self, pairs: Sequence[Positions]) -> int:
+        """Return the median distance of the pairs, at least 1: if all chips send as far, each link carries so many."""
+        ends = self.coordinates[np.array(pairs)]
+        apart, sizes = np.abs(ends[:, 0] - ends[:, 1]), np.array(self.sizes)
+        around = np.where(np.array(self.ici.links(self.sizes)) == 2, sizes - apart, apart)
+        return max(1, int(np.median(np.minimum(apart, around).max(1))))
+
+
+def grid_of(mesh: Mesh, chip: Chip, devices_a_chip: int) -> Grid | None:
+    """Return the grid of a mesh's devices; None if they have no coordinates, or the chip no ICI."""
+    devices = list(mesh.devices.flat)
+    if chip.ici is None or not all(hasattr(device, "coords") for device in devices):
+        return None
+    coordinates = np.array([device.coords for device in devices])
+    coordinates = coordinates - coordinates.min(0)
+    return Grid(chip.ici, tuple(int(size) + 1 for size in coordinates.max(0)), coordinates, devices_a_chip)
