@@ -134,7 +134,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for key, ratio in ratios.items():
         row, seconds = ROWS[key], kept[key]["estimate"]["seconds"]
-        figures = f"{row.seconds:.2f} | {seconds:.2f} | {ratio:.2f} | {factor * seconds:.2f} | {factor / ratio - 1:+.0%}"
+        figures = (
+            f"{row.seconds:.2f} | {seconds:.2f} | {ratio:.2f} | {factor * seconds:.2f} | {factor / ratio - 1:+.0%}"
+        )
         print(f"| {row.name} | {row.topology} | {row.rows} x {row.length:,} | {figures} | {row.source} |")
 
 

@@ -61,7 +61,9 @@ def test_a_gather_is_bound_by_the_corner_of_its_group():
     assert whole.seconds(collective("all-gather", 7 / 8, row)) == 7 / 8 * BYTES / V5E
     for group, links in (((0, 1, 2, 3), 1), ((0, 2, 4, 6), 1 / 2), ((0, 1, 8, 9), 2), ((0, 4), 1 / 4)):
         assert whole.seconds(collective("reduce-scatter", 0.75, group)) == 0.75 * BYTES / (links * V5E), group
-    assert pod.seconds(collective("all-gather", 1, tuple(range(0, 16, 2)))) == BYTES / V5E, "a ring of two links, shared"
+    assert pod.seconds(collective("all-gather", 1, tuple(range(0, 16, 2)))) == BYTES / V5E, (
+        "a ring of two links, shared"
+    )
     assert whole.seconds(collective("all-gather", 1)) is None
 
 

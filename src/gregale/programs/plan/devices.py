@@ -116,7 +116,9 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
     grid = tuple(int(size) for size in sizes)
     found = chip(chip_name or CHIP_OF_TOPOLOGY[family]).in_slice(grid)
-    return Target(list(described.devices), found, len(described.devices) // (prod(grid) * slices), False, (name, slices))
+    return Target(
+        list(described.devices), found, len(described.devices) // (prod(grid) * slices), False, (name, slices)
+    )
 
 
 def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:

@@ -190,7 +190,10 @@ def _speed(report: dict[str, Any], console: Console) -> None:
     rows += [
         ("step, all at once", f"{bound['step_seconds_overlapped']:.4g} s"),
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),
-        *((f"utilisation, {name}, at most".replace("\n", " "), _share(bound[key])) for key, name in UTILISATION.items()),
+        *(
+            (f"utilisation, {name}, at most".replace("\n", " "), _share(bound[key]))
+            for key, name in UTILISATION.items()
+        ),
     ]
     print_table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)
 
