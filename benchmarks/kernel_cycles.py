@@ -1,4 +1,4 @@
-"""Cycles of the splash kernels by the TPU compiler's bundles, without a TPU: writes src/gregale/audit/kernel_cycles.json.
+"""Cycles of the splash kernels by the TPU compiler's bundles: writes src/gregale/audit/kernel_cycles.json.
 
     python benchmarks/kernel_cycles.py [--chips v5e v6e] [--lengths 8192] [--head-sizes 128]
 

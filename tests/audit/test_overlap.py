@@ -8,8 +8,8 @@ from gregale.audit import audit
 from gregale.audit.chips import Ici, chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
-from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.links import Grid
+from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Kernels
 
 RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Kernels(chip("v5e")))

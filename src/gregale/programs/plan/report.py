@@ -14,7 +14,7 @@ from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
+from gregale.programs.plan.shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.setup import Setup
 
