@@ -38,7 +38,7 @@ BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: ", re.MULTILINE)
 BRANCH = re.compile(r"sbr\.rel \([^)]*\) target = \$region(\d+)")
 EMPTY = re.compile(r"Start/End empty region (\d+)")
 TURNS = re.compile(r", (\d+) /\* loop exit test")
-PRODUCT = re.compile(r"vmatmul\.(?:mubr\.)?([a-z0-9]+)\S*\.mxu(\d)")
+PRODUCT = re.compile(r"vmatmul\.(?:mubr\.|msk\.)*([a-z0-9]+)\S*\.mxu(\d)")
 ROWS = {"bf16": 16, "f32": 8}  # in one instruction
 
 
