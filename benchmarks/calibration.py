@@ -145,7 +145,7 @@ def parts_of(path: Path, topology: str, slices: int) -> Parts:
     passes = 1 if step.remat in ("context", "context_offload", "none", "projections") else 2  # full: computed again
 
     def seconds(name: str, keys: int) -> float:
-        return kernels.seconds_of(
+        return kernels.seconds(
             Kernel(f"splash_mha_{name}", rows * step.heads, blocks.length, step.head_size, blocks.size, keys)
         )
 
@@ -153,7 +153,7 @@ def parts_of(path: Path, topology: str, slices: int) -> Parts:
     attention += sum(seconds(name, blocks.size if name == "dq" else blocks.backward) for name in backward)
     bound = roofline(estimated_work(setup, estimated_link_bytes(setup)), target.chip, target.devices_a_chip, None)
     pairs = 2 * 2 * step.layers * step.heads * step.head_size * visible(step.positions, (None,)) * rows
-    products = bound.compute - (passes + 2.5) * pairs / target.flops_per_second
+    products = bound.compute - (passes + 2.5) * pairs / (target.chip.flops_per_second / target.devices_a_chip)
     return Parts(products, step.layers * attention, bound.links[INSIDE])
 
 

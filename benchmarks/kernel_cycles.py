@@ -154,8 +154,16 @@ def main() -> None:
         table = json.loads(TABLE.read_text())
         for key, cycles in found.items():
             table.setdefault(row[0], {}).setdefault(key, {})[str(row[1])] = cycles
-        lines = json.dumps(table, indent=1, sort_keys=True)
-        TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", lines) + "\n")
+        write(table)
+
+
+def write(table: dict[str, dict[str, dict[str, list[int]]]]) -> None:
+    """Write the table, a kernel a line."""
+    chips = []
+    for chip, kernels in sorted(table.items()):
+        lines = [f'  "{key}": {json.dumps(dict(sorted(cycles.items())))}' for key, cycles in sorted(kernels.items())]
+        chips.append(f' "{chip}": {{\n' + ",\n".join(lines) + "\n }")
+    TABLE.write_text("{\n" + ",\n".join(chips) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def test_what_may_change_does_not_keep_a_run_from_going_on(go_on, half):
     first, *entries = (half / "samples.txt").read_text().split("--- step ")
     assert first == ""
     assert entries[0] == "8\nthe old\n"
-    assert [entry.split("\n")[0] for entry in entries] == ["8", "10", "12", "14"]
+    assert [entry.split("\n")[0] for entry in entries] == ["8", "10", "10", "12", "12", "14", "14"]
     assert "the same" not in entries[1]
 
 

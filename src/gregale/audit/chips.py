@@ -73,7 +73,11 @@ class Chip:
     devices: int = 1
     cycles_per_second: float | None = None
     ici: Ici | None = None
-    matrix_unit: int = 1
+
+    @property
+    def matrix_unit(self) -> int:
+        """Return the rows and columns of a TPU's matrix units, to which a kernel's head size is filled up."""
+        return 256 if self.name in ("v6e", "v7x") else 128
 
     def in_slice(self, sizes: tuple[int, ...]) -> "Chip":
         """Return the chip in a slice of these sizes: the send rate is that of a corner, which has the fewest links."""
@@ -115,7 +119,6 @@ CHIPS = {
             source="Google Cloud documentation, TPU v4; links: TPU v4 paper (arXiv 2304.01433), 6 of 50 GB/s",
             cycles_per_second=275 * TERA / (2 * 8 * 128**2),
             ici=Ici(45 * GIGA, ring=4, cubes=True),
-            matrix_unit=128,
         ),
         Chip(
             name="v5e",
@@ -127,7 +130,6 @@ CHIPS = {
             source="Google Cloud documentation, TPU v5e; network: 6.4 Tbit/s a pod of 256",
             cycles_per_second=197 * TERA / (2 * 4 * 128**2),
             ici=Ici(45 * GIGA, ring=16, cubes=False),
-            matrix_unit=128,
         ),
         Chip(
             name="v5p",
@@ -139,7 +141,6 @@ CHIPS = {
             source="Google Cloud documentation, TPU v5p",
             cycles_per_second=459 * TERA / (2 * 8 * 128**2),
             ici=TORUS_OF_CUBES,
-            matrix_unit=128,
         ),
         Chip(
             name="v6e",
@@ -151,7 +152,6 @@ CHIPS = {
             source="Google Cloud documentation, TPU v6e (Trillium) and TPU7x (Ironwood, comparison table)",
             cycles_per_second=918 * TERA / (2 * 4 * 256**2),
             ici=Ici(90 * GIGA, ring=16, cubes=False),
-            matrix_unit=256,
         ),
         Chip(
             name="v7x",
@@ -164,7 +164,6 @@ CHIPS = {
             devices=2,
             cycles_per_second=2307 * TERA / (2 * 8 * 256**2),
             ici=TORUS_OF_CUBES,
-            matrix_unit=256,
         ),
         replace(
             A100,

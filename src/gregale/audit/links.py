@@ -15,36 +15,6 @@ from jax.sharding import Mesh
 from gregale.audit.chips import Chip, Ici
 from gregale.audit.collectives import Collective
 
-Positions = Sequence[int]
-
-
-@dataclass(frozen=True)
-class Span:
-    """A group's devices along one axis of the grid.
-
-    - `count`: number of different coordinates
-    - `stride`: distance between neighbours, and number of groups that share a link
-    - `links`: links of the first chip of the group along the axis, 1 or 2
-    """
-
-    count: int
-    stride: int
-    links: int
-
-    @property
-    def rate(self) -> float:
-        """Return the links that the group's first chip has for itself along the axis."""
-        return self.links / self.stride
-
-    @property
-    def all_to_all(self) -> float:
-        """Return the times that one device's bytes cross each link in the middle of the axis.
-
-        Each of `count` devices sends an equal part to each other one, so that `floor(count^2 / 4) / count` of the bytes
-        cross the middle in one direction; a ring has two links there.
-        """
-        return (self.count**2 // 4) / self.count / self.rate
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -73,29 +43,33 @@ class Grid:
         if each.kind in ("collective-permute", "send"):
             return each.bytes_sent * self._hops(each.groups) / rate
         spans = self.spans(max(each.groups, key=len))
-        links = sum(span.rate for span in spans)
+        links = sum(own for _, own in spans)
         if not links:
             return None
         bound = each.bytes_sent / links
         if each.kind in ("all-to-all", "ragged-all-to-all"):
-            bound = max(bound, max(each.bytes * span.all_to_all for span in spans))
+            # Of `count` devices each sends an equal part to each other: floor(count^2 / 4) parts cross the middle.
+            bound = max(bound, max(each.bytes * (count**2 // 4) / count / own for count, own in spans))
         return bound / rate
 
-    def spans(self, group: Positions) -> list[Span]:
-        """Return the span of a group on each axis on which its devices differ."""
+    def spans(self, group: Sequence[int]) -> list[tuple[int, float]]:
+        """Return for each axis along which a group's devices differ their number, and the first one's own links.
+
+        A group with a stride shares the links with as many others.
+        """
         found = []
         for axis, (size, links) in enumerate(zip(self.sizes, self.ici.links(self.sizes), strict=True)):
             values = np.unique(self.coordinates[list(group), axis])
-            if len(values) > 1:
-                stride = int(values[-1] - values[0]) // (len(values) - 1)
-                found.append(Span(len(values), stride, links if stride * len(values) == size else 1))
+            if (count := len(values)) > 1:
+                stride = int(values[-1] - values[0]) // (count - 1)
+                found.append((count, (links if stride * count == size else 1) / stride))
         return found
 
-    def _hops(self, pairs: Sequence[Positions]) -> int:
+    def _hops(self, pairs: Sequence[Sequence[int]]) -> int:
         """Return the median distance of the pairs, at least 1: if all chips send as far, each link carries so many."""
-        ends = self.coordinates[np.array(pairs)]
-        apart, sizes = np.abs(ends[:, 0] - ends[:, 1]), np.array(self.sizes)
-        around = np.where(np.array(self.ici.links(self.sizes)) == 2, sizes - apart, apart)
+        ends, rings = self.coordinates[np.array(pairs)], np.array(self.ici.links(self.sizes)) == 2
+        apart = np.abs(ends[:, 0] - ends[:, 1])
+        around = np.where(rings, np.array(self.sizes) - apart, apart)
         return max(1, int(np.median(np.minimum(apart, around).max(1))))
 
 

@@ -19,7 +19,7 @@ from gregale.audit.device_axes import INSIDE
 from gregale.audit.hlo import Computation, Instruction, Module, parse
 from gregale.audit.links import Grid
 from gregale.audit.loops import Frame, read_loop
-from gregale.audit.pallas_cost import Kernels
+from gregale.audit.pallas_cost import Kernels, kernel_of
 
 # Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which
 # `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory, no input and no jitter.
@@ -177,11 +177,10 @@ class _Timed:
                 run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
-                kernel = self.rates.kernels.seconds(frame.computation, instruction)
-                run.kernels += kernel
-                run.seconds += kernel
-                if unlisted := self.rates.kernels.unlisted(frame.computation, instruction):
-                    run.unlisted.add(unlisted)
+                if kernel := kernel_of(frame.computation, instruction):
+                    run.kernels += (seconds := self.rates.kernels.seconds(kernel))
+                    run.seconds += seconds
+                    run.unlisted |= set() if self.rates.kernels.lengths(kernel) else {kernel.key}
                 if cycles := _CYCLES.search(instruction.attributes):
                     run.seconds += int(cycles[1]) / self.rates.cycles_per_second
 

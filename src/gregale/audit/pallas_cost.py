@@ -1,6 +1,6 @@
 """Provides the time of Pallas kernels, which the TPU compiler does not estimate: that of JAX's splash attention.
 
-`Kernels(chip, devices_a_chip, windows).seconds(computation, instruction)` recognises the kernels by their names. A
+`Kernels(chip, devices_a_chip, windows).seconds(kernel_of(computation, instruction))` recognises kernels by name. A
 kernel is a loop over a grid of blocks of queries and keys. `kernel_cycles.json` has the cycles of one step of the grid,
 of one row of blocks, and of one visible block, for each chip, block size and length, of which the nearest counts.
 `benchmarks/kernel_cycles.py` takes them from the compiler's bundles. A size that is not in the table counts as the
@@ -67,16 +67,15 @@ class Kernels:
     devices_a_chip: int = 1
     windows: Sequence[int | None] = (None,)
 
-    def seconds(self, computation: Computation, instruction: Instruction) -> float:
-        """Return the seconds of one run of an instruction; 0 if it is no known kernel."""
-        kernel = kernel_of(computation, instruction)
-        return 0.0 if kernel is None else self.seconds_of(kernel)
+    def lengths(self, kernel: Kernel) -> dict[str, list[int]]:
+        """Return the cycles of a kernel's step, row and block by length; empty if the table lacks it."""
+        return _table().get(self.chip.name, {}).get(kernel.key, {})
 
-    def seconds_of(self, kernel: Kernel) -> float:
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the seconds of one run."""
         grids = [kernel.grid(window) for window in self.windows]
         steps, rows, blocks = (sum(counts) / len(grids) for counts in zip(*grids, strict=True))
-        lengths = _table().get(self.chip.name, {}).get(kernel.key)
-        if lengths is not None and self.chip.cycles_per_second is not None:
+        if (lengths := self.lengths(kernel)) and self.chip.cycles_per_second is not None:
             nearest = min(lengths, key=lambda length: abs(log(int(length) / kernel.positions)))
             of_step, of_row, of_block = lengths[nearest]
             of_head = (steps * of_step + rows * of_row + blocks * of_block) / self.chip.cycles_per_second
@@ -85,11 +84,6 @@ class Kernels:
             flops = 2 * PRODUCTS[kernel.name] * blocks * kernel.queries * kernel.keys * filled
             of_head = flops / (self.chip.flops_per_second / self.devices_a_chip)
         return kernel.heads * of_head
-
-    def unlisted(self, computation: Computation, instruction: Instruction) -> str | None:
-        """Return the table's key of a kernel without measured cycles."""
-        kernel = kernel_of(computation, instruction)
-        return None if kernel is None or kernel.key in _table().get(self.chip.name, {}) else kernel.key
 
 
 def kernel_of(computation: Computation, instruction: Instruction) -> Kernel | None:

@@ -51,11 +51,6 @@ class Target:
         """Return the memory of one device."""
         return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
-    @property
-    def flops_per_second(self) -> float:
-        """Return the peak of one device."""
-        return self.chip.flops_per_second / self.devices_a_chip
-
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
     """Return simulated CPU devices; call it before any use of a device.

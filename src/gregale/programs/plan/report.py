@@ -70,7 +70,7 @@ def report_of(
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
         "island": island.to_dict(bound, link_gbit_per_second) if island else None,
-        "notes": [*notes_of(plan), *kernel_notes(programs)],
+        "notes": notes_of(plan, programs),
     }
 
 
@@ -179,7 +179,7 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
     return found
 
 
-def notes_of(plan: Plan) -> list[str]:
+def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     """Return the notes that a reader needs to interpret the estimates."""
     notes = []
     if plan.target.simulated:
@@ -219,6 +219,12 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(
             "the compiler rejects a program that does not fit; its report is from its schedule, before code generation."
         )
+    estimates = [each["estimate"] for each in programs.values() if each["estimate"]]
+    if unlisted := sorted({name for each in estimates for name in each["unlisted_kernels"]}):
+        notes.append(
+            f"the table of kernels lacks {', '.join(unlisted)} for this chip: they count as the products of their "
+            "visible blocks at the chip's peak. benchmarks/kernel_cycles.py adds them."
+        )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:
@@ -226,15 +232,3 @@ def notes_of(plan: Plan) -> list[str]:
     if any(collective.times is None for collective in collectives):
         notes.append("a loop does not tell how often it runs; its collectives are counted once.")
     return notes
-
-
-def kernel_notes(programs: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the note about kernels whose cycles the table lacks."""
-    estimates = [each["estimate"] for each in programs.values() if each["estimate"] is not None]
-    unlisted = sorted({name for each in estimates for name in each["unlisted_kernels"]})
-    if not unlisted:
-        return []
-    return [
-        f"the table of kernels lacks {', '.join(unlisted)} for this chip: they count as the products of their visible "
-        "blocks at the chip's peak. benchmarks/kernel_cycles.py adds them."
-    ]

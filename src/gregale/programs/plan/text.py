@@ -22,7 +22,7 @@ MEMORY_ROWS = {
     "closed_form_on_accelerator": "closed form on an accelerator",
     "chip": "memory of the device",
 }
-UTILISATION = {"utilisation": "causal\nattention", "utilisation_full_attention": "full\nattention"}
+UTILISATION = {"utilisation": "causal", "utilisation_full_attention": "full"}  # attention
 NOT_COMPILED = 5  # number of candidates that the table shows without compilation
 CHOICES = ("remat", "microbatches", "unroll", "gather")
 HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step", "compiled", "step by\nschedule", "")
@@ -190,10 +190,7 @@ def _speed(report: dict[str, Any], console: Console) -> None:
     rows += [
         ("step, all at once", f"{bound['step_seconds_overlapped']:.4g} s"),
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),
-        *(
-            (f"utilisation, {name}, at most".replace("\n", " "), _share(bound[key]))
-            for key, name in UTILISATION.items()
-        ),
+        *((f"utilisation, {name} attention, at most", _share(bound[key])) for key, name in UTILISATION.items()),
     ]
     print_table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)
 
