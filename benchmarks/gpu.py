@@ -155,7 +155,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
         "compile_s": compile_s,
         "peak_bytes": stats.get("peak_bytes_in_use", step.memory_analysis().peak_memory_in_bytes),
         "loss": float(jnp.ravel(report.metrics.loss)[0]),
-        "flops_per_token": model_flops_per_token(step_shape(setup)),
+        "flops_per_token": model_flops_per_token(step_shape(setup), full=True),
     }
 
 

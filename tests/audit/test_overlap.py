@@ -1,15 +1,19 @@
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gregale.audit import audit
+from gregale.audit.chips import Ici, chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
+from gregale.audit.links import Grid
 from gregale.audit.overlap import Rates, ends, schedule_of
-from gregale.audit.pallas_cost import Peak
+from gregale.audit.pallas_cost import Kernels
 from tests.audit.conftest import stored_program
 
-RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Peak(1000))
+RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Kernels(chip("v5e")))
 # What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.
 PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"100"}'
 GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
@@ -74,3 +78,11 @@ def test_transfers_between_slices_end_where_they_are_received(stored, pod):
         if collective.link == BETWEEN:
             assert (waiting[collective.name] or "").startswith("recv-done")
     assert all(waiting.values())
+
+
+def test_a_known_grid_times_what_is_inside_a_slice(pod):
+    """A line of four chips: the corner has one link of 500 bytes a second."""
+    text = PROGRAM.replace("SCHEDULE", f"%a = f32[8,8] all-reduce(%x), channel_id=1, {GROUPS}")
+    grid = Grid(Ici(500, ring=16, cubes=False), (4,), np.arange(4)[:, None])
+    found = schedule_of(text, audit(text, pod((1, 4, 1))).collectives, replace(RATES, grid=grid), {})
+    assert found.exposed == pytest.approx(384 / 500)

@@ -21,7 +21,22 @@ def test_the_slowest_resource_bounds_the_step():
     assert found.links == {"inside slice": 2e9 / 600e9, "between slices": 1e8 / 6.25e9}
     assert found.overlapped == max(found.compute, *found.links.values())
     assert found.one_after_another == found.compute + sum(found.links.values())
-    assert found.mfu_bound == pytest.approx(3e12 / 459e12 / found.overlapped)
+
+
+def test_utilisation_has_two_definitions_and_is_never_above_one():
+    bound = roofline(replace(WORK, full_flops=3.5e12), chip("v5p"), 1, None)
+    found = bound.utilisation(seconds=0.01)
+    assert found == pytest.approx({"utilisation": 3e12 / 459e10, "utilisation_full_attention": 3.5e12 / 459e10})
+    assert bound.utilisation(3e12 / 459e12) == {"utilisation": 1.0, "utilisation_full_attention": None}
+
+
+def test_a_long_context_exceeds_the_peak_with_full_attention_alone():
+    """A kernel skips what the mask hides, so that the visible pairs are computed and all pairs are not."""
+    step = replace(small_step((1, 1, 1), compute={"remat": "none"}), scores=False, positions=100_000)
+    bound = roofline(work_of(step, 0, {}), chip("v5e"), 1, None)
+    found = bound.utilisation(bound.compute)
+    assert 0.8 < found["utilisation"] < 1
+    assert found["utilisation_full_attention"] is None
 
 
 def test_a_given_link_replaces_the_chips_own_and_parts_of_a_chip_share_it():
@@ -30,6 +45,17 @@ def test_a_given_link_replaces_the_chips_own_and_parts_of_a_chip_share_it():
     assert roofline(WORK, v7x, 2, None).compute == 2 * roofline(WORK, v7x, 1, None).compute
     unpublished = replace(v7x, network_bytes_per_second=None)
     assert "between slices" not in roofline(WORK, unpublished, 2, None).links
+
+
+def test_flops_by_hand():
+    """Three layers: 6 FLOPs for each weight that is multiplied, and attention over the visible of 16 positions."""
+    step = small_step((2, 2, 2), compute={"remat": "full"})
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    weights = 3 * layer + 32 * 320 + 32
+    assert model_flops_per_token(step) == 6 * weights + 12 * 3 * 32 * (1 + 16) / 2
+    assert model_flops_per_token(step, full=True) == 6 * weights + 12 * 3 * 32 * 16
+    windowed = replace(step, windows=(4,))
+    assert model_flops_per_token(windowed) == 6 * weights + 12 * 3 * 32 * (1 + 2 + 3 + 4 * 13) / 16
 
 
 @pytest.mark.parametrize(
@@ -85,7 +111,8 @@ def test_a_kernel_leaves_out_what_the_mask_hides():
     step = replace(small_step((1, 1, 1), compute={"remat": "none"}), scores=False)
     pairs = 2 * 2 * 3 * 32 * 32 * 16  # two products of 2 FLOPs, three layers, heads of 32 together, tokens of a step
     counted = work_of(step, 0, {})
-    assert counted.model_flops - counted.flops == pytest.approx(pairs * (3 * 16 - 3.5 * (1 + 16) / 2))
+    assert counted.model_flops - counted.flops == pytest.approx(pairs * (3 - 3.5) * (1 + 16) / 2)
+    assert counted.full_flops - counted.flops == pytest.approx(pairs * (3 * 16 - 3.5 * (1 + 16) / 2))
     windowed = work_of(replace(step, windows=(4,)), 0, {})
     assert counted.flops - windowed.flops == pytest.approx(pairs * 3.5 * (8.5 - (1 + 2 + 3 + 4 * 13) / 16))
     assert work_of(replace(step, windows=(99,)), 0, {}).flops == counted.flops
@@ -104,7 +131,7 @@ def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
     """An independent count: forward and backward pass by JAX's own trace; norms have no products."""
     setup = small_setup((1, 1, 1), 1, {"remat": "none", "autodiff_rules": "plain"}, {"layers": 2})
     tokens = setup.config.batch.tokens
-    counted = model_flops_per_token(step_shape(setup))
+    counted = model_flops_per_token(step_shape(setup), full=True)
     assert flops_of(traced_loss(setup)) == pytest.approx(counted * tokens, rel=0.01)
     tied = small_setup((1, 1, 1), 1, model={"layers": 2, "tied_head": True})
-    assert model_flops_per_token(step_shape(tied)) == counted, "a tied table is multiplied, too"
+    assert model_flops_per_token(step_shape(tied), full=True) == counted, "a tied table is multiplied, too"

@@ -13,15 +13,17 @@ from gregale.audit import Audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
 from gregale.audit.memory import compiler_memory
+from gregale.audit.overlap import CALIBRATION
 from gregale.axes.mesh import MeshConfig
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
-from gregale.programs.plan.report import kernels_of
+from gregale.programs.plan.report import kernels_of, report_of
 from gregale.programs.plan.shapes import tree_bytes
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.runs.config import BatchConfig, TrainConfig
+from tests.programs.plans import tables
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
@@ -94,6 +96,19 @@ def test_what_is_hidden_is_weighed_by_cycles(plan):
     assert fast.hidden > 0.5 * fast.seconds
     inside = plan.schedule(plan.step, None).links[INSIDE]
     assert 0 < inside.hidden < inside.seconds
+
+
+def test_the_time_is_a_range_and_lists_the_kernels_that_the_table_lacks(plan):
+    report = report_of(plan, TOKENS, None)
+    found, calibrated = report["estimate"], report["estimate"]["calibrated"]
+    assert found["unlisted_kernels"] == ["splash_mha_fused 128x128 128", "splash_mha_fwd 128x128 128"]
+    assert any("the table of kernels lacks splash_mha_fused 128x128 128, splash" in note for note in report["notes"])
+    text = tables(report)
+    for key in ("utilisation", "utilisation_full_attention"):
+        assert found[key] / calibrated[key] == pytest.approx(CALIBRATION)
+        assert f"{calibrated[key]:.1%} to {found[key]:.1%}" in text
+    assert found["seconds"] * CALIBRATION == pytest.approx(calibrated["seconds"])
+    assert found["utilisation"] < found["utilisation_full_attention"] < 1
 
 
 def test_the_heads_gradient_is_summed_in_the_loop(plan):

@@ -15,7 +15,7 @@ from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, scheduled_seconds, search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
-from gregale.programs.plan.text import print_search
+from gregale.programs.plan.text import print_remedies, print_search
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.terminal import Console
@@ -103,6 +103,31 @@ def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing,
         assert main(["plan", QUICKSTART, *SMALL, "--search", *options]) == code
 
 
+def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
+    """By the range in which the compiler's peak lies."""
+    other = next(each for each in found.scored if each.peak is None)
+    low, _ = other.closed_form_range
+    assert low < other.closed_form_peak
+
+    def verdict(memory: int) -> str:
+        text = printed(replace(found, memory=memory, scored=[other]))
+        row = next(line for line in text.splitlines() if line.startswith(f"│ {other.candidate.remat} "))
+        return row.rstrip("│ ").rpartition("│")[2].strip() or "-"
+
+    assert [verdict(memory) for memory in (low - 1, low, other.closed_form_peak)] == ["too large", "uncertain", "-"]
+    remedy = {"change": "key", "peak_bytes": 100, "range": (85, 117), "fits": False, "compiled": False, "step_time": 1}
+    for memory, changes, text in (
+        (84, {}, "does not fit"),
+        (90, {}, "uncertain (85 B to 117 B)"),
+        (110, {"fits": True}, "uncertain (85 B to 117 B)"),
+        (117, {"fits": True}, "fits"),
+        (99, {"compiled": True}, "does not fit"),
+    ):
+        written = StringIO()
+        print_remedies([remedy | changes], memory, Console(file=written, width=110))
+        assert f"100 B{' (compiled)' if changes.get('compiled') else ''}, {text}; 1.00 times" in written.getvalue()
+
+
 def test_remedies_of_a_search_are_compiled():
     """On a chip that another mesh fits; what is estimated to fit and does not is told so."""
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000))
@@ -140,7 +165,8 @@ def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
     compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, SearchOptions(None, None, str))
 
     def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
-        return ScoredCandidate(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)
+        candidate = Candidate(remat, microbatches, 1, "per_layer")
+        return ScoredCandidate(candidate, 1, seconds, (1, 1), fits=fits, seconds=seconds)
 
     two = weighed(2, 2.0, fits=False)
     compiler.answers[two.candidate] = two

@@ -8,7 +8,8 @@ Vendors use different conventions for some numbers; here all follow these rules:
 - FLOP/s are dense bfloat16 products; NVIDIA's numbers "with sparsity" are halved.
 - Links count one direction, all links of a chip together; numbers for both directions are halved.
 - The path to the host's memory is PCIe, for a GPU from its datasheet. For TPUs Google publishes no number; 15 GB/s per
-  chip is the value in "How to Scale Your Model" (jax-ml.github.io/scaling-book).
+  chip is the value in "How to Scale Your Model" (jax-ml.github.io/scaling-book), which also has the rates of one link
+  and the sizes from which axes are rings. Those rates are nine tenths of the datasheets'.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +24,36 @@ TPU_HOST = 15 * GIGA
 
 
 @dataclass(frozen=True)
+class Ici:
+    """Links between neighbouring chips in the grid of a TPU slice.
+
+    - `bytes_per_second`: rate of one link in one direction
+    - `ring`: an axis is a ring if its size is a multiple of this
+    - `cubes`: and only if all axes' sizes are
+    """
+
+    bytes_per_second: float
+    ring: int
+    cubes: bool
+
+    def links(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return for each axis of a slice the links of its first chip: two on a ring, one at the end of a line."""
+        rings = [size % self.ring == 0 for size in sizes]
+        closed = all(rings) or not self.cubes
+        return tuple(0 if size == 1 else 2 if ring and closed else 1 for size, ring in zip(sizes, rings, strict=True))
+
+
+TORUS_OF_CUBES = Ici(90 * GIGA, ring=4, cubes=True)
+
+
+@dataclass(frozen=True)
 class Chip:
     """Properties of one chip.
 
     Attributes:
         flops_per_second: peak of dense bfloat16 products; a multiply-add is two operations.
         link_bytes_per_second: send rate of a chip inside a slice (ICI) or a box (NVLink), all its links together.
+        ici: the links of a TPU; None for a GPU.
         network_bytes_per_second: send rate of a chip over the data-centre network, its share of the host's; None if
             it is not published.
         host_bytes_per_second: rate of a chip to its host's memory, or from it.
@@ -47,6 +72,18 @@ class Chip:
     host_bytes_per_second: float = TPU_HOST
     devices: int = 1
     cycles_per_second: float | None = None
+    ici: Ici | None = None
+
+    @property
+    def matrix_unit(self) -> int:
+        """Return the rows and columns of a TPU's matrix units, to which a kernel's head size is filled up."""
+        return 256 if self.name in ("v6e", "v7x") else 128
+
+    def in_slice(self, sizes: tuple[int, ...]) -> "Chip":
+        """Return the chip in a slice of these sizes: the send rate is that of a corner, which has the fewest links."""
+        if self.ici is None or not any(found := self.ici.links(sizes)):
+            return self
+        return replace(self, link_bytes_per_second=sum(found) * self.ici.bytes_per_second)
 
 
 A100 = Chip(
@@ -81,6 +118,7 @@ CHIPS = {
             network_bytes_per_second=None,
             source="Google Cloud documentation, TPU v4; links: TPU v4 paper (arXiv 2304.01433), 6 of 50 GB/s",
             cycles_per_second=275 * TERA / (2 * 8 * 128**2),
+            ici=Ici(45 * GIGA, ring=4, cubes=True),
         ),
         Chip(
             name="v5e",
@@ -91,6 +129,7 @@ CHIPS = {
             network_bytes_per_second=6400 * GBIT / 256,
             source="Google Cloud documentation, TPU v5e; network: 6.4 Tbit/s a pod of 256",
             cycles_per_second=197 * TERA / (2 * 4 * 128**2),
+            ici=Ici(45 * GIGA, ring=16, cubes=False),
         ),
         Chip(
             name="v5p",
@@ -101,6 +140,7 @@ CHIPS = {
             network_bytes_per_second=50 * GBIT,
             source="Google Cloud documentation, TPU v5p",
             cycles_per_second=459 * TERA / (2 * 8 * 128**2),
+            ici=TORUS_OF_CUBES,
         ),
         Chip(
             name="v6e",
@@ -111,6 +151,7 @@ CHIPS = {
             network_bytes_per_second=100 * GBIT,
             source="Google Cloud documentation, TPU v6e (Trillium) and TPU7x (Ironwood, comparison table)",
             cycles_per_second=918 * TERA / (2 * 4 * 256**2),
+            ici=Ici(90 * GIGA, ring=16, cubes=False),
         ),
         Chip(
             name="v7x",
@@ -122,6 +163,7 @@ CHIPS = {
             source="Google Cloud documentation, TPU7x (Ironwood)",
             devices=2,
             cycles_per_second=2307 * TERA / (2 * 8 * 256**2),
+            ici=TORUS_OF_CUBES,
         ),
         replace(
             A100,

@@ -3,11 +3,11 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gregale.audit.call_graph import Site, walk
 from gregale.audit.device_axes import Crossing, Placement
-from gregale.audit.groups import parse_groups, parse_pairs, parse_slice_target
+from gregale.audit.groups import Groups, parse_groups, parse_pairs, parse_slice_target
 from gregale.audit.hlo import Module, Shape
 from gregale.audit.loops import Loop
 
@@ -53,6 +53,7 @@ class Collective:
     - `conditional`: it runs only if a branch is taken (`times` then is an upper bound).
     - `is_async`: it is started and finished apart, so that other work may run meanwhile.
     - `op_name`: where it was traced, such as `jit(step)/while/body/psum`.
+    - `groups`: mesh positions of its groups of devices, or of (source, target) pairs; `()` if unknown.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Collective:
     is_async: bool
     name: str
     op_name: str
+    groups: Groups = field(default=(), repr=False)
 
     @property
     def loop(self) -> tuple[str, ...]:
@@ -214,4 +216,5 @@ def _records(site: Site, kind: str, module: Module, placement: Placement) -> Ite
             is_async=_is_async(site),
             name=instruction.name,
             op_name=instruction.op_name,
+            groups=crossing.groups,
         )

@@ -20,12 +20,14 @@ class Crossing:
     - `touched`: all axes along which devices of a group differ, known also if `axes` is not.
     - `group_size`: devices in a group.
     - `link`: `BETWEEN` if a group has devices of more than one slice, else `INSIDE`.
+    - `groups`: the groups of mesh positions; `()` if they are unknown.
     """
 
     axes: tuple[str, ...]
     touched: tuple[str, ...]
     group_size: int
     link: str
+    groups: Groups = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Placement:
         names = self._names(touched)
         group_size = max((len(group) for group in groups), default=1)
         known = pairs or are_grids(groups, sizes, touched)
-        return Crossing(names if known else UNKNOWN, names, group_size, self._link(groups))
+        return Crossing(names if known else UNKNOWN, names, group_size, self._link(groups), groups)
 
     def _names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(str(self.mesh.axis_names[axis]) for axis in axes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gregale.audit.step import Backend, StepShape
+from gregale.audit.step import Backend, StepShape, has_vocabulary
 from gregale.axes.layout import LAYERS, Tree
 
 FLOAT32 = 4
@@ -185,13 +185,14 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     """Return the bytes that exist during the backward pass of each layer.
 
     These are the weights that were cast before the loop; this microbatch's gradients of all layers, before their
-    addition to the buffers; and the head's complete gradient, until its sum over devices is done.
+    addition to the buffers; and the head's complete gradient, until its sum over devices is done. A table of several
+    groups stays in float32 for the next microbatch.
     """
     cast = backend.narrows_ahead and not step.per_step and step.compute_bytes < FLOAT32
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
     apart = backend.adds_at_end and step.microbatches > 1
     own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
-    width = FLOAT32 if step.loss_blocks.groups > 1 else step.compute_bytes
+    width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
     head = width * step.embed * step.vocabulary if step.sums_behind else 0
     return narrow + own + head
 
@@ -199,11 +200,15 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
 def _loss(step: StepShape, backend: Backend) -> int:
     """Return the bytes of the loss: a block's logits, a group's logit gradients, head, gradients of head and stream.
 
-    A separate float32 table sums several groups.
+    A separate float32 table sums several groups. A compiler that fuses adds to it in place, without a group's own
+    gradient, unless the head has a second layout: that of an embedding, or whole lanes.
     """
     blocks, head, hidden = step.loss_blocks, step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
     gathered = 0 if step.per_step or backend.hoists_gathers else step.compute_bytes
     table = FLOAT32 if blocks.groups > 1 else 0
+    tied = sum(map(has_vocabulary, step.single())) == 1
+    if table and backend.fuses_softmax and not tied and step.vocabulary % backend.lanes == 0:
+        table -= sent
     logits = FLOAT32 * arrays * blocks.block * step.vocabulary + sent * blocks.group * step.vocabulary
     return logits + FLOAT32 * 2 * hidden + (table + sent + gathered) * head

@@ -2,9 +2,9 @@
 
 `schedule_of(text, collectives, rates, {})` simulates the program's schedule with a clock. An instruction takes the
 cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
-`gregale.audit.pallas_cost`; a collective takes its bytes sent over the link's rate, one after another on each link,
-from its start. At the instruction that waits for its result, the remaining time is exposed and advances the clock. A
-synchronous collective is fully exposed.
+`gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.links`, or its bytes sent over the link's
+rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining time
+is exposed and advances the clock. A synchronous collective is fully exposed.
 """
 
 import re
@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 
 from gregale.audit.call_graph import walk
 from gregale.audit.collectives import Collective
+from gregale.audit.device_axes import INSIDE
 from gregale.audit.hlo import Computation, Instruction, Module, parse
+from gregale.audit.links import Grid
 from gregale.audit.loops import Frame, read_loop
-from gregale.audit.pallas_cost import Peak
+from gregale.audit.pallas_cost import Kernels, kernel_of
 
+# Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which
+# `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory, no input and no jitter.
+CALIBRATION = 1.074
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
 _STARTED, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -28,12 +33,19 @@ class Rates:
 
     - `cycles_per_second`: a device's clock
     - `bytes_per_second`: a device's send rate over each link
-    - `kernels`: rate of Pallas kernels
+    - `kernels`: time of Pallas kernels
+    - `grid`: the chips of a slice; None: their links are not known
     """
 
     cycles_per_second: float
     bytes_per_second: Mapping[str, float]
-    kernels: Peak
+    kernels: Kernels
+    grid: Grid | None = None
+
+    def seconds(self, each: Collective) -> float:
+        """Return the seconds of one run of a collective, whose link has a rate."""
+        inside = self.grid.seconds(each) if self.grid is not None and each.link == INSIDE else None
+        return each.bytes_sent / self.bytes_per_second[each.link] if inside is None else inside
 
 
 @dataclass
@@ -55,11 +67,13 @@ class Schedule:
     - `seconds`: total time
     - `kernels`: seconds in Pallas kernels
     - `links`: seconds of collectives by link
+    - `unlisted`: kernels whose cycles the table lacks
     """
 
     seconds: float = 0.0
     kernels: float = 0.0
     links: dict[str, Overlap] = field(default_factory=dict)
+    unlisted: set[str] = field(default_factory=set)
 
     @property
     def exposed(self) -> float:
@@ -96,7 +110,7 @@ def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[
     for each in collectives:
         if each.link in rates.bytes_per_second:
             links[each.name] = each.link
-            parts.setdefault(each.name, {})[each.dtype] = each.bytes_sent / rates.bytes_per_second[each.link]
+            parts.setdefault(each.name, {})[each.dtype] = rates.seconds(each)
     return {name: (links[name], sum(found.values())) for name, found in parts.items()}
 
 
@@ -120,6 +134,7 @@ class _Run(Schedule):
     def add(self, inner: Schedule, times: int) -> None:
         self.seconds += times * inner.seconds
         self.kernels += times * inner.kernels
+        self.unlisted |= inner.unlisted
         for link, found in inner.links.items():
             mine = self.links.setdefault(link, Overlap())
             mine.seconds += times * found.seconds
@@ -159,9 +174,10 @@ class _Timed:
                 run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
-                kernel = self.rates.kernels.seconds(frame.computation, instruction)
-                run.kernels += kernel
-                run.seconds += kernel
+                if kernel := kernel_of(frame.computation, instruction):
+                    run.kernels += (seconds := self.rates.kernels.seconds(kernel))
+                    run.seconds += seconds
+                    run.unlisted |= set() if self.rates.kernels.lengths(kernel) else {kernel.key}
                 if cycles := _CYCLES.search(instruction.attributes):
                     run.seconds += int(cycles[1]) / self.rates.cycles_per_second
 

@@ -19,7 +19,8 @@ class Work:
     """Work of one device in a step.
 
     Attributes:
-        model_flops: FLOPs of the model in closed form.
+        model_flops: FLOPs of the model in closed form, with the pairs that the mask leaves.
+        full_flops: the same with all pairs of a query and a key.
         flops: computed FLOPs: without products that an attention kernel skips, with recomputation in the backward pass,
             idle stages of a pipeline, and the optimizer's matrix products.
         memory_bytes: minimum bytes read from or written to the device's memory.
@@ -32,27 +33,37 @@ class Work:
     memory_bytes: float
     link_bytes: Mapping[str, float]
     host_bytes: float = 0.0
+    full_flops: float = 0.0
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds that a step needs for each resource alone, at its peak; `model` are those of the model's FLOPs."""
+    """Seconds that a step needs for each resource alone, at its peak.
+
+    `model` are those of the model's FLOPs with the visible pairs, `full` those with all pairs.
+    """
 
     compute: float
     memory: float
     links: Mapping[str, float]
     model: float
     host: float = 0.0
+    full: float = 0.0
 
     @property
     def overlapped(self) -> float:
         """Return the time of a step with full overlap: that of the slowest resource."""
         return max(self.compute, self.memory, self.host, *self.links.values())
 
-    @property
-    def mfu_bound(self) -> float:
-        """Return the maximum utilisation; above 1 if a kernel skips attention products that model FLOPs include."""
-        return self.model / self.overlapped
+    def utilisation(self, seconds: float) -> dict[str, float | None]:
+        """Return the model FLOPs utilisation of a step of this length, as a share of the peak.
+
+        - `utilisation`: with causal attention, so with the pairs that the mask leaves; at most 1
+        - `utilisation_full_attention`: with all pairs, as in PaLM (arXiv 2204.02311) and MaxText until 2025. None above
+          1, which it reaches if a kernel skips most of them
+        """
+        full = self.full / seconds
+        return {"utilisation": self.model / seconds, "utilisation_full_attention": full if full <= 1 else None}
 
     @property
     def one_after_another(self) -> float:
@@ -60,13 +71,20 @@ class Roofline:
         return max(self.compute, self.memory) + sum(self.links.values()) + self.host
 
 
-def model_flops_per_token(step: StepShape) -> int:
-    """Return `6 * N + 12 * layers * heads * head_size * positions`: forward and backward pass for one token.
+def model_flops_per_token(step: StepShape, full: bool = False) -> float:
+    """Return `6 * N + 12 * layers * heads * head_size * keys`: forward and backward pass for one token.
 
-    N are the weights of products, so without the embedding unless it is also the head. Attention counts in full, as in
-    PaLM (arXiv 2204.02311), although a causal mask hides half of it.
+    N are the weights of products, so without the embedding unless it is also the head. `keys` are those that the mask
+    leaves a query on average: about half of the positions for a causal mask.
+
+    - `full`: count all positions as keys
     """
-    return (FORWARD + BACKWARD) * (_multiplied(step) + step.positions * _for_a_key(step))
+    keys = step.positions if full else _visible_keys(step)
+    return (FORWARD + BACKWARD) * (_multiplied(step) + keys * _for_a_key(step))
+
+
+def _visible_keys(step: StepShape) -> float:
+    return visible(step.positions, step.windows) / step.positions
 
 
 def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, float], update_flops: float = 0.0) -> Work:
@@ -77,7 +95,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     """
     tokens = step.rows * step.positions / step.layout.mesh.size
     # A kernel skips masked keys.
-    keys = step.positions if step.scores else visible(step.positions, step.windows) / step.positions
+    keys = step.positions if step.scores else _visible_keys(step)
     attention = FORWARD * keys * _for_a_key(step)
     backward = BACKWARD / FORWARD if step.scores else KERNEL_BACKWARD
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
@@ -89,6 +107,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
         memory_bytes=_memory_bytes(step, optimizer_bytes),
         link_bytes=link_bytes,
         host_bytes=2 * step.microbatches * step.layers * offloaded_bytes(step),
+        full_flops=model_flops_per_token(step, full=True) * tokens,
     )
 
 
@@ -163,5 +182,6 @@ def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_seco
         memory=work.memory_bytes / (chip.memory_bytes_per_second / devices_a_chip),
         links={link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()},
         model=work.model_flops / peak,
+        full=work.full_flops / peak,
         host=work.host_bytes / (chip.host_bytes_per_second / devices_a_chip),
     )

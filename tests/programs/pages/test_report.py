@@ -340,7 +340,7 @@ def test_mistakes_are_told(tmp_path, monkeypatch, capsys):
 
 def test_a_plan_stands_beside_what_was_measured(tmp_path):
     folder = write_run(tmp_path / "small")
-    plan = {"name": "small", "roofline": {"step_seconds_one_after_another": 0.455, "mfu_bound": 0.5}}
+    plan = {"name": "small", "roofline": {"step_seconds_one_after_another": 0.455, "utilisation": 0.5}}
     plan |= {"tokens_per_step": 2048, "memory": {"peak": 1_800_000_000}, "devices": 8, "chip": "H100"}
     plan |= {"methods": {"psdp": {"configured": True, "bytes_per_step": {"average": 50_000}}}}
     text = " ".join(text_of(page_of(folder, plans=[plan])).split())

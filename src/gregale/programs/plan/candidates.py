@@ -48,12 +48,14 @@ class ScoredCandidate:
     """A candidate with its estimates.
 
     - `closed_form_peak`, `closed_form_seconds`: of a step without overlap
+    - `closed_form_range`: bytes between which the compiler's peak lies
     - `peak`, `seconds`, `fits`: from the compiled program, see `scheduled_seconds`; None: not compiled
     """
 
     candidate: Candidate
     closed_form_peak: int
     closed_form_seconds: float
+    closed_form_range: tuple[int, int]
     peak: int | None = None
     seconds: float | None = None
     fits: bool | None = None
@@ -83,7 +85,8 @@ def scored_candidates(
                 left_out[str(error)] = None
                 continue
             peak = estimate(changed, target.backend).peak
-            found.append(ScoredCandidate(candidate, peak, closed_form_seconds(changed, target, bandwidth)))
+            seconds, between = closed_form_seconds(changed, target, bandwidth), target.backend.range(peak)
+            found.append(ScoredCandidate(candidate, peak, seconds, between))
     return sorted(found, key=lambda each: each.closed_form_seconds), [*left_out]
 
 

@@ -44,11 +44,6 @@ class Target:
     def memory_bytes(self) -> int:
         return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
-    @property
-    def flops_per_second(self) -> float:
-        """Return the peak of one device."""
-        return self.chip.flops_per_second / self.devices_a_chip
-
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
     """Return simulated CPU devices, before any other use of one; raise `UserError` if their number is unknown."""
@@ -100,9 +95,11 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
-    chips = prod(int(size) for size in sizes) * slices
-    found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
-    return Target(list(described.devices), found, len(described.devices) // chips, False, (name, slices))
+    grid = tuple(int(size) for size in sizes)
+    found = chip(chip_name or CHIP_OF_TOPOLOGY[family]).in_slice(grid)
+    return Target(
+        list(described.devices), found, len(described.devices) // (prod(grid) * slices), False, (name, slices)
+    )
 
 
 def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:

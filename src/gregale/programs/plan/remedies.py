@@ -33,6 +33,7 @@ class Remedy:
     fits: bool  # whether it is within the chip's memory
     step_time: float  # of the roofline without overlap, as a multiple of the present one
     config: TrainConfig  # with the change
+    range: tuple[int, int]  # bytes between which the compiler's peak lies
     compiled: bool = False  # the peak is the compiler's
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
         peak = _peak(plan, before, after)
         if peak < plan.memory.peak:
             time = closed_form_seconds(setup, plan.target, None) / seconds
-            yield Remedy(change, peak, peak <= plan.memory_bytes, time, config)
+            yield Remedy(change, peak, peak <= plan.memory_bytes, time, config, backend.range(peak))
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
@@ -129,7 +130,8 @@ def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
         peak = max(best.closed_form_peak, _joined(plan, before, estimate(changed, plan.target.backend)))
         if keys and keys not in offered and peak < plan.memory.peak:
             time = best.closed_form_seconds / seconds
-            yield Remedy(keys, peak, peak <= plan.memory_bytes, time, changed.config)
+            between = plan.target.backend.range(peak)
+            yield Remedy(keys, peak, peak <= plan.memory_bytes, time, changed.config, between)
 
 
 def _changed_keys(config: TrainConfig, candidate: Candidate) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gregale.audit.chips import GBIT
-from gregale.audit.overlap import Schedule
+from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
@@ -18,7 +18,6 @@ from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import (
     devices_of_a_replica,
     estimate,
-    estimated_work,
     has_closed_forms,
     lacking,
     parameter_shape,
@@ -39,7 +38,9 @@ def report_of(
     """
     setup, target = plan.setup, plan.target
     config, in_closed_form = setup.config, has_closed_forms(setup)
-    per_token = model_flops_per_token(step_shape(setup)) if in_closed_form else None
+    per_token, with_all_pairs = None, None
+    if in_closed_form:
+        per_token, with_all_pairs = (model_flops_per_token(step_shape(setup), full=each) for each in (False, True))
     far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
     bound = plan.roofline(bandwidth) if in_closed_form else None
@@ -59,6 +60,7 @@ def report_of(
         "parameters": parameter_count(setup.model),
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
+        "flops_per_token_full_attention": with_all_pairs,
         "flops_per_step": None if per_token is None else per_token * config.batch.tokens,
         "compiler_flops_per_device": plan.step.flops,
         "memory": memory,
@@ -70,7 +72,7 @@ def report_of(
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
         "island": island.to_dict(bound, link_gbit_per_second) if island else None,
-        "notes": notes_of(plan),
+        "notes": notes_of(plan, programs),
     }
 
 
@@ -82,7 +84,7 @@ def bound_to_dict(bound: Roofline) -> dict[str, Any]:
         "host_seconds": bound.host,
         "step_seconds_overlapped": bound.overlapped,
         "step_seconds_one_after_another": bound.one_after_another,
-        "mfu_bound": bound.mfu_bound,
+        **bound.utilisation(bound.overlapped),
     }
 
 
@@ -156,26 +158,32 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
         "compiler_flops_per_device": program.flops,
         **program.audit.to_dict(),
         "closed_form_bytes_per_step": {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()},
-        "estimate": None if schedule is None else estimate_of(plan, schedule),
+        "estimate": None if schedule is None else estimate_of(plan, schedule, bandwidth),
         "overlap": overlap_of(program, schedule),
     }
 
 
-def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float | None]:
-    """Return the seconds of one run of a program, and the utilisation if the program were a step.
+def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict[str, Any]:
+    """Return the seconds of one run of a program, from below and calibrated, and the utilisation as if it were a step.
 
-    The utilisation is None for a model without closed forms.
+    `unlisted_kernels` count at the chip's peak, because the table of kernels lacks them. The utilisation is None for a
+    model without closed forms.
     """
-    utilisation = None
-    if has_closed_forms(plan.setup):
-        model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
-        utilisation = model_flops / plan.target.flops_per_second / schedule.seconds
+    seconds = schedule.seconds
+
+    def utilisation(seconds: float) -> dict[str, float | None]:
+        if not has_closed_forms(plan.setup):
+            return {"utilisation": None, "utilisation_full_attention": None}
+        return plan.roofline(bandwidth).utilisation(seconds)
+
     return {
-        "seconds": schedule.seconds,
+        "seconds": seconds,
         "compute_seconds": schedule.compute,
         "kernel_seconds": schedule.kernels,
         "exposed_seconds": schedule.exposed,
-        "utilisation": utilisation,
+        **utilisation(seconds),
+        "unlisted_kernels": sorted(schedule.unlisted),
+        "calibrated": {"seconds": CALIBRATION * seconds, **utilisation(CALIBRATION * seconds)},
     }
 
 
@@ -199,7 +207,7 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
     return found
 
 
-def notes_of(plan: Plan) -> list[str]:
+def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     """Return the notes that a reader needs to interpret the estimates."""
     notes, shape = [], parameter_shape(plan.setup)
     if not has_closed_forms(plan.setup):
@@ -247,8 +255,12 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(
             "the compiler rejects a program that does not fit; its report is from its schedule, before code generation."
         )
-    if any("tpu_custom_call" in program.text for program in plan.programs.values()):
-        notes.append("the compiler estimates no cycles for Pallas kernels; attention kernels count at the chip's peak.")
+    estimates = [each["estimate"] for each in programs.values() if each["estimate"]]
+    if unlisted := sorted({name for each in estimates for name in each["unlisted_kernels"]}):
+        notes.append(
+            f"the table of kernels lacks {', '.join(unlisted)} for this chip: they count as the products of their "
+            "visible blocks at the chip's peak. benchmarks/kernel_cycles.py adds them."
+        )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:

@@ -27,7 +27,6 @@ from gregale.runs.config import TrainConfig
 
 ENOUGH = 3  # candidates that fit, by the compiler
 MAX_COMPILED = 8
-MARGIN = 1.25  # the search skips candidates whose closed form exceeds the memory by more than this factor
 UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports overlap
 
 
@@ -82,7 +81,7 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     configured = Candidate(compute.remat, setup.config.batch.microbatches, unroll, compute.gather)
     compiler = _Compiler(setup, tokens, target, options)
     scored, left_out = scored_candidates(setup, target, unroll, compiler.bandwidth)
-    possible = [each for each in scored if each.closed_form_peak <= MARGIN * target.memory_bytes]
+    possible = [each for each in scored if each.closed_form_range[0] <= target.memory_bytes]
     for each in [each for each in possible if each.candidate == configured] + possible:
         if compiler.is_worth(each):
             compiler.ask(each)
@@ -189,7 +188,7 @@ class _Compiler:
         """Compile the best candidate with unrolled layers; return the reasons if that is impossible."""
         candidate = replace(best.candidate, unroll=UNROLLED)
         try:
-            self.ask(ScoredCandidate(candidate, best.closed_form_peak, best.closed_form_seconds))
+            self.ask(replace(best, candidate=candidate))
         except UserError as error:
             return [str(error)]
         return []

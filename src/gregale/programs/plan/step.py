@@ -9,9 +9,10 @@ import jax
 
 from gregale.audit import Audit, audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.links import grid_of
 from gregale.audit.memory import CompilerMemory
 from gregale.audit.overlap import Rates, Schedule, schedule_of
-from gregale.audit.pallas_cost import Peak
+from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
@@ -153,8 +154,9 @@ class Plan:
         if target.simulated or cycles is None:
             return None
         windows = step_shape(self.setup).windows if has_closed_forms(self.setup) else (None,)
-        kernels = Peak(target.flops_per_second, windows)
-        rates = Rates(cycles, link_rates(target.chip, target.devices_a_chip, between_bytes_per_second), kernels)
+        kernels = Kernels(target.chip, target.devices_a_chip, windows)
+        links = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)
+        rates = Rates(cycles, links, kernels, grid_of(self.setup.layout.mesh, target.chip, target.devices_a_chip))
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:

@@ -22,6 +22,7 @@ MEMORY_ROWS = {
     "closed_form_on_accelerator": "closed form on an accelerator",
     "chip": "memory of the device",
 }
+UTILISATION = {"utilisation": "causal", "utilisation_full_attention": "full"}  # attention
 NOT_COMPILED = 5  # number of candidates that the table shows without compilation
 CHOICES = ("remat", "microbatches", "unroll", "gather")
 HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step", "compiled", "step by\nschedule", "")
@@ -106,14 +107,17 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
         console.print(f"The compiler rejects {memory['peak_program']!r}. Its largest buffers:")
     for each in memory["largest"]:
         console.print(f"  {size(each['bytes'])}: {each['shapes']}")
-    print_remedies(report["remedies"], console)
+    print_remedies(report["remedies"], memory["chip"], console)
 
 
-def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
+def print_remedies(remedies: list[dict[str, Any]], memory: int, console: Console) -> None:
+    """Print each remedy with its effect; `memory` are the bytes of a device for programs."""
     if remedies:
         console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
-        fits = "fits" if remedy["fits"] else "does not fit"
+        fits, (low, high) = "fits" if remedy["fits"] else "does not fit", remedy["range"]
+        if not remedy["compiled"] and low <= memory < high:
+            fits = f"uncertain ({size(low)} to {size(high)})"
         by = " (compiled)" if remedy["compiled"] else ""
         effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
         console.print(f"  {remedy['change']}: {effect}")
@@ -164,14 +168,20 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
 
 
 def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
+    """Print the time and the utilisation of each program with a compiler estimate: from below, and calibrated."""
     keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
     rows = [
-        (name, *(f"{found[key]:.4g} s" for key in keys), _percent(found["utilisation"]))
+        (
+            name,
+            *(f"{found[key]:.4g} s" for key in keys),
+            f"{found['calibrated']['seconds']:.4g} s",
+            *(f"{_percent(found['calibrated'][key])} to {_percent(found[key])}" for key in UTILISATION),
+        )
         for name, program in programs.items()
         if (found := program["estimate"]) is not None
     ]
     if rows:
-        headings = ("program", "compute", "kernels", "exposed", "in all", "utilisation")
+        headings = ("program", "compute", "kernels", "exposed", "at least", "calibrated", *UTILISATION.values())
         print_table(console, "What the compiler estimates", headings, rows)
 
 
@@ -189,7 +199,7 @@ def _speed(report: dict[str, Any], console: Console) -> None:
     rows += [
         ("step, all at once", f"{bound['step_seconds_overlapped']:.4g} s"),
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),
-        ("model FLOPs utilisation, at most", f"{bound['mfu_bound']:.1%}"),
+        *((f"utilisation, {name} attention, at most", _percent(bound[key])) for key, name in UTILISATION.items()),
     ]
     print_table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)
 
@@ -266,7 +276,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
         console.print(line)
     if best is None:
         console.print("Nothing fits.")
-        print_remedies(report["remedies"], console)
+        print_remedies(report["remedies"], report["memory"], console)
         return
     answer = f"The fastest that fits: {size(best['peak'])}, {best['seconds']:.4g} s a step by the estimate."
     console.print(f"{answer}\n{report['yaml']}", end="")
@@ -274,7 +284,9 @@ def print_search(report: dict[str, Any], console: Console) -> None:
 
 def _row(candidate: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
     peak, seconds = candidate["peak"], candidate["seconds"]
-    verdict = "too large" if candidate["closed_form_peak"] > report["memory"] else "-"
+    verdict = "-"
+    if candidate["closed_form_peak"] > report["memory"]:
+        verdict = "too large" if candidate["closed_form_range"][0] > report["memory"] else "uncertain"
     if peak is not None:
         verdict = "fits" if candidate["fits"] else "no"
     return (

@@ -86,7 +86,12 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     compared = [
         ("time of a step", estimated, seconds, "seconds"),
         ("tokens a second", estimated_tokens, median("tokens_per_second")(run), ""),
-        ("model FLOPs utilisation", estimate.get("utilisation") or bound.get("mfu_bound"), median("mfu")(run), "share"),
+        (
+            "model FLOPs utilisation",
+            estimate.get("utilisation") or bound.get("utilisation"),
+            median("mfu")(run),
+            "share",
+        ),
         ("memory of a device at the peak", (plan.get("memory") or {}).get("peak"), memory, "bytes"),
         ("sent over the slow link in a step", bytes_a_step, sent_a_step, "bytes"),
     ]

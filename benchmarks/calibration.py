@@ -1,0 +1,206 @@
+"""Gregale's clock beside published measurements of TPUs: the ratios, and the one factor that `plan` uses.
+
+    python benchmarks/calibration.py [--rows rows.json --compile 32b-v5e]
+
+A row is the step of a published run, as far as Gregale can express it: the same model, chips, and tokens a chip and
+step, parameters split over all chips, and the rematerialisation that is nearest to the published one. Published figures
+are FLOP/s a chip by the publisher's own count, `6 N + 12 x layers x heads x head_size x positions` a token, with all
+parameters in `N`. The factor is the geometric mean of the ratios of seconds, published over estimated, over all rows.
+
+With `--compile` the seconds are those of the compiled program, which takes five to fifteen minutes of a processor a
+row; its report is kept in `--rows`. Otherwise they are of closed forms and of the compiled example of the same chip:
+
+- products at the peak, times the example's compute cycles over its products at the peak
+- attention's kernels by the table
+- seconds of the links by the closed form, times the share that the example exposes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gregale.audit.chips import CHIPS
+from gregale.audit.device_axes import INSIDE
+from gregale.audit.pallas_cost import Kernel, Kernels, visible
+from gregale.audit.roofline import roofline
+from gregale.model.kernels.tpu.blocks import blocks_for
+from gregale.programs.plan.command import tokens_of
+from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape
+from gregale.programs.plan.step import setup_for
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+
+LLAMA_3_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocabulary": 128256}
+LLAMA_3_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocabulary": 128256}
+LLAMA_2_70B = {**LLAMA_3_70B, "vocabulary": 32000}
+WIDE = {"heads": 64, "kv_heads": 64, "head_size": 128, "mlp": 28672, "vocabulary": 32000}
+MAXTEXT = "MaxText, README, configs/"
+RECIPES = "AI-Hypercomputer/tpu-recipes, training/trillium/"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published measurement.
+
+    - `model`: keys of Gregale's model
+    - `rows`, `length`: sequences of a chip and step, and their tokens
+    - `remat`: Gregale's policy nearest to the published one
+    - `teraflops`: of a chip and second, by the publisher's count
+    """
+
+    name: str
+    model: dict[str, int]
+    topology: str
+    rows: int
+    length: int
+    remat: str
+    teraflops: float
+    source: str
+
+    @property
+    def chips(self) -> int:
+        return math.prod(map(int, self.topology.partition(":")[2].split("x")))
+
+    @property
+    def seconds(self) -> float:
+        """Return the published time of a step."""
+        m = self.model
+        inner = m.get("head_size", m["hidden"] // m["heads"]) * m["heads"]
+        layer = m["hidden"] * (2 * inner + 2 * inner * m["kv_heads"] // m["heads"] + 3 * m["mlp"])
+        weights = m["layers"] * layer + (1 if self.name.startswith("Llama 3") else 2) * m["hidden"] * m["vocabulary"]
+        return self.rows * self.length * (6 * weights + 12 * m["layers"] * inner * self.length) / self.teraflops / 1e12
+
+
+ROWS = {
+    "16b-v5e": Published("16B", {"layers": 32, "hidden": 4096, **WIDE}, "v5e:16x16", 6, 2048, "full", 120.4,
+                         MAXTEXT + "v5e/16b.sh"),
+    "32b-v5e": Published("32B", {"layers": 32, "hidden": 8192, **WIDE}, "v5e:16x16", 4, 2048, "full", 131.7,
+                         MAXTEXT + "v5e/32b.sh"),
+    "64b-v5e": Published("64B", {"layers": 64, "hidden": 8192, **WIDE}, "v5e:16x16", 2, 2048, "full", 118.0,
+                         MAXTEXT + "v5e/64b.sh"),
+    "8b-v5e": Published("Llama 3 8B", LLAMA_3_8B, "v5e:16x16", 4, 4096, "full", 0.61 * 197,
+                        "Levanter, W&B report of marin-community/marin issue 620 (not checked)"),
+    "32b-v5p": Published("32B", {"layers": 32, "hidden": 8192, **WIDE}, "v5p:4x4x4", 7, 2048, "projections", 328.0,
+                         MAXTEXT + "v5p/32b.sh"),
+    "64b-v5p": Published("64B", {"layers": 64, "hidden": 8192, **WIDE}, "v5p:4x4x4", 3, 2048, "projections", 323.0,
+                         MAXTEXT + "v5p/64b.sh"),
+    "8b-v6e": Published("Llama 3.1 8B", LLAMA_3_8B, "v6e:16x16", 4, 8192, "context", 417.4,
+                        RECIPES + "Llama3.1-8B-MaxText/v6e-256"),
+    "70b-v6e": Published("Llama 3.1 70B", LLAMA_3_70B, "v6e:16x16", 5, 8192, "offload", 462.3,
+                         RECIPES + "Llama3.1-70B-MaxText/v6e-256"),
+    "2-70b-v6e": Published("Llama 2 70B", LLAMA_2_70B, "v6e:16x16", 2, 4096, "full", 402.3,
+                           RECIPES + "Llama2-70B-MaxText"),
+    "2-70b-v5p": Published("Llama 2 70B", LLAMA_2_70B, "v5p:4x8x8", 4, 4096, "context", 300.2,
+                           "MaxText, optimized models tiering, configs/v5p/llama2_70b.sh"),
+}  # fmt: skip
+
+
+def config(row: Published) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "steps": 1000,
+        "mesh": {"data": row.chips},
+        "model": {"type": "llama", **row.model},
+        "compute": {"dtype": "bfloat16", "gather": "per_layer", "remat": row.remat},
+        "data": {
+            "sources": {"text": {"type": "text", "files": ["*.txt"]}},
+            "tokenizer": {"type": "file", "path": "tokenizer.json", "end_of_document": "<|end_of_text|>"},
+        },
+        "batch": {"size": row.chips * row.rows, "sequence_length": row.length, "microbatches": 1},
+        "optimizer": {"type": "adamw", "learning_rate": 3e-4},
+    }
+
+
+# Of config/llama_8b_two_slices.yaml, two slices: seconds of compute, and of waiting inside a slice; docs/tpu.md.
+EXAMPLE = Path(__file__).parents[1] / "config/llama_8b_two_slices.yaml"
+COMPILED = {"v5e": ("v5e:8x8", 5.454, 0.188), "v6e": ("v6e:8x8", 1.65, 0.045), "v5p": ("v5p:4x4x4", 2.30, 0.014)}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step in closed form: products at the peak without attention, kernels, and links inside a slice."""
+
+    products: float
+    kernels: float
+    links: float
+
+
+def parts_of(path: Path, topology: str, slices: int) -> Parts:
+    target = topology_target(topology, slices, None)
+    config = load(TrainConfig, path, [])
+    setup = setup_for(config, tokens_of(config), target)
+    step = step_shape(setup)
+    blocks = blocks_for(target.devices[0].device_kind, step.positions, None, step.head_size)
+    rows = setup.config.batch.size // setup.layout.mesh.size
+    kernels, backward = Kernels(target.chip, target.devices_a_chip), ("fused",) if blocks.fused else ("dkv", "dq")
+    passes = 1 if step.remat in ("context", "context_offload", "none", "projections") else 2  # full: computed again
+
+    def seconds(name: str, keys: int) -> float:
+        return kernels.seconds(
+            Kernel(f"splash_mha_{name}", rows * step.heads, blocks.length, step.head_size, blocks.size, keys)
+        )
+
+    attention = passes * seconds("fwd", blocks.size)
+    attention += sum(seconds(name, blocks.size if name == "dq" else blocks.backward) for name in backward)
+    bound = roofline(estimated_work(setup, estimated_link_bytes(setup)), target.chip, target.devices_a_chip, None)
+    pairs = 2 * 2 * step.layers * step.heads * step.head_size * visible(step.positions, (None,)) * rows
+    products = bound.compute - (passes + 2.5) * pairs / (target.chip.flops_per_second / target.devices_a_chip)
+    return Parts(products, step.layers * attention, bound.links[INSIDE])
+
+
+def estimated(row: Published) -> float:
+    """Return the seconds of a step by closed forms and the compiled example of the chip."""
+    topology, compute, waiting = COMPILED[row.topology.partition(":")[0]]
+    example = parts_of(EXAMPLE, topology, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(config(row)))  # JSON is YAML
+        found = parts_of(path, row.topology, 1)
+    return found.products * compute / example.products + found.kernels + found.links * waiting / example.links
+
+
+def planned(row: Published) -> dict[str, Any]:
+    """Return parts of the report of `gregale plan --json`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(config(row)))  # JSON is YAML
+        command = [sys.executable, "-m", "gregale", "plan", str(path), "--topology", row.topology, "--json"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, check=True)
+    report = json.loads(done.stdout)
+    return {key: report[key] for key in ("estimate", "memory", "roofline", "overlap", "fits", "notes")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, help="where reports of compiled programs are kept, as JSON")
+    parser.add_argument("--compile", nargs="+", default=[], choices=ROWS)
+    options = parser.parse_args()
+    kept = json.loads(options.rows.read_text()) if options.rows and options.rows.exists() else {}
+    for key in options.compile:
+        if key not in kept:
+            kept[key] = planned(ROWS[key])
+            options.rows.write_text(json.dumps(kept, indent=1))
+    clock = {key: kept[key]["estimate"]["seconds"] if key in kept else estimated(row) for key, row in ROWS.items()}
+    factor = math.exp(sum(math.log(ROWS[key].seconds / seconds) for key, seconds in clock.items()) / len(clock))
+    print(f"Factor: {factor:.3f}\n")
+    print("| model | chips | tokens a chip | utilisation, published | at most | ratio | calibrated | off | source |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for key, seconds in clock.items():
+        row, ratio = ROWS[key], ROWS[key].seconds / seconds
+        share = row.teraflops * 1e12 / CHIPS[row.topology.partition(":")[0]].flops_per_second
+        figures = f"{share:.1%} | {share * ratio:.1%} | {ratio:.2f} | {share * ratio / factor:.1%}"
+        figures += f" | {ratio / factor - 1:+.0%}"
+        print(f"| {row.name} | {row.topology} | {row.rows} x {row.length:,} | {figures} | {row.source} |")
+
+
+if __name__ == "__main__":
+    main()
