@@ -37,7 +37,7 @@ SPREAD = {
         {**OVER_HEADS, "kv_heads": 4},
     ),
     "norms after, and over heads, recomputed": ((2, 2, 2), 2, {"remat": "full"}, OVER_HEADS),
-    "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "none", "unroll": 3}),
+    "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "full", "unroll": 3}),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),

@@ -117,7 +117,8 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             continue
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
-            size, times = step.on_device(weight, step.layout.compute), 1
+            # Each layer's recomputation has gathers of its own, which the compiler hoists too.
+            size, times = step.on_device(weight, step.layout.compute), 1 if step.per_step else passes
         elif is_stacked(weight):
             size, times = _per_execution(step, weight), passes * step.microbatches * step.layers
         else:
