@@ -67,6 +67,11 @@ MISTAKES = {
     f"{STAGES} --pipeline.microbatches 8": "batch.size is 8 ... 1 rows ... 8 / mesh.stage 2 = 4 ... batch.size 32",
     f"{STAGES} --batch.microbatches 4": "data 2 x stage 2 x microbatches 4 = 16 ... batch.size 16 would work",
     f"{STAGES} --compute.gather per_step": "compute.gather is per_step ... pipeline.gather once",
+    "--mesh.context 2 --mesh.data 1 --batch.sequence_length 18": (
+        "batch.sequence_length is 18 ... 2 x 2 = 4 chunks ... 16 or 20 would work"
+    ),
+    "--mesh.context 2 --mesh.data 1 --compute.attention cudnn": "mesh.context is 2 ... attention: xla would work",
+    f"{STAGES} --mesh.data 1 --mesh.context 2": "mesh.context is 2, but there is a pipeline ... mesh.model",
     "--mesh.replica -1 --mesh.data -1": "mesh.data is -1 (on the command line), and so is mesh.replica",
     "--optimizer.schedule.warmup 12": "optimizer.schedule.warmup is 12 ... takes only 12 ... Less than 12",
     "--distributed.processes 2": "distributed.processes is 2 ... distributed.coordinator is not set",

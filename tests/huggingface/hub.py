@@ -29,6 +29,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 32,
+}
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": (
@@ -41,7 +49,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
-    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 0,
+            "rope_parameters": YARN,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "gemma2": (
         "gemma2",

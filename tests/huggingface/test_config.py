@@ -27,8 +27,8 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "is of type 'yarn'; Gregale has default, linear and llama3",
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "is of type 'longrope'; Gregale has default, linear, llama3 and yarn",
         ),
         ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
         (

@@ -71,7 +71,7 @@ def test_a_run_leaves_what_is_documented(whole):
     (start,) = map(json.loads, (whole / "starts.jsonl").read_text().splitlines())
     facts = {"step": 0, "devices": 8, "device_kind": "cpu", "kernels": {"rules": "cpu", "attention": "blocked"}}
     assert start.items() >= {**facts, "compiler_options": {}}.items()
-    assert start["mesh"] == {"island": 1, "replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert start["mesh"] == {"island": 1, "replica": 2, "stage": 1, "context": 1, "data": 2, "model": 2}
     for line in (whole / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 

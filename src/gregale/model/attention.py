@@ -5,12 +5,14 @@ from __future__ import annotations
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH
+from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.position_order import position_order
 from gregale.model.attention_logit_max import largest_logits
-from gregale.model.cache import POSITION, Cache, DecodeStep
+from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
 from gregale.model.layer_kinds import Kind, by_kind
@@ -57,15 +59,19 @@ class Attention(eqx.Module):
         """Return rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize].
 
         Attention divides scores by the root of a head's size; queries are scaled so that the divisor is the root of
-        `score_width`.
+        `score_width`, and by the factor of the rotary scaling.
         """
         c = self.config
         q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
         q = self.query_norm(q, execution) if self.query_norm is not None else q
         k = self.key_norm(k, execution) if self.key_norm is not None else k
         q, k = (rotate(a, positions, c, execution.kernels, kind) for a in (q, k))
-        if c.score_width is not None and c.score_width != c.HeadSize.size:
-            q = (q * (c.HeadSize.size / c.score_width) ** 0.5).astype(q.dtype)
+        factors = [each.score_factor for each in c.kinds]
+        if c.score_width is not None:
+            factors = [factor * (c.HeadSize.size / c.score_width) ** 0.5 for factor in factors]
+        if any(factor != 1 for factor in factors):
+            own = jnp.asarray(factors)[kind.array] if isinstance(kind, NamedArray) else factors[kind]
+            q = (q * own).astype(q.dtype)
         return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
 
     def __call__(
@@ -82,8 +88,10 @@ class Attention(eqx.Module):
         q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, kind, execution))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
+        order = position_order(q.resolve_axis(POSITION).size, execution.layout.context)
+
         def largest(of: LayerKind, q, k, ids) -> jax.Array:
-            return largest_logits(q, k, ids, of.window)
+            return largest_logits(q, k, ids, of.window, order)
 
         return NamedArray(by_kind(self.config, kind, largest, q.array, k.array, ids), (BATCH, self.config.KvHeads.name))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import draccus
 import jax
@@ -53,7 +53,12 @@ class DecoderSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of a model architecture by `type`."""
+    """The choice of a model architecture by `type`.
+
+    - `splits_positions`: the loss is that of whole sequences if several devices share each, in `axes.position_order`
+    """
+
+    splits_positions: ClassVar[bool] = False
 
     @classmethod
     def default_choice_name(cls) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from gregale.errors import UserError
 from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.gpu import cudnn
 from gregale.model.kernels.kernels import Attend, Kernels
 from gregale.model.kernels.reference import PLAIN
@@ -27,6 +28,7 @@ class KernelRequest:
     - `dtype`: of activations
     - `head_size`: width of a head of attention
     - `cap`: the limit of its scores; None: no limit
+    - `context`: devices that share a sequence
     """
 
     device: Any
@@ -34,6 +36,7 @@ class KernelRequest:
     dtype: jnp.dtype
     head_size: int
     cap: float | None = None
+    context: int = 1
 
     @property
     def platform(self) -> str:
@@ -103,12 +106,32 @@ def kernels_for(task: KernelRequest, attention: str) -> Kernels:
 
     Raises `UserError` if the named form does not fit.
     """
+    if task.context > 1:
+        return _shared(task, attention)
     name = _fastest(task) if attention == "auto" else attention
     form = FORMS[name]
     if (misfit := form.misfit(task)) is not None:
         raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
-    rules = OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
-    return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
+    return replace(_rules(task), attention=name, opaque=form.opaque, attend=form.attend(task))
+
+
+def _shared(task: KernelRequest, attention: str) -> Kernels:
+    """Return the operations for sequences that several devices share."""
+    if attention not in ("auto", "xla") or (attention == "auto" and task.platform == "tpu"):
+        kernel = "splash" if attention == "auto" else attention
+        raise UserError(
+            f"mesh.context is {task.context}, and compute.attention is {attention}: the kernel {kernel} has no form "
+            "for sequences that several devices share. compute.attention: xla would work, slower and without a kernel, "
+            "or mesh.context: 1 with another split, such as mesh.model."
+        )
+    rules = _rules(task)
+    # Rows and positions are both split, so the partitioner could not join them to one axis.
+    own = replace(rules, project=PLAIN.project) if rules.rules == "cpu" else rules
+    return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context))
+
+
+def _rules(task: KernelRequest) -> Kernels:
+    return OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
 
 
 def _fastest(task: KernelRequest) -> str:

@@ -12,16 +12,15 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
+from gregale.axes.layout import BATCH, CONTEXT, POSITION, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError, below
+from gregale.errors import UserError, below, multiples_near
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
-from gregale.model.attention import POSITION
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
@@ -178,9 +177,36 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             ),
         },
     )
+    check_context(config, layout)
     rows = rows_per_part(batch.size, layout, batch.microbatches)
     check_pipeline(config, layout, rows)
     return layout
+
+
+def check_context(config: TrainConfig, layout: Layout) -> None:
+    """Raise `UserError` for a run whose sequences cannot be split over `mesh.context`."""
+    if (devices := layout.mesh.shape[CONTEXT]) == 1:
+        return
+    length, kind = config.batch.sequence_length, config.model.get_choice_name(type(config.model))
+    if length % (2 * devices):
+        raise UserError(
+            f"batch.sequence_length is {length}: mesh.context {devices} cuts a sequence into 2 x {devices} = "
+            f"{2 * devices} chunks, and {length} / {2 * devices} = {length / (2 * devices):.4g} is not a whole number "
+            f"of tokens. batch.sequence_length {multiples_near(length, 2 * devices)} would work."
+        )
+    if not config.model.splits_positions:
+        reason = f"model.type is {kind}, whose loss does not know the order of split positions (splits_positions)"
+    elif config.pipeline is not None:
+        reason = "there is a pipeline, whose stages hold whole sequences"
+    elif config.islands.lighthouse is not None:
+        reason = "this is an island of a fleet (islands.lighthouse), where no test has shown it to be exact"
+    else:
+        reason = None
+    if reason is not None:
+        raise UserError(
+            f"mesh.context is {devices}, but {reason}. Set mesh.context to 1; to save memory, give its devices to "
+            "mesh.data or mesh.model."
+        )
 
 
 def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
