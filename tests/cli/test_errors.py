@@ -60,7 +60,7 @@ MISTAKES = {
         "model: these sizes make up 8,070, ... 1,000,000,000,000,000 is the most ... model.hidden"
     ),
     "--model.vocabulary 256": "model.vocabulary is 256 ... the tokenizer has 257 tokens ... at least 257",
-    "--mesh.replica 4": "mesh: ... 4 * 1 * 2 * 2 = 16 devices, but there are 8 ... `cpu_devices: 16`",
+    "--mesh.replica 4": "mesh: ... 4 * 1 * 1 * 2 * 2 = 16 devices, but there are 8 ... `cpu_devices: 16`",
     "--mesh.replica 3 --mesh.data -1": "mesh.data is -1 ... = 6 devices ... does not divide the 8",
     "--mesh.replica 1 --mesh.stage 2": "mesh.stage is 2 ... Set mesh.stage to 1",
     "--pipeline.repeats 1": "mesh.stage is 1 ... at least 2 stages",

@@ -12,6 +12,8 @@ from gregale.audit.step import CPU
 from gregale.audit.traffic import expected_transfers
 from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import ComputeConfig, GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_shape
@@ -19,7 +21,7 @@ from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import held, token_batch
 
-ROWS, POSITIONS, VOCABULARY = 8, 32, 64
+ROWS, POSITIONS, VOCABULARY = 16, 32, 64
 # Layers with a window that ends inside of a chunk, and some that see all tokens, with another base; scores capped.
 MIXED = GemmaConfig(
     layers=4,
@@ -34,6 +36,7 @@ MIXED = GemmaConfig(
     score_softcap=20.0,
     qk_norm=True,
 )
+FEW_LAYERS = replace(MIXED, layers=2, full_layers=(1,))
 WHOLE = TrainConfig(
     name="context",
     steps=2,
@@ -90,3 +93,33 @@ def test_gradients_are_those_of_whole_sequences(mesh, whole):
     for each in expected_transfers(step_shape(setup), CPU, averages=[]):
         closed_form[each.kind, each.axes] += each.bytes * each.times
     assert +found == closed_form
+
+
+STEPS = 4
+METHODS = {
+    "psdp": {},
+    "psdp in 4 bits": {"reduce": ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig())},
+    "diloco": {"sync": DilocoConfig(period=2)},
+    "streaming": {"sync": StreamingDilocoConfig(period=3, fragments=2, delay=1)},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_train_as_with_whole_sequences(name):
+    """On meshes that split parameters alike, so that codecs have equal blocks: nearly all codes are the same."""
+    losses, parameters = [], []
+    for mesh in (MeshConfig(replica=2, data=4), MeshConfig(replica=2, context=2, data=2)):
+        setup = set_up_on(mesh, steps=STEPS, model=FEW_LAYERS, **METHODS[name])
+        state, stepper, found = setup.initial_state(), setup.stepper(), []
+        for step in range(1, STEPS + 1):
+            batch = held(token_batch(ROWS, POSITIONS, VOCABULARY, seed=step), setup.layout)
+            state, report = stepper(state, batch, step)
+            found.append(np.asarray(report.metrics.loss))
+        losses.append(found)
+        parameters.append(jax.tree.leaves(jax.device_get(setup.method.trees(state.method)["parameters"])))
+    tolerance = 1e-3 if "bits" in name else 1e-5
+    np.testing.assert_allclose(losses[1], losses[0], rtol=tolerance)
+    assert np.ptp(losses[0]) > 0.1, "it learns"
+    for left, right in zip(*parameters, strict=True):
+        moved = np.abs(left - right) > 20 * tolerance
+        assert np.mean(moved) < (0.02 if "bits" in name else 1e-9)

@@ -103,12 +103,16 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(go_on, half, whole, ca
     assert losses(half) == losses(whole)
 
 
-def on_mesh(replica: int, data: int, model: int) -> list[str]:
-    sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model]
+def on_mesh(replica: int, data: int, model: int, context: int = 1) -> list[str]:
+    sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model, "--mesh.context", context]
     return [*map(str, sizes), "--batch.microbatches", "1"]
 
 
-OTHER_MESHES = {"(data 4 x model 2)": on_mesh(1, 4, 2), "(replica 8)": on_mesh(8, 1, 1)}
+OTHER_MESHES = {
+    "(data 4 x model 2)": on_mesh(1, 4, 2),
+    "(replica 8)": on_mesh(8, 1, 1),
+    "(replica 2 x context 2 x data 2)": on_mesh(2, 2, 1, 2),
+}
 
 
 @pytest.mark.parametrize("mesh", OTHER_MESHES.values(), ids=OTHER_MESHES.keys())
@@ -128,8 +132,8 @@ def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs, mesh):
         assert np.asarray(array).tobytes() == expected[name].tobytes(), name
 
 
-def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys):
-    name = "(replica 8)"
+@pytest.mark.parametrize("name", ["(replica 8)", "(replica 2 x context 2 x data 2)"])
+def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, name):
     assert go_on(half, *OTHER_MESHES[name]) == 0
     assert name in capsys.readouterr().out
     assert losses(half)[:8] == losses(whole)[:8]
