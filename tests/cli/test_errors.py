@@ -70,7 +70,7 @@ MISTAKES = {
     "--mesh.context 2 --mesh.data 1 --batch.sequence_length 18": (
         "batch.sequence_length is 18 ... 2 x 2 = 4 chunks ... 16 or 20 would work"
     ),
-    "--mesh.context 2 --mesh.data 1 --compute.attention cudnn": "mesh.context is 2 ... attention: xla would work",
+    "--mesh.context 2 --mesh.data 1 --compute.attention cudnn": "mesh.context is 2 ... `auto` would work",
     f"{STAGES} --mesh.data 1 --mesh.context 2": "mesh.context is 2, but there is a pipeline ... mesh.model",
     "--mesh.replica -1 --mesh.data -1": "mesh.data is -1 (on the command line), and so is mesh.replica",
     "--optimizer.schedule.warmup 12": "optimizer.schedule.warmup is 12 ... takes only 12 ... Less than 12",

@@ -156,7 +156,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        if sum(axis.name != LAYERS for axis in weight.axes) == 1:
+        if kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
             found += _summed_over_tokens("gradients", size, times)
         else:
             found += _summed(step, kind, size, times * step.uses(weight))

@@ -117,14 +117,16 @@ def kernels_for(task: KernelRequest, attention: str) -> Kernels:
 
 def _shared(task: KernelRequest, attention: str) -> Kernels:
     """Return the operations for sequences that several devices share."""
-    if attention not in ("auto", "xla") or (attention == "auto" and task.platform == "tpu"):
-        kernel = "splash" if attention == "auto" else attention
+    rules, misfit = _rules(task), _off_tpu(task)
+    if attention in ("auto", "splash") and misfit is None:
+        attend = Splash(task.device.device_kind, devices=task.context)
+        return replace(rules, attention="splash", opaque=True, attend=attend)
+    if attention not in ("auto", "xla"):
+        reason = misfit if attention == "splash" else "it has no form for sequences that several devices share"
         raise UserError(
-            f"mesh.context is {task.context}, and compute.attention is {attention}: the kernel {kernel} has no form "
-            "for sequences that several devices share. compute.attention: xla would work, slower and without a kernel, "
-            "or mesh.context: 1 with another split, such as mesh.model."
+            f"mesh.context is {task.context} and compute.attention is {attention}, but {reason}. `auto` would work: it "
+            "takes a kernel where there is one."
         )
-    rules = _rules(task)
     # Rows and positions are both split, so the partitioner could not join them to one axis.
     own = replace(rules, project=PLAIN.project) if rules.rules == "cpu" else rules
     return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context))
