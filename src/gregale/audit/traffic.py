@@ -75,7 +75,7 @@ def _keys(step: StepShape, backend: Backend) -> list[Transfer]:
     width, layers = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches * step.layers
     size = step.gathered_keys * width
     gathers = (1 if step.remat == "none" else 2) * layers
-    once = step.microbatches if backend.hoists_gathers else gathers
+    once = step.microbatches if backend.hoists_gathers else layers
     return [
         Transfer("keys and values", "all-gather", (CONTEXT,), 2 * size, gathers),
         Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once),
@@ -156,10 +156,12 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        if kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
+        if table:
+            found += _scattered(step, size, times * step.uses(weight))
+        elif kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
             found += _summed_over_tokens("gradients", size, times)
         else:
-            found += _summed(step, kind, size, times * step.uses(weight))
+            found.append(Transfer("gradients", kind, SHARDS, size, times * step.uses(weight)))
         if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
@@ -171,13 +173,11 @@ def _summed_over_tokens(purpose: str, size: int, times: int) -> list[Transfer]:
     return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), (CONTEXT,))]
 
 
-def _summed(step: StepShape, kind: str, size: int, times: int) -> list[Transfer]:
-    """Return a sum over the devices of a replica that share rows; a scattered sum goes axis by axis."""
-    if kind == "all-reduce":
-        return [Transfer("gradients", kind, SHARDS, size, times)]
+def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a table's gradient over the devices of a replica, which go axis by axis."""
     found = []
     for axis in (CONTEXT, DATA, STAGE):
-        found.append(Transfer("gradients", kind, (axis,), size, times))
+        found.append(Transfer("gradients", "reduce-scatter", (axis,), size, times))
         size //= step.mesh[axis]
     return found
 
