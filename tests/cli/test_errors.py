@@ -133,6 +133,6 @@ def test_for_real(folder):
     command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", "--cpu_devices", "2"]
     done = run(command, env=environment, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "2 * 1 * 2 * 2 = 8 devices, but there are 2" in done.stderr
+    assert "2 * 1 * 1 * 2 * 2 = 8 devices, but there are 2" in done.stderr
     assert done.stderr.count("\n") == 1
     assert content(folder) == before
