@@ -32,7 +32,6 @@ quick: lint
 # What takes an hour: many kills, many schedules of faults, a disturbed fleet. `make test` has a short form of each.
 soak: setup-dev
 	$(SUITE) -m soak -o faulthandler_timeout=7200
-	$(BIN)/python -m tests.islands.simulator
 	$(BIN)/python -m benchmarks.faults --soak 20
 
 lint: setup-dev

@@ -25,7 +25,7 @@ from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
-from gregale.data.tokenizers import BpeConfig, FileConfig, tokenizer_from_file, train_bpe
+from gregale.data.tokenizers import BpeConfig, FileConfig, train_bpe
 
 VOCABULARY = 32_000
 SAMPLE_BYTES = 4_000_000
@@ -100,7 +100,7 @@ def library_alone(saved: Path, texts: list[str]) -> Callable[[], None]:
 
 def gregale(saved: Path, folder: Path, round_: int, cores: int) -> Callable[[], None]:
     """Builds the token store of the same texts."""
-    tokenizer = tokenizer_from_file(FileConfig(str(saved), "<|end_of_document|>"))
+    tokenizer = FileConfig(str(saved), "<|end_of_document|>").build()
     source = NamedSource("text", JsonLinesSource(files=(str(folder / "text.jsonl"),)))
     cache = TokenCache(folder / f"cache-{round_}", ChunkCache(folder / "pieces"))
 

@@ -55,7 +55,6 @@ SLOW = (
     ),
     *("distributed/test_rendezvous.py", "checkpoint/test_checkpoint.py"),
     *("distributed/test_liveness.py", "storage/test_faults.py", "data/test_build.py"),
-    *("infra/test_slurm_daemons.py",),
 )
 
 

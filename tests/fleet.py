@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A committed round as an island has written it down; `at`: when it was read here."""
+    """A committed round as an island has written it down."""
 
     island: str
     round: int
@@ -143,10 +143,9 @@ class Fleet:
 
     def start_lighthouse(self) -> subprocess.Popen:
         """Starts the coordinator, at the address that it had."""
-        heartbeat, join = str(self.seconds.heartbeat), str(self.seconds.join)
-        command = [*GREGALE, "lighthouse", "--bind", self.address, "--heartbeat_seconds", heartbeat]
-        command += ["--token_file", str(self.token)]
-        self.lighthouse = self._process([*command, "--join_seconds", join], self.folder / "lighthouse.log", {})
+        command = [*GREGALE, "lighthouse", "--bind", self.address, "--token_file", str(self.token)]
+        command += ["--heartbeat_seconds", str(self.seconds.heartbeat), "--join_seconds", str(self.seconds.join)]
+        self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})
         return self.lighthouse
 
     def start(self, name: str, *options: str, pace: float | None = None, log: str = "") -> Island:
@@ -154,13 +153,12 @@ class Fleet:
         if self.network and name not in self.sites:
             self.sites[name] = self.network.sites[len(self.sites)]
         site = self.sites.get(name, Site((), "127.0.0.1"))
-        prefix, bind = site.command, site.address
-        command = [*prefix, *(DOOMED if self._doomed else GREGALE), "island", self._config, "--name", name]
+        command = [*site.command, *(DOOMED if self._doomed else GREGALE), "island", self._config, "--name", name]
         given = {
             "name": name,
             "lighthouse": self.address,
             "token_file": str(self.token),
-            "bind": bind,
+            "bind": site.address,
             "heartbeat_seconds": str(self.seconds.heartbeat),
             "reduce_seconds": str(self.seconds.reduce),
         }
@@ -169,12 +167,11 @@ class Fleet:
         if url := self._stores.get(name):
             command += ["--runs", url]
         log = log or name
-        output = self.folder / f"{log}.log"
+        output, runs = self.folder / f"{log}.log", storage_path(url) if url else self.folder / "runs"
         doom = output.with_suffix(".doom")
         doom.unlink(missing_ok=True)
         more = {"DOOM": str(doom), "PACE": str(pace or self._pace)}
         process = self._process([*command, *self._options, *options], output, more)
-        runs = storage_path(url) if url else self.folder / "runs"
         self.islands[log] = Island(name, runs / name, output, process)
         return self.islands[log]
 
@@ -198,16 +195,8 @@ class Fleet:
         """All rounds that were ever committed, in the order of their numbers."""
         for island in self.islands.values():
             for each in self._rounds_of(island):
-                seen = Seen(
-                    island.name,
-                    int(each["round"]),
-                    int(each["generation"]),
-                    str(each["digest"]),
-                    tuple(each["members"]),
-                    bool(each["healed"]),
-                    each["ended"],
-                    each["weight"],
-                )
+                fields = {name: each[name] for name in Seen._fields[1:]}
+                seen = Seen(island.name, **fields | {"members": tuple(each["members"])})
                 self._history.setdefault((seen.island, seen.round, seen.digest), seen)
         return sorted(self._history.values(), key=lambda seen: seen.round)
 

@@ -119,8 +119,7 @@ def rate_limited(
     try:
         try:
             with one_at_a_time():
-                for name in leftovers():
-                    remove(name)
+                remove_made_by(lambda maker: maker == os.getpid() or not Path(f"/proc/{maker}").exists())
                 network = make(count, bandwidth, free_subnet())
         except subprocess.CalledProcessError as error:
             raise NoNetworkError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from None
@@ -128,8 +127,7 @@ def rate_limited(
     finally:
         if network is not None:
             network.close()
-        for name in names_of(os.getpid()):
-            remove(name)
+        remove_made_by(lambda maker: maker == os.getpid())
 
 
 def bits_per_second(bandwidth: str) -> float:
@@ -151,29 +149,13 @@ def free_subnet() -> str:
     raise NoNetworkError("All networks from 10.213.0.0 to 10.213.255.0 are taken on this machine.")
 
 
-def existing() -> set[str]:
-    """Names of all namespaces, links and folders of this module, whoever made them."""
+def remove_made_by(is_meant: Callable[[int], bool]) -> None:
+    """Removes namespaces, links and folders of this module, by the numbers of the processes that made them."""
     links = {link["ifname"] for link in json.loads(run("ip", "-json", "link"))}
     spaces = {space["name"] for space in json.loads(run("ip", "-json", "netns") or "[]")}
-    folders = {path.name for path in HOSTS_FOLDER.glob(f"{PREFIX}*")}
-    return {name for name in links | spaces | folders if NAME.fullmatch(name)}
-
-
-def maker_of(name: str) -> int:
-    """The number of the process that made what has this name."""
-    found = NAME.fullmatch(name)
-    assert found is not None
-    return int(found[1])
-
-
-def names_of(process: int) -> list[str]:
-    return sorted(name for name in existing() if maker_of(name) == process)
-
-
-def leftovers() -> list[str]:
-    """What processes have made that live no more, or that had this one's number before."""
-    living = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()} - {os.getpid()}
-    return sorted(name for name in existing() if maker_of(name) not in living)
+    for name in sorted(links | spaces | {path.name for path in HOSTS_FOLDER.glob(f"{PREFIX}*")}):
+        if (found := NAME.fullmatch(name)) and is_meant(int(found[1])):
+            remove(name)
 
 
 @contextmanager

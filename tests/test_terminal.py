@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +35,14 @@ def test_only_the_consoles_own_codes_reach_a_terminal(monkeypatch):
     assert SHOWN in shown
     assert "\x1b[31ma\\x1b[2J" in shown, "a colour, and the text in it"
     assert not [code for code in ("\x1b[2J", "\u202e", "\x9b") if code in shown]
+
+
+def test_a_notebook_gets_text(monkeypatch):
+    shell = type("ZMQInteractiveShell", (), {})()  # by which Rich recognises Jupyter
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    assert RichConsole(file=io.StringIO()).is_jupyter
+    Tracker(file := io.StringIO()).message(HOSTILE)
+    assert file.getvalue() == f"{SHOWN}\n"
 
 
 def test_progress_and_messages_of_a_run_are_lines_of_text(monkeypatch):

@@ -32,19 +32,19 @@ class AdanConfig(OptimizerConfig):
     def direction(self) -> optax.GradientTransformation:
         b1, b2, b3 = self.betas
 
-        def init(parameters) -> AdanState:
-            zeros = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(4)]
-            return AdanState(*zeros, jnp.zeros((), jnp.int32))
+        def init(params) -> AdanState:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            return AdanState(zeros, zeros, zeros, zeros, jnp.zeros((), jnp.int32))
 
         def average(old, new, beta):
             return jax.tree.map(lambda old, new: beta * old + (1 - beta) * new, old, new)
 
-        def update(g, state: AdanState, parameters=None):
-            change = jax.tree.map(lambda new, old: jnp.where(state.count > 0, new - old, 0), g, state.gradient)
-            ahead = jax.tree.map(lambda new, difference: (new + b2 * difference) ** 2, g, change)
+        def update(updates, state: Any, params=None):
+            change = jax.tree.map(lambda new, old: jnp.where(state.count > 0, new - old, 0), updates, state.gradient)
+            ahead = jax.tree.map(lambda new, difference: (new + b2 * difference) ** 2, updates, change)
             after = AdanState(
-                g,
-                average(state.first, g, b1),
+                updates,
+                average(state.first, updates, b1),
                 average(state.change, change, b2),
                 average(state.square, ahead, b3),
                 state.count + 1,

@@ -9,9 +9,10 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.nn import silu
+from haliax.nn import Linear
 
 from gregale.axes.layout import EMBED, LAYERS
+from gregale.model.attention import linear
 from gregale.model.base import SHAPE, ModelConfig
 from gregale.model.embedding import embed
 from gregale.model.loss import next_token_loss
@@ -35,23 +36,25 @@ class MixerConfig(ModelConfig):
         return Mixer(hax.random.normal(table, (Vocab, Embed)) * 0.02, stacked, RmsNorm(hax.ones(Embed), 1e-5))
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        return {"model.hidden": ("the width of the residual stream", Axis(EMBED, self.hidden))}
+        mlp = Axis("mlp", 4 * self.hidden)
+        return {
+            "model.hidden": ("the width of the residual stream", Axis(EMBED, self.hidden)),
+            "4 x model.hidden": ("the width of the feed-forward network", mlp),
+        }
 
 
 class Layer(eqx.Module):
     taps: NamedArray  # [Reach, Embed]
-    up: NamedArray  # [Embed, Mlp]
-    down: NamedArray  # [Mlp, Embed]
+    up: Linear  # [Embed] -> [Mlp]
+    down: Linear  # [Mlp] -> [Embed]
     norm: RmsNorm  # [Embed]
 
     @staticmethod
     def init(Embed: Axis, reach: int, key) -> Layer:
         Reach, Mlp, keys = Axis("reach", reach), Axis("mlp", 4 * Embed.size), jax.random.split(key, 3)
-        taps, up, down = (
-            hax.random.normal(k, axes)
-            for k, axes in zip(keys, ((Reach, Embed), (Embed, Mlp), (Mlp, Embed)), strict=True)
-        )
-        return Layer(taps / reach, up * 0.02, down * 0.02, RmsNorm(hax.ones(Embed), 1e-5))
+        taps = hax.random.normal(keys[0], (Reach, Embed)) / reach
+        up, down = linear(Embed, Mlp, 0.02, keys[1]), linear(Mlp, Embed, 0.02, keys[2])
+        return Layer(taps, up, down, RmsNorm(hax.ones(Embed), 1e-5))
 
     def __call__(self, x: NamedArray, positions: NamedArray, execution) -> NamedArray:
         before = self.norm(x, execution).rearrange(("batch", "position", EMBED))
@@ -59,8 +62,9 @@ class Layer(eqx.Module):
             earlier = jnp.pad(before.array, ((0, 0), (back, 0), (0, 0)))[:, : before.array.shape[1]]
             seen = (positions >= back).astype(before.dtype)  # a token of another document is not seen
             x = x + NamedArray(earlier, before.axis_names) * self.taps["reach", back] * seen
-        hidden = silu(hax.dot(self.norm(x, execution), self.up, axis=EMBED))
-        return execution.placed(x + hax.dot(execution.placed(hidden), self.down, axis="mlp"))
+        project = execution.kernels.project
+        hidden = execution.placed(hax.nn.silu(project(self.up, self.norm(x, execution))))
+        return execution.placed(x + project(self.down, hidden))
 
 
 class Mixer(eqx.Module):

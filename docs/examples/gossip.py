@@ -4,7 +4,7 @@ After a step each of n replicas averages its parameters with those of one other:
 
     theta_k = (theta_k + theta_(k - 2^j)) / 2,  j = t mod ceil(log2 n),  k in a ring
 
-It waits for one peer, not for all, and sends half the bytes of PSDP.
+It waits for one peer, not for all, and sends the parameters once; PSDP sends gradients and updates.
 """
 
 from __future__ import annotations

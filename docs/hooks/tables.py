@@ -1,7 +1,8 @@
-"""Fill the tables of two pages from the code, so that they cannot go stale.
+"""Fill the tables of three pages from the code, so that they cannot go stale.
 
 In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics.
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics, and in
+migration.md `<!-- migration -->` the keys of each other project.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import yaml
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.runs.config import TrainConfig
+from gregale.runs.plugins import PluginOptions
 from gregale.settings.config_schema import REQUIRED, Entry, entries
+from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
 
@@ -49,7 +52,19 @@ def commands() -> str:
     sections = []
     for name, program in PROGRAMS.items():
         command = import_module(program.module).COMMAND
-        sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{tables(command.options)}")
+        options = tables(command.options) + (tables(PluginOptions) if command.plugins else "")
+        sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{options}")
+    return "\n".join(sections)
+
+
+def migration() -> str:
+    """The keys of other projects with ours, a table for each project."""
+    sections = []
+    for project, files in projects().items():
+        rows = [row for row in counterparts() if row.project == project]
+        lines = [f"| {project} | Gregale | note |", "|---|---|---|"]
+        lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else '-'} | {escaped(row.note)} |" for row in rows]
+        sections.append(f"## {project}\n\nKeys of {files}.\n\n" + "\n".join(lines) + "\n")
     return "\n".join(sections)
 
 
@@ -86,4 +101,5 @@ def escaped(text: str) -> str:
 PARTS = {
     "configuration.md": {"keys": lambda: tables(TrainConfig), "options": commands, "fixed": fixed},
     "metrics.md": {"metrics": metrics},
+    "migration.md": {"migration": migration},
 }

@@ -1,6 +1,7 @@
 """Text without terminal control characters, and text streams that ignore write errors."""
 
 import os
+import sys
 import unicodedata
 from contextlib import suppress
 from typing import Any, TextIO
@@ -19,20 +20,13 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each in keep or _is_shown(each) else _escape(each) for each in text)
+    shown = {each for each in text if unicodedata.category(each) not in _UNSHOWN}.union(_JOINERS, keep)
+    return "".join(each if each in shown else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
 def say(line: str, file: "TextIO | ResilientStream | None" = None, flush: bool = False) -> None:
     """Print one line after `printable` has escaped it."""
     print(printable(line), file=file, flush=flush)
-
-
-def _is_shown(character: str) -> bool:
-    return unicodedata.category(character) not in _UNSHOWN or character in _JOINERS
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def abandon(stream: TextIO) -> None:
@@ -41,6 +35,11 @@ def abandon(stream: TextIO) -> None:
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, stream.fileno())
         os.close(null_device)
+
+
+def say_beside(line: str) -> None:
+    """Print one line to standard error, as `say`; ignore a closed stream."""
+    say(line, ResilientStream(sys.stderr), flush=True)
 
 
 class ResilientStream:

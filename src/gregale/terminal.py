@@ -13,10 +13,13 @@ from gregale.streams import printable
 
 
 class Console(rich_console.Console):
-    """Rich's console without markup and without control characters in texts; Rich controls colours and cursor."""
+    """Rich's console without markup and without control characters in texts; Rich controls colours and cursor.
+
+    In a notebook it writes text to its file, as elsewhere. Rich would display HTML there, whatever the file.
+    """
 
     def __init__(self, **options: Any):
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Return the segments of a renderable object; Rich also calls this for each part of the object."""

@@ -51,10 +51,14 @@ def boxes():
     return make
 
 
+def stored_program(name: str) -> str:
+    """The text of a program of `fixtures`: of a compiler, or written by hand."""
+    return (Path(__file__).parent / "fixtures" / f"{name}.txt").read_text()
+
+
 @pytest.fixture(scope="session")
 def stored():
-    """The text of a stored program: `stored("tpu_loops")`."""
-    return lambda name: (Path(__file__).parent / "fixtures" / f"{name}.txt").read_text()
+    return stored_program
 
 
 @pytest.fixture(scope="session")

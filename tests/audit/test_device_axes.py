@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from gregale.audit.device_axes import BETWEEN, INSIDE, UNKNOWN, Placement
 from tests.audit.test_groups import counted_groups
@@ -81,10 +80,3 @@ def test_one_program_for_each_slice_is_numbered_within_its_slice(pod):
     far = placement.by_id(((100000, 200000), (100003, 200003)))
     assert far == ((0, 4), (3, 7))
     assert placement.crossing(far).link == BETWEEN
-
-
-def test_slices_along_the_last_axis(pod):
-    devices = pod((2, 2, 2), slices=2).devices.transpose(1, 2, 0)
-    placement = Placement(Mesh(devices, ("replica", "data", "model")), 4)
-    assert placement.crossing(placement.by_number(((0, 1), (2, 3)))).axes == ("data",)
-    assert placement.crossing(placement.by_id(((100000, 200000),))).axes == ("model",)

@@ -2,26 +2,9 @@
 
 from gregale.audit.hlo import Shape, bits, parse, shapes_in
 
-TEXT = """HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
 
-%region_0.1 (a.0: f32[], b.0: f32[]) -> f32[] {
-  %a.0 = f32[] parameter(0), metadata={op_name="psum"}
-  %b.0 = f32[] parameter(1), metadata={op_name="psum"}
-  ROOT %add.0 = f32[] add(%a.0, %b.0)
-}, execution_thread="main"
-
-ENTRY %main (p: f32[64,4], q: (s32[], bf16[2])) -> (f32[64,4], /*index=1*/u32[]) {
-  %p = f32[64,4]{1,0:T(8,128)} parameter(0)
-  %q = (s32[]{:T(128)}, bf16[2]{0:T(256)(128)(2,1)}) parameter(1)
-  %rs = ((f32[64,4]{1,0}, bf16[2]{0}), (f32[32,4]{1,0}, /*index=1*/bf16[1]{0}), u32[]{:S(2)}) \
-reduce-scatter-start(%p, /*index=1*/%gte), channel_id=1, metadata={op_name="jit(f)/while/body/g(x)" stack_frame_id=3}
-  ROOT %t = (f32[64,4]{1,0}, u32[]) tuple(%p, %c)
-}
-"""
-
-
-def test_a_module_is_taken_apart():
-    module = parse(TEXT)
+def test_a_module_is_taken_apart(stored):
+    module = parse(stored("scheduled_module"))
     assert (module.entry, module.devices) == ("main", 8)
     assert list(module.computations) == ["region_0.1", "main"]
     assert module.computations["region_0.1"].root.opcode == "add"
@@ -47,22 +30,8 @@ ENTRY main {
     assert main.operand_shapes(main.root) == (Shape("f32", (4,)), Shape("f32", (4,)))
 
 
-PALLAS = """HloModule m
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  %kernel = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"note":"{ one brace in a string",
-"blocks":"{\\"block_q\\": 128}"
-},other="1"}, metadata={op_name="jit(f)/while/body/kernel"}
-  ROOT %sum = f32[4]{0} all-reduce(%kernel), channel_id=1, frontend_attributes={kernel_metadata={
-"blocks":"{\\"block_q\\": 128}"
-}}, metadata={op_name="jit(f)/while/body/psum"}
-}
-"""
-
-
-def test_metadata_of_a_kernel_over_several_lines_ends_no_computation():
-    main = parse(PALLAS).computations["main"]
+def test_metadata_of_a_kernel_over_several_lines_ends_no_computation(stored):
+    main = parse(stored("kernel_metadata")).computations["main"]
     assert list(main.instructions) == ["x", "kernel", "sum"]
     assert main.root.name == "sum"
     assert [main.instructions[name].op_name.rpartition("/")[2] for name in ("kernel", "sum")] == ["kernel", "psum"]

@@ -7,34 +7,13 @@ from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
 from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Peak
+from tests.audit.conftest import stored_program
 
 RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Peak(1000))
 # What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.
 PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"100"}'
 GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
-PROGRAM = f"""HloModule jit_step, is_scheduled=true, num_partitions=4
-
-%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
-  %p = (s32[], f32[8,8]) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = f32[8,8] get-tuple-element(%p), index=1
-  %looped-start = f32[8,8] all-reduce-start(%x), channel_id=4, {GROUPS}
-  %product = f32[8,8] {PRODUCT}
-  %looped-done = f32[8,8] all-reduce-done(%looped-start)
-  ROOT %t = (s32[], f32[8,8]) tuple(%i, %looped-done)
-}}
-
-%condition (q: (s32[], f32[8,8])) -> pred[] {{
-  %q = (s32[], f32[8,8]) parameter(0)
-  ROOT %yes = pred[] constant(true)
-}}
-
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
-  %x = f32[8,8] parameter(0)
-  SCHEDULE
-  ROOT %result = f32[8,8] add(%x, %x)
-}}
-"""
+PROGRAM = stored_program("scheduled")
 START, DONE = "f32[8,8] all-reduce-start(%x), channel_id=1, " + GROUPS, "f32[8,8] all-reduce-done"
 
 

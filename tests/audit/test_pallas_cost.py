@@ -47,12 +47,7 @@ ENTRY %main (q: bf16[4,2,64,128]) -> f32[] {
 
 @pytest.mark.parametrize(
     ("name", "results", "products"),
-    [
-        ("splash_mha_dkv", 3, 5),
-        ("splash_mha_dkv", 2, 4),
-        ("splash_mha_dq", 1, 3),
-        ("another_kernel", 3, 0),
-    ],
+    [("splash_mha_dkv", 3, 5), ("splash_mha_dkv", 2, 4), ("splash_mha_dq", 1, 3), ("another_kernel", 3, 0)],
 )
 def test_products_of_the_backward_kernels(name, results, products):
     """One that gives three gradients is fused."""

@@ -30,8 +30,8 @@ def test_sums_and_selections_of_a_program_or_its_text(compiled, mesh):
     assert found.bytes_per_step("data") == 3 * 128
     assert found.bytes_per_step("replica") == found.bytes_per_step("model") == 32
     assert found.bytes_per_step() == 3 * 128 + 32
-    assert [c.axes for c in found.inside_loops()] == [("data",)]
-    assert [loop.times for loop in found.loops()] == [3]
+    (inside,) = [each for each in found.collectives if each.loops]
+    assert (inside.axes, [loop.times for loop in inside.loops]) == (("data",), [3])
     assert [c.axes for c in found.over("model")] == [("replica", "model")]
     assert found.over("nowhere") == found.unknown() == ()
 
@@ -56,31 +56,13 @@ def test_json_has_the_agreed_keys_and_the_table_a_line_for_each(compiled, mesh):
     assert lines[1].split()[:4] == ["all-reduce", "f32", "128", "data"]
 
 
-UNKNOWN_TIMES = """HloModule hand, num_partitions=8
-
-%body (t: f32[4]) -> f32[4] {
-  %t = f32[4]{0} parameter(0)
-  ROOT %r = f32[4]{0} all-reduce(%t), channel_id=1, replica_groups={{0,7},{1,6},{2,5},{3,4}}, use_global_device_ids=true
-}
-
-%condition (t: f32[4]) -> pred[] {
-  %t = f32[4]{0} parameter(0)
-  ROOT %yes = pred[] constant(true)
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  ROOT %loop.1 = f32[4]{0} while(%x), condition=%condition, body=%body, metadata={op_name="jit(f)/outer/while"}
-}
-"""
-
-
-def test_an_unknown_number_of_turns_is_told_and_never_counted_as_one(mesh):
-    found = audit(UNKNOWN_TIMES, mesh)
+def test_an_unknown_number_of_turns_is_told_and_never_counted_as_one(mesh, stored):
+    text = stored("unknown_times")
+    found = audit(text, mesh)
     assert found.to_dict()["bytes_per_step"] == {"axes": {"unknown": None}, "link": {"inside slice": None}}
     with pytest.raises(UserError, match=r"'r': loop\.1 \(jit\(f\)/outer/while\); give its count in loop_trips"):
         found.bytes_per_step()
-    assert audit(UNKNOWN_TIMES, mesh, {"outer": 5}).bytes_per_step("data") == 5 * 16
+    assert audit(text, mesh, {"outer": 5}).bytes_per_step("data") == 5 * 16
     assert len(found.unknown()) == 1, "its groups, which are over every axis that they touch"
     assert all(found.over(axis) == found.collectives for axis in ("replica", "data", "model"))
 

@@ -58,11 +58,6 @@ def test_replica_crosses_hosts_first_and_the_fast_axes_stay_inside_one_as_far_as
     assert [device.id for device in array.flat] == list(range(16))
 
 
-def test_two_replicas_a_slice_lie_next_to_each_other():
-    array = arrange(slices(2, 1, 4), (4, 1, 2, 1))
-    assert [device.slice_index for device in array[:, 0, 0, 0]] == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("devices", "shape", "message"),
     [

@@ -14,16 +14,12 @@ def test_codecs_of_the_legs():
     config = ReduceConfig(codec="e3m0", block=32, gather_codec="int8")
     assert config.first_codec() == PowersCodec(block=32)
     assert config.second_codec() == UniformCodec(8, 32)
+    rotated = ReduceConfig(codec="int4", gather_codec="bfloat16", hadamard=True)
+    assert (rotated.first_codec(), rotated.second_codec()) == (RotatedCodec(UniformCodec(4)), FloatCodec("bfloat16"))
     assert ReduceConfig().first_codec() == FloatCodec("none")
     assert not ReduceConfig().quantised
     assert ReduceConfig(codec="bfloat16").quantised
     assert ReduceConfig(gather_codec="int8").quantised
-
-
-def test_only_codecs_with_blocks_are_rotated():
-    config = ReduceConfig(codec="int4", gather_codec="bfloat16", hadamard=True)
-    assert config.first_codec() == RotatedCodec(UniformCodec(4))
-    assert config.second_codec() == FloatCodec("bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +45,3 @@ def test_bytes_per_parameter():
     assert {codec: wire_format(codec).bytes_per_parameter for codec in CODECS} == expected
     for codec in CODECS:
         assert ReduceConfig(codec=codec, block=32).first_codec().format == wire_format(codec, 32)
-
-
-def test_a_message_is_counted_block_by_block():
-    assert wire_format("int4").message_bytes(64) == 34
-    assert wire_format("int4").message_bytes(65) == 68
-    assert wire_format("int2", block=12).message_bytes(25) == 3 * (3 + 2)
-    assert wire_format("bfloat16").message_bytes(25) == 50

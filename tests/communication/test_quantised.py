@@ -32,7 +32,7 @@ NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
 class Program:
-    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
+    """One step's two phases, compiled: (sums, weights, error) -> (averages, given back, error, given back as it is)."""
 
     def __init__(self, replica: int, data: int, config: ReduceConfig, dtype=np.float32):
         self.layout, self.config = layout_of(replica=replica, data=data), config
@@ -123,7 +123,7 @@ def round_trip(name: str, array: np.ndarray, codec: str, replicas: int, data: in
 
 
 def slow_average(name, sums, weights, config: ReduceConfig, mesh) -> np.ndarray:
-    """The averages; of arrays that are not split, after their second leg."""
+    """The averages; of arrays that are not split, after their second phase."""
     scaled = np.float32(len(weights) / weights.sum())
     sent = [round_trip(name, one * scaled, config.codec, *mesh) for one in sums.astype(np.float32)]
     average = np.mean(sent, axis=0, dtype=np.float32)
@@ -148,8 +148,7 @@ def test_averages_are_those_of_the_slow_rewrite(mesh):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "options"),
-    [("none", "none", {}), ("int2", "bfloat16", {"dtype": ml_dtypes.bfloat16}), ("e3m0", "int8", {})],
+    ("first", "second", "options"), [("int2", "bfloat16", {"dtype": ml_dtypes.bfloat16}), ("e3m0", "int8", {})]
 )
 def test_every_codec_and_bfloat16_buffers(first, second, options):
     run = program(2, 1, ReduceConfig(codec=first, gather_codec=second), **options)
@@ -211,17 +210,6 @@ def test_the_second_legs_error_is_kept_too():
     norm = after["norm"]  # [replica, head]: each replica keeps the error of its own piece, here 2 of 13
     assert [set(np.flatnonzero(row) // 2) <= {replica} for replica, row in enumerate(norm)] == [True] * 8
     assert norm.any()
-
-
-def test_replicas_stay_equal_to_the_last_bit():
-    run, error = program(4, 2, FOUR_BITS), None
-    for step in range(5):
-        _, _, error, given = run(gradients(4, seed=step), error=error)
-        for name, leaf in given.items():
-            copies = {}
-            for shard in (leaf.array if is_named(leaf) else leaf).addressable_shards:
-                copies.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
-            assert all(len(same) >= 4 and len(set(same)) == 1 for same in copies.values()), name
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -295,10 +283,3 @@ def test_what_is_lost_is_measured():
     expected = np.sqrt(np.sum(np.square(shards - sent)) / np.sum(np.square(whole)))
     np.testing.assert_allclose(lost.relative_error, expected, rtol=1e-5)
     assert lost.error_norm == 0
-
-
-def test_a_float_over_replicas_would_be_seen():
-    layout = layout_of(replica=8)
-    sharding = layout.sharding((REPLICA,), layout.params)
-    summed = jax.jit(lambda x: x.sum(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)).compile()
-    assert {collective.dtype for collective in audit(summed, layout.mesh).over(REPLICA)} == {"f32"}

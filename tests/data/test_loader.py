@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gregale.data.examples import Windows, held_out_examples, training_examples
-from gregale.data.loader import batches
+from gregale.programs.runtime.batches import batches
 from tests.data.conftest import stream_of
 
 BATCH = 8

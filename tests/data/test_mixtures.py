@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.config import DataConfig
-from gregale.data.examples import Windows, training_examples
-from gregale.data.loader import batches
+from gregale.data.examples import Windows
 from gregale.data.mixtures import cuts, replica_examples
 from gregale.data.sources import TextSource
 from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
+from gregale.programs.runtime.batches import batches
 
 LENGTH, BATCH = 4, 12
 FIRSTS = {"a": 0, "b": 100, "c": 1000}
@@ -65,13 +65,6 @@ def test_no_window_is_seen_by_two_replicas_and_none_is_left_out(sources, seed):
     assert [sum(100 <= token < 1000 for token in own) for own in seen] == [0, 18, 12]
 
 
-def test_every_epoch_of_a_part_has_each_of_its_windows_once(sources):
-    first = drawn(sources, [{"a": 1.0}, {"b": 1.0}], steps=20)[:, 0].ravel()  # two epochs of 60 windows
-    for epoch in (first[:60], first[60:]):
-        assert sorted(epoch) == list(range(60))
-    assert first[:60].tolist() != first[60:].tolist()
-
-
 def test_a_batch_depends_on_seed_and_step_alone(sources):
     whole = drawn(sources, MIXTURES, steps=9)
     np.testing.assert_array_equal(drawn(sources, MIXTURES, steps=3, start=6), whole[6:])
@@ -83,13 +76,6 @@ def test_a_batch_depends_on_seed_and_step_alone(sources):
     shares = [examples.batch(7 * BATCH, BATCH, rows)["tokens"] for rows in ([5, 6, 11], [0, 1, 2, 3, 4, 7, 8, 9, 10])]
     order = np.argsort([5, 6, 11, 0, 1, 2, 3, 4, 7, 8, 9, 10])
     np.testing.assert_array_equal(np.concatenate(shares)[order][:, 0].reshape(len(MIXTURES), -1), whole[7])
-
-
-def test_without_mixtures_rows_come_from_one_mixture(sources):
-    """The negative: there the rows of one replica come from all sources."""
-    rows = training_examples(sources, dict.fromkeys(FIRSTS, 1.0), 0).rows(range(BATCH // 3))
-    first_rows = rows["tokens"][:, 0]
-    assert len({source_of(token) for token in first_rows}) == 3
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(500, 5000))

@@ -15,17 +15,12 @@ def test_the_first_key_is_told_with_its_values_and_whose_they_are_and_other_keys
     assert difference({"a": found["a"], "b": found["a"]}) == ""
 
 
-def test_of_many_members_and_keys_the_first_are_named():
+def test_a_message_is_one_line_with_the_first_of_many_members_and_keys_whatever_they_are():
     keys = [f"k{number}" for number in range(8)]
     found = {f"p{number}": dict.fromkeys(keys, "1" if number < 7 else "2") for number in range(8)}
     holders = "p0, p1, p2, p3, p4 and 2 more, but 2 in p7"
     assert difference(found) == f"k0 is 1 in {holders}; also different: k1, k2, k3, k4, k5 and 2 more"
-
-
-def test_a_message_is_one_line_whatever_keys_and_values_are():
-    text = difference(
-        {"a": {"data.sources.a\x1b[1m.separator": "\n\n"}, "b": {"data.sources.a\x1b[1m.separator": "x" * 999}}
-    )
+    text = difference({name: {"sources.a\x1b[1m": value} for name, value in (("a", "\n\n"), ("b", "x" * 999))})
     assert text.isprintable()
     assert len(text) < 200
 

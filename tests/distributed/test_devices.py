@@ -12,6 +12,7 @@ from gregale.distributed.devices import (
     WITHOUT_YNN,
     WITHOUT_YNN_BEFORE,
     by_cluster,
+    simulate,
     start_devices,
     with_flags,
 )
@@ -49,6 +50,14 @@ def test_threads_and_memory_are_set_unless_the_environment_has_a_value(monkeypat
     start_devices(devices, DistributedConfig())
     assert os.environ.get("PJRT_NPROC") == threads, "one device has as many as JAX gives it"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == found
+
+
+def test_a_process_in_which_jax_has_started_takes_as_many_devices_as_it_has():
+    there = jax.device_count()
+    for count in (1, there):
+        simulate(count)
+    with pytest.raises(UserError, match=rf"JAX has started in this process with {there} cpu device\(s\)"):
+        simulate(there + 1)
 
 
 def test_slurm_tells_who_is_who(monkeypatch):

@@ -36,10 +36,6 @@ HANGS = {
         [(0, 802, "training", True, 61), (1, 801, "training", False, 62), (2, 802, "training", True, 61)],
         "process 1 hangs: it has been for 62 s in step 801.",
     ),
-    "its device does not end": (
-        [(0, 802, "training", True, 61), (1, 801, "training", True, 62)],
-        "process 1 hangs: it has been for 62 s in step 801, waiting for devices.",
-    ),
     "no device ends": (
         [(0, 802, "training", True, 61), (1, 802, "training", True, 62)],
         "All 2 processes hang: they have been for 61 s in step 802, waiting for their devices.",
@@ -65,15 +61,8 @@ HANGS = {
 GO_ON = {
     "a slow step": [(0, 802, "training", True, 59), (1, 801, "training", False, 59)],
     "one waits, the other has just begun": [(0, 802, "training", True, 61), (1, 801, "training", False, 1)],
-    "one compiles, the others have what they need in their cache": [
-        (0, 2, "training", True, 500),
-        (1, 1, "compiling", False, 599),
-    ],
-    "one waits without saying so while the other evaluates": [
-        (0, 801, "training", False, 61),
-        (1, 800, "evaluating", False, 65),
-    ],
-    "one evaluates, the other waits": [(0, 801, "training", True, 599), (1, 800, "evaluating", False, 599)],
+    "one compiles, the others have a cache": [(0, 2, "training", True, 500), (1, 1, "compiling", False, 599)],
+    "one waits, the other evaluates": [(0, 801, "training", False, 61), (1, 800, "evaluating", False, 65)],
     "one saves": [(0, 801, "training", True, 599), (1, 800, "saving", False, 599)],
     "the first step of all": [(0, 1, "compiling", True, 599), (1, 1, "compiling", True, 599)],
     "one prepares its data for a day": [(0, 0, "preparing", False, 86400), (1, 801, "compiling", True, 86000)],

@@ -198,7 +198,7 @@ def test_who_stands_at_the_coordinator_s_address_without_the_secret_is_not_belie
         call = joining(1, 2, token_file=token("the secret of this run"))
         connection, _ = server.accept()
         with connection:
-            connection.sendall(b"who 1234\n")
+            connection.sendall(b"challenge 1234\n")
             greeting = heard(connection, "\n").split()
             answer = JoinRequest(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
             connection.sendall(f"hello {answer}\n".encode())
@@ -214,12 +214,9 @@ def test_another_number_of_processes_is_a_mistake(joining):
     assert first.result(30) == ["process 1"]
 
 
-def test_a_port_that_is_taken_is_waited_for(joining, port, capfd):
+def test_a_port_that_is_taken_is_waited_for_and_one_that_nobody_may_take_is_refused(joining, port, capfd):
     with socket.create_server(("", port)), pytest.raises(SystemExit):
         joining(0, 2, seconds=1).result(30)
     assert f"port {port} of this host, which another program holds" in capfd.readouterr().err
-
-
-def test_a_port_that_nobody_may_take():
     with pytest.raises(UserError, match=r"cannot listen at port 99999 .*; give a port from 1024 to 65535"):
         wait_for_processes(DistributedConfig("127.0.0.1:99999", 2, 0))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.distributed.signals import StopRequest
+from gregale.distributed.signals import StopRequest, process_goes_on
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_who_interrupts_twice_does_not_wait_for_what_does_not_answer():
     program = """
 import os, signal, time
 from concurrent.futures import ThreadPoolExecutor
-from gregale.distributed.signals import StopRequest
+from gregale.distributed.signals import StopRequest, process_goes_on
 
 with StopRequest(exit_seconds=0.1), ThreadPoolExecutor() as saving:
     saving.submit(time.sleep, 600)
@@ -65,6 +65,27 @@ with StopRequest(exit_seconds=0.1), ThreadPoolExecutor() as saving:
     assert done.stderr == (
         "gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n"
     )
+
+
+def test_a_process_that_goes_on_is_not_ended_by_a_second_interrupt(monkeypatch):
+    monkeypatch.setattr("gregale.distributed.signals.Timer", timer := Mock())
+    with process_goes_on(), StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert not timer.called
+    assert StopRequest.ends_process
+
+
+def test_another_thread_catches_nothing():
+    def handlers_inside() -> list:
+        with StopRequest() as stop:
+            assert not stop.agreed(1)
+            return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(handlers_inside).result() == before
 
 
 def test_the_old_handlers_come_back():

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages that are carried out from begin to end, their commands too (`test_snippets`).
 WALKS = [ROOT / "docs" / "huggingface.md"]
+API = ROOT / "docs" / "api.md"  # its Python runs in tests/programs/test_python_api.py
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 

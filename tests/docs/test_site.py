@@ -14,6 +14,7 @@ from mkdocs.config import load_config
 
 from gregale.runs.config import TrainConfig
 from gregale.settings.config_schema import entries
+from gregale.settings.other_projects import counterparts
 from gregale.tracking.metrics import METRICS
 from tests.docs.pages import ROOT
 
@@ -51,6 +52,11 @@ def test_every_key_has_its_line(site):
 def test_every_metric_has_its_line(site):
     page = unescape((site / "metrics" / "index.html").read_text())
     assert not [metric.name for metric in METRICS if f"<code>{metric.name}</code>" not in page]
+
+
+def test_every_key_of_another_project_has_its_line(site):
+    page = unescape((site / "migration" / "index.html").read_text())
+    assert not [row for row in counterparts() if f"<code>{row.theirs}</code>" not in page]
 
 
 def modules() -> list[str]:
@@ -96,15 +102,6 @@ def test_the_menu_has_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert not [page for page in pages if f": {page}" not in nav]
-
-
-def test_code_folds_at_the_edge_of_the_page(site):
-    """The classes that docs/stylesheets/code.css goes by are there, and so is the file."""
-    page = (site / "quickstart" / "index.html").read_text()
-    for language in ("bash", "python", "yaml"):
-        assert f"language-{language} highlight" in page
-    assert "stylesheets/code.css" in page
-    assert (site / "stylesheets" / "code.css").is_file()
 
 
 def test_nothing_is_fetched_from_elsewhere(site):

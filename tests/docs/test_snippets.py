@@ -17,13 +17,14 @@ from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
+from tests.docs.pages import API, PAGES, ROOT, WALKS, blocks, commands, fences, name, pages_with
 from tests.forked import run
+from tests.plugins import EXAMPLES, plugins_from
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in WALKS], ids=name)
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in (*WALKS, API)], ids=name)
 def test_python_runs_as_a_reader_would_run_it(page, tmp_path):
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(blocks(page.read_text(), "python")))
@@ -92,7 +93,8 @@ def test_yaml_is_a_configuration_or_a_part_of_one(page, block, tmp_path):
     file = tmp_path / "part.yaml"
     file.write_text(block)
     given = [f"--{key}=1" for key in ("name", "steps") if not re.search(f"^{key}:", block, re.MULTILINE)]
-    load(TrainConfig, file, given)
+    with plugins_from(EXAMPLES):
+        load(TrainConfig, file, given)
 
 
 def test_links_lead_somewhere():

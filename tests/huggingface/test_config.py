@@ -48,10 +48,7 @@ LLAMA = {**SIZES, "model_type": "llama"}
             {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]},
             "layers are sliding_attention, but there is no sliding_window, or it is not used",
         ),
-        (
-            {"quantization_config": {"quant_method": "bitnet"}},
-            r"quantization_config is set \(quant_method 'bitnet'\)",
-        ),
+        ({"quantization_config": {"quant_method": "bitnet"}}, r"quantization_config is set \(quant_method 'bitnet'\)"),
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},

@@ -23,7 +23,6 @@ def entry(begin: object, end: object, *shape: object) -> dict:
     ("header", "words"),
     [
         ({"a": entry(0, 4, 1), "b": entry(0, 8, 2)}, "b begins at byte .*, and the one before it ends at"),
-        ({"a": entry(4, 8, 1)}, "a begins at byte .*, and the one before it ends at"),
         ({"a": entry(0, 2**43, 2**41)}, r"is cut off: by its header it has 8,796,093,0\d\d,\d+ bytes"),
         ({"a": entry(0, 8, -1, -2)}, "the shape and the offsets of a are not all whole numbers from 0"),
         ({"a": entry(0, "8", 2)}, "are not all whole numbers"),
@@ -32,7 +31,7 @@ def entry(begin: object, end: object, *shape: object) -> dict:
         (json.dumps({"a": entry(0, 4, 1), "b": entry(4, 8, 1)}).replace("b", "a", 1), "a begins at byte"),
         (json.dumps({"a": entry(0, 8, 2)}).replace("[2]", f"[{'9' * 5000}]"), "is JSON, and this is not"),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_a_header_that_is_no_table_of_tensors_is_refused(tmp_path, header, words):
     text = header if isinstance(header, str) else json.dumps(header)

@@ -65,7 +65,7 @@ def llama3():
     return generator, model, tokens_of(generator, model, prompted(DRAWN), 40, DRAWN)
 
 
-CASES = [("mistral", GREEDY), *((name, DRAWN) for name in ("llama3", "qwen2", "qwen3", "olmo2", "gemma"))]
+CASES = [("mistral", GREEDY), *((name, DRAWN) for name in ("llama3", "qwen3", "gemma"))]
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)

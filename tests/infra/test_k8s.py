@@ -53,8 +53,7 @@ def container_of(found: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "topology", "pods", "chips"),
-    [("v5e", "4x4", 4, 4), ("v5e", "2x4", 1, 8), ("v6e", "2x2", 1, 4), ("v4", "2x2x4", 4, 4), ("v5p", "2x2x1", 1, 4)],
+    ("accelerator", "topology", "pods", "chips"), [("v5e", "4x4", 4, 4), ("v5e", "2x4", 1, 8), ("v4", "2x2x4", 4, 4)]
 )
 def test_a_slice_is_a_job_with_a_pod_for_each_host(manifest, accelerator, topology, pods, chips):
     found = manifest(*TPU, "--accelerator", accelerator, "--topology", topology, "--slices", "2")

@@ -220,23 +220,20 @@ def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
     assert "the job 101 is over; its process 0 saves and ends" in result.stderr
 
 
-@pytest.mark.parametrize("part", ["LOSE", "FAIL"])
-def test_an_answer_that_is_lost_makes_no_second_job(slurm, part):
+@pytest.mark.parametrize(
+    ("file", "parts", "submitted"),
+    [("sbatch_part", "LOSE", 2), ("sbatch_part", "FAIL", 3), ("squeue_fails", "\n\n", 2)],
+)
+def test_whatever_fails_or_is_lost_there_is_one_successor(slurm, file, parts, submitted):
+    if file == "squeue_fails":
+        slurm.write(file, "\n")
+        assert slurm.run(script(slurm), *SUBMIT).returncode == 2
     submit(slurm)
-    slurm.write("sbatch_part", f"{part}\n")
+    slurm.write(file, f"{parts}\n")
     assert end_of(run_job(slurm, 101, "1")) == 1
     assert pending(slurm) == ["102"]
-    assert len(slurm.calls("sbatch")) == (2 if part == "LOSE" else 3)
-
-
-def test_while_squeue_fails_nothing_is_submitted(slurm):
-    slurm.write("squeue_fails", "\n")
-    assert slurm.run(script(slurm), *SUBMIT).returncode == 2
-    submit(slurm)
-    slurm.write("squeue_fails", "\n" * 3)
-    assert end_of(run_job(slurm, 101, "1")) == 1
-    assert pending(slurm) == ["102"]
-    assert slurm.read("slept").split() == ["30", "30"]
+    assert len(slurm.calls("sbatch")) == submitted
+    assert slurm.read("slept").split() == ["30", "30"] * (file == "squeue_fails")
 
 
 def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):
@@ -286,7 +283,6 @@ def test_a_dry_run_prints_what_is_run(slurm, command, programs):
         (("fly",), "there is no command 'fly'; commands: submit"),
         (("submit", "--name", "a b"), "--name is 'a b'"),
         (("submit", "--name", "a", "--config", CONFIG), "--time is ''"),
-        (("submit", "--name", "a"), "--config is missing"),
         (("submit", "--name", "a", "--gpus", "0"), "--gpus is '0'"),
         (("submit", "--name", "a", "--partition", "x y"), "'--partition=x y' has characters"),
         (("submit", "--name", "a", "--steps", "3"), "'--steps' is no option"),

@@ -57,7 +57,8 @@ def logs(tree: Path) -> list[str]:
     return [file.read_text() for file in files]
 
 
-@pytest.mark.parametrize("is_script_killed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak  # `test_slurm` has what the script does then
+@pytest.mark.parametrize("is_script_killed", [False, True])
 def test_a_run_whose_batch_node_fails_goes_on_alone(slurm, tree, is_script_killed):
     """srun ends with 0, and neither srun nor Slurm can end the process of the training."""
     run = tree / "runs" / "tiny"

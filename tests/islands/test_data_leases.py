@@ -24,11 +24,8 @@ def test_batches_are_taken_in_the_order_of_the_lease():
     assert [leases.take() for _ in range(4)] == [0, 4, 8, None]
     assert leases.used_after(0) == 0
     assert leases.used_after(2) == 2 * BATCH
-
-
-def test_a_rest_too_short_for_a_batch_is_skipped():
-    leases = leased(BATCH + 1)
-    assert [leases.take() for _ in range(2)] == [0, None]
+    short = leased(BATCH + 1)
+    assert [short.take() for _ in range(2)] == [0, None], "a rest too short for a batch is skipped"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,19 +2,16 @@
 
 import jax
 import numpy as np
-import pytest
 
 from gregale.islands import inner_optimizer_state
 from gregale.methods.schedule import Schedule
 from gregale.training.stepper import Stepper
 from tests.mesh.support import layout_of
-from tests.methods.islands import Member, island_on, on_one_device, rows
+from tests.methods.islands import Member, island_on, rows
 
 
-@pytest.mark.parametrize("shape", [{}, {"data": 2, "model": 2}])
-def test_a_peers_optimizer_replaces_the_own_one(shape):
-    schedule = Schedule(4, layers=3)
-    island = island_on(layout_of(**shape), schedule) if shape else on_one_device(schedule)
+def test_a_peers_optimizer_replaces_the_own_one():
+    island = island_on(layout_of(data=2, model=2), Schedule(4, layers=3))
     step = Stepper(island, island.inner.model)
     peer, joiner = Member(island, step), Member(island, step)
     for number in range(1, 4):

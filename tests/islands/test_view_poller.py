@@ -28,10 +28,10 @@ def lighthouse() -> Iterator[Lighthouse]:
 def member(lighthouse):
     made = []
 
-    def make(name: str, token: bytes = TOKEN) -> tuple[ViewPoller, Queue[View | str]]:
+    def make(name: str) -> tuple[ViewPoller, Queue[View | str]]:
         """Return a poller, and its views, its complaints, and why it ends."""
         views: Queue[View | str] = Queue()
-        coordinator = CoordinatorClient(lighthouse.address, name, token, PATIENCE)
+        coordinator = CoordinatorClient(lighthouse.address, name, TOKEN, PATIENCE)
         made.append(ViewPoller(coordinator, PATIENCE, views.put, lambda reason: None, views.put, views.put))
         return made[-1], views
 
@@ -59,19 +59,6 @@ def test_a_new_header_replaces_a_pending_one(lighthouse, member, header):
     assert isinstance(view, View)
     assert [(each.name, each.round) for each in view.headers] == [("a", 5), ("b", 5)]
     assert its_views.empty(), "the answer to the old header is not passed on"
-
-
-def test_only_the_island_with_another_token_ends(member, header):
-    one, views = member("a")
-    one.ask(header("a"))
-    stranger, why = member("b", b"another token here")
-    stranger.ask(header("b"))
-    assert "islands.token_file" in str(why.get(timeout=PATIENCE))
-    other, _ = member("c")
-    other.ask(header("c"))
-    view = views.get(timeout=PATIENCE)
-    assert isinstance(view, View)
-    assert [each.name for each in view.headers] == ["a", "c"]
 
 
 def test_an_unreadable_header_ends_an_island_without_a_state_only_if_it_has_a_state(lighthouse, member, header):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -42,7 +41,6 @@ TABLE = [  # (replica, data, model), microbatches
     ((1, 1, 8), 4),
     ((8, 1, 1), 1),
     ((2, 2, 2), 4),
-    ((2, 2, 2), 8),  # rows are exchanged here, too
 ]
 
 
@@ -266,8 +264,9 @@ def expected_bytes() -> Counter:
 def test_nothing_crosses_replica_inside_the_microbatch_loop(program):
     assert over_replica_in_loops(program) == []
     assert not program.audit.unknown()
-    assert len(program.audit.inside_loops()) > 10, "the loop is there, with collectives over data and model"
-    assert {loop.times for loop in program.audit.loops()} >= {4}
+    inside = [each for each in program.audit.collectives if each.loops]
+    assert len(inside) > 10, "the loop is there, with collectives over data and model"
+    assert {loop.times for each in inside for loop in each.loops} >= {4}
     assert {collective.kind for collective in program.audit.collectives} == {
         "all-reduce",
         "reduce-scatter",
@@ -305,25 +304,9 @@ def test_bytes_over_replica_are_the_closed_form(program):
         assert collective.bytes < 64, "the loss, the weights, and the norm's addends"
 
 
-def test_a_state_split_the_other_way_round_would_be_permuted():
-    """With (replica, data) a device's shard of the state is not a slice of its own shard of the parameters."""
-    layout = layout_of(2, 2, 2)
-    table = placed(small_model().embedding, layout, {EMBED: (REPLICA, "data")})
-    program = jax.jit(lambda table: layout.constrain(table, layout.params)).lower(table).compile()
-    assert "collective-permute" in {c.kind for c in audit(program, layout.mesh).collectives}
-
-
 def test_muon_on_a_mesh_equals_muon_on_one_device():
     config = MuonConfig(learning_rate=LEARNING_RATE, schedule=ConstantSchedule(), iterations=1)
     one = Trainer(psdp(layout_of(1, 1, 1), 1, config)).run(True)
     eight = Trainer(psdp(layout_of(2, 2, 2), 4, config)).run(True)
     np.testing.assert_allclose(eight.losses, one.losses, atol=1e-5)
     assert furthest(eight.weights, one.weights) < 1e-5
-
-
-def test_bfloat16_compute_on_a_mesh_is_close_to_float32(expected):
-    layout = layout_of(2, 2, 2)
-    run = executed(layout.inside_replica(), dtype=jnp.dtype(jnp.bfloat16))
-    method = replace(psdp(layout, 2), loss=lambda model, batch: model.loss(batch, run))
-    found = Trainer(method).run(True)
-    np.testing.assert_allclose(found.losses, expected[True].losses, rtol=0.02)

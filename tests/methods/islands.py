@@ -70,8 +70,9 @@ def batch_of(values: dict[str, np.ndarray], layout: Layout):
     return jax.device_put(named, layout.shardings(named, layout.compute))
 
 
-def psdp_on(layout: Layout) -> Psdp:
-    return Psdp(jax.eval_shape(Net.init), squared_error, Optimizer.of(optax.adam(1e-3)), layout)
+def psdp_on(layout: Layout, reduce: ReduceConfig = EXACTLY, rate: float = 1e-3, microbatches: int = 1) -> Psdp:
+    optimizer = Optimizer.of(optax.adam(rate))
+    return Psdp(jax.eval_shape(Net.init), squared_error, optimizer, layout, microbatches, reduce=reduce)
 
 
 def island_on(layout: Layout, schedule: Schedule, mixing: float = 0.0, reduce: ReduceConfig = EXACTLY) -> Island:
@@ -188,7 +189,7 @@ class Fleet:
 
 
 class Everywhere(Diloco):
-    """The mesh's form of what islands do through codecs: both legs on the pseudo-gradient, the outer step by all."""
+    """The mesh's form of what islands do through codecs: both phases on the pseudo-gradient, the outer step by all."""
 
     @property
     def outer_layout(self) -> Layout:

@@ -77,9 +77,3 @@ def test_without_the_processor_there_is_one_clear_line(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(UserError, match="JAX_PLATFORMS=cuda,cpu"):
         host_device()
-
-
-def test_which_methods_join_islands_is_known_before_anything_is_built():
-    DilocoConfig().check_joins_islands()
-    with pytest.raises(UserError, match=r"sync\.type is 'psdp'"):
-        PsdpConfig().check_joins_islands()

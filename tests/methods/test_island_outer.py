@@ -165,7 +165,7 @@ def test_closed_forms_of_bytes_are_those_of_a_fleet(reduce):
 
 
 def test_a_fleet_that_comes_back_from_a_checkpoint_goes_on_bit_for_bit():
-    """theta, the outer optimizer, and the errors of both legs; those of the second would else begin anew."""
+    """theta, the outer optimizer, and the errors of both phases; those of the second would else begin anew."""
     fleet, back, without = trained(6), Fleet.of([on_one_device(*STREAMING, FOUR_BITS)] * 2), trained(0)
     for others in (back, without):
         for member, saved in zip(others.members, fleet.members, strict=True):

@@ -51,13 +51,10 @@ def test_the_last_sending_is_the_last_step_with_one(schedule, step):
     assert schedule.last_sent(step) == (slow[-1] if slow else 0)
 
 
-def test_the_period_is_not_rounded_to_the_fragments():
-    """10 steps and 4 fragments: offsets 0, 2, 5, 7, and every fragment again after 10 steps, not after 8."""
+def test_offsets_and_patterns():
+    """10 steps and 4 fragments: every fragment again after 10 steps, not after 8."""
     schedule = Schedule(period=10, fragments=4, layers=3)
     assert [schedule.offset(fragment) for fragment in (1, 2, 3, 0)] == [0, 2, 5, 7]
-
-
-def test_patterns():
     assert Schedule(9, 3, 0, 5, "strided").layers_of(1).tolist() == [0, 2, 4]
     assert Schedule(9, 3, 0, 5, "sequential").layers_of(1).tolist() == [0, 1, 2]
 

@@ -1,6 +1,7 @@
 """The model against a plain rewrite: loss and every gradient, for all options; causality; generation."""
 
 from dataclasses import replace
+from functools import cache
 
 import haliax as hax
 import jax
@@ -12,12 +13,11 @@ from haliax import Axis
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
-from gregale.model.execution import UNROLL, execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Llama, parameter_count
 from gregale.model.scaling import LinearScaling, Llama3Scaling
-from tests.mesh.support import assert_trees_close, layout_of, one_device, small_model, token_batch
+from tests.mesh.support import assert_trees_close, one_device, small_model, token_batch
 from tests.model import oracle
 
 # A context of 8 tokens makes all three cases of the scaling appear among a head's few frequencies.
@@ -26,7 +26,7 @@ BASE = LlamaConfig(layers=2, hidden=16, heads=4, mlp=24, init_scale=0.3)
 CONFIGS = {
     "llama2": BASE,
     "llama3": replace(BASE, kv_heads=2, rotary_base=500000.0, rotary_scaling=STRETCHED, norm_epsilon=1e-3),
-    "mistral": replace(BASE, kv_heads=1, sliding_window=3),
+    "mistral": replace(BASE, kv_heads=1, head_size=6, sliding_window=3),
     "qwen2": replace(BASE, kv_heads=2, attention_bias=True, tied_head=True),
     "qwen3": replace(BASE, kv_heads=2, head_size=8, qk_norm=True, tied_head=True, sliding_window=20),
     "olmo2": replace(
@@ -70,15 +70,18 @@ def made(name: str) -> Llama:
     return perturbed(small_model(CONFIGS[name], VOCABULARY))
 
 
-def loss_and_gradients(model: Llama, batch, run):
-    def mean(model):
+def mean_loss(run):
+    def mean(model, batch):
         total, weight = model.loss(batch, run)
         return total / weight
 
-    return jax.jit(jax.value_and_grad(mean))(model)
+    return jax.jit(jax.value_and_grad(mean))
 
 
-def oracle_loss_and_gradients(model: Llama, batch):
+@cache
+def oracle_loss_and_gradients(name: str, packed: bool):
+    model, batch = made(name), batch_of(packed)
+
     def mean(weights):
         total, weight = oracle.loss(weights, oracle.plain_batch(batch), model.config)
         return total / weight
@@ -86,23 +89,23 @@ def oracle_loss_and_gradients(model: Llama, batch):
     return jax.jit(jax.value_and_grad(mean))(oracle.plain_weights(model))
 
 
+def batch_of(packed: bool):
+    return BATCH_OF_TOKENS if packed else without(BATCH_OF_TOKENS, "segment_ids")
+
+
 def without(batch, name: str):
     return {key: value for key, value in batch.items() if key != name}
 
 
 CPU = cpu_kernels()
-CASES = [
-    *((name, name != "mistral", CPU) for name in CONFIGS),
-    ("gemma", True, PLAIN),
-]
+CASES = [*((name, name != "mistral", CPU) for name in CONFIGS if name not in ("llama2", "qwen3"))]
+CASES.append(("gemma", True, PLAIN))
 
 
 @pytest.mark.parametrize(("name", "packed", "kernels"), CASES)
 def test_loss_and_gradients_equal_a_plain_rewrite(name, packed, kernels):
-    model = made(name)
-    batch = BATCH_OF_TOKENS if packed else without(BATCH_OF_TOKENS, "segment_ids")
-    loss, gradients = loss_and_gradients(model, batch, one_device(loss_block=5, kernels=kernels))
-    expected, expected_gradients = oracle_loss_and_gradients(model, batch)
+    loss, gradients = mean_loss(one_device(loss_block=5, kernels=kernels))(made(name), batch_of(packed))
+    expected, expected_gradients = oracle_loss_and_gradients(name, packed)
     assert loss == pytest.approx(float(expected), abs=1e-5)
     assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
 
@@ -134,22 +137,6 @@ def test_every_option_changes_the_loss():
         assert abs(oracle.loss(full, batch, replace(config, **{name: getattr(BASE, name)}))[0] - before) > 1e-2, name
 
 
-@pytest.fixture(scope="module")
-def reference():
-    model = made("qwen2")
-    return model, oracle_loss_and_gradients(model, BATCH_OF_TOKENS)
-
-
-@pytest.mark.parametrize(("remat", "unroll"), [("context", 1), ("projections", 1), ("full", 2)])
-def test_remat_and_unrolling_do_not_change_the_result(reference, remat, unroll):
-    """By the names of the model's own intermediates; `test_layer_kinds.py` has every policy."""
-    model, (expected, expected_gradients) = reference
-    run = one_device(remat=remat, unroll=unroll)
-    loss, gradients = loss_and_gradients(model, BATCH_OF_TOKENS, run)
-    assert loss == pytest.approx(float(expected), abs=1e-5)
-    assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
-
-
 def saved_bytes(remat: str) -> int:
     """Bytes that the compiled loss and gradient keep beside their arguments and results."""
     model = small_model(replace(BASE, layers=8, hidden=32), VOCABULARY)
@@ -177,13 +164,7 @@ def value_and_gradients_in(dtype, config: LlamaConfig):
 def test_bfloat16_is_as_close_to_float32_as_a_plain_model_in_bfloat16():
     """By the error of each gradient, a mean over batches: in a single batch one may be twice as near as the other."""
     model = made("qwen2")
-    weights, run = oracle.plain_weights(model), one_device(dtype=jnp.dtype(jnp.bfloat16))
-
-    def mean(model, batch):
-        total, weight = model.loss(batch, run)
-        return total / weight
-
-    ours = jax.jit(jax.value_and_grad(mean))
+    weights, ours = oracle.plain_weights(model), mean_loss(one_device(dtype=jnp.dtype(jnp.bfloat16)))
     exact, plain = (value_and_gradients_in(dtype, model.config) for dtype in (jnp.float32, jnp.bfloat16))
     errors = {name: np.zeros(2) for name in weights}
     for seed in range(8):
@@ -227,7 +208,9 @@ def test_later_tokens_and_other_segments_have_no_gradient():
         assert (reached[~seen] == 0).all()
 
 
-@pytest.mark.parametrize(("name", "apart"), [*((name, False) for name in CONFIGS), ("gemma", True)])
+@pytest.mark.parametrize(
+    ("name", "apart"), [("llama3", False), ("mistral", False), ("qwen2", False), ("gemma", False), ("gemma", True)]
+)
 def test_decode_equals_the_full_forward(name, apart):
     """Prompts of two lengths, filled up on the left, then single tokens: the last place of the full forward."""
     model, run = made(name), one_device(unroll=2)
@@ -252,34 +235,11 @@ def test_decode_equals_the_full_forward(name, apart):
         np.testing.assert_allclose(found.array, full[np.arange(ROWS), lengths + more - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_filling_before_the_first_token_of_a_prompt_changes_nothing():
-    model, run, Rows, Width = made("mistral"), one_device(), Axis(BATCH, 1), Axis("position", 6)
-    begin = hax.named(np.array([2]), (Rows,))
-    prefill = jax.jit(lambda tokens: model.prefill(tokens, begin, 16, run))
-    decode = jax.jit(lambda tokens, caches: model.decode(tokens, caches, 6, begin, run))
-    results = []
-    for filling in (0, 9):
-        first, caches = prefill(hax.named(np.array([[filling, filling, 3, 1, 4, 1]]), (Rows, Width)))
-        second, _ = decode(hax.named(np.array([[5]]), (Rows, Axis("position", 1))), caches)
-        results.append((first.array, second.array))
-    for left, right in zip(*results, strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 def test_parameter_count_is_the_closed_form():
     c = CONFIGS["qwen3"]
     attention = c.hidden * c.HeadSize.size * (2 * c.heads + 2 * c.KvHeads.size) + 2 * c.HeadSize.size
     expected = VOCABULARY * c.hidden + c.hidden + c.layers * (attention + 3 * c.hidden * c.mlp + 2 * c.hidden)
     assert parameter_count(small_model(c, VOCABULARY)) == expected
-
-
-def test_execution_follows_the_configuration():
-    layout = layout_of(2, 2, 2)
-    run = execution(ComputeConfig(dtype="bfloat16", remat="context", loss_block=7), layout, LlamaConfig())
-    assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "context", 7)
-    assert (run.kernels, run.unroll) == (CPU, UNROLL["cpu"])
-    assert run.layout == layout.inside_replica()
-    assert execution(ComputeConfig(unroll=1), layout, LlamaConfig()).unroll == 1
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,7 @@ def both(loss, arguments):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("block", "weights"), [*((block, "uneven") for block in (1, 5, 16, TOKENS, 1000)), (5, "zeros")]
-)
+@pytest.mark.parametrize(("block", "weights"), [(1, "uneven"), (5, "uneven"), (1000, "uneven"), (5, "zeros")])
 def test_blocks_give_the_plain_loss(block, weights):
     arguments = inputs(weights)
     loss, gradients = both(blocked(one_device(loss_block=block)), arguments)
@@ -59,7 +57,7 @@ def test_blocks_give_the_plain_loss(block, weights):
     assert jax.jit(blocked(one_device(loss_block=block)))(*arguments) == pytest.approx(float(loss), rel=1e-6)
 
 
-@pytest.mark.parametrize(("data", "model"), [(8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize(("data", "model"), [(8, 1), (2, 4)])
 def test_devices_give_the_plain_loss(data, model):
     layout = layout_of(1, data, model)
     arguments = inputs()
@@ -70,12 +68,11 @@ def test_devices_give_the_plain_loss(data, model):
     assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (1, 8)])
-def test_capped_logits_and_rows_without_any(data, model):
+def test_capped_logits_and_rows_without_any():
     """As `model.logit_softcap` and `model.row_multiple` have it: 20 of 24 rows are tokens."""
     hidden, head, targets, weights = inputs()
     arguments = (hidden, head, targets % 20, weights)
-    layout = layout_of(1, data, model)
+    layout = layout_of(1, 1, 8)
     run = Execution(layout=layout.inside_replica(), loss_block=5)
 
     def ours(*arguments):

@@ -41,7 +41,7 @@ def plain():
     return np.take_along_axis(scores, targets[..., None], -1)[..., 0], np.argmax(logits, -1) == targets
 
 
-@pytest.mark.parametrize(("data", "model", "block"), [(1, 1, 5), (1, 1, 1000), (1, 8, 16), (2, 4, 3)])
+@pytest.mark.parametrize(("data", "model", "block"), [(1, 1, 5), (1, 1, 1000), (2, 4, 3)])
 def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     layout = layout_of(1, data, model)
     run = Execution(layout=layout.inside_replica(), loss_block=block)
@@ -56,7 +56,7 @@ def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     assert greedy[1:3].all()
 
 
-@pytest.mark.parametrize("name", ["llama2", list(CONFIGS)[-1]])
+@pytest.mark.parametrize("name", ["llama3", list(CONFIGS)[-1]])
 def test_the_scores_of_a_model_are_its_losses(name):
     """Whatever a model does with its logits has to be in both: the plainest one, and the one that came last."""
     model, run = made(name), one_device(loss_block=5)

@@ -26,14 +26,8 @@ from gregale.optim import (
 )
 
 STEPS = 6
-Layers, Embed, Heads, HeadSize, Mlp, Vocab = (
-    Axis("layers", 3),
-    Axis("embed", 8),
-    Axis("heads", 2),
-    Axis("head_size", 4),
-    Axis("mlp", 12),
-    Axis("vocab", 16),
-)
+Layers, Embed, Heads = Axis("layers", 3), Axis("embed", 8), Axis("heads", 2)
+HeadSize, Mlp, Vocab = Axis("head_size", 4), Axis("mlp", 12), Axis("vocab", 16)
 AXES = {
     "embedding": (Vocab, Embed),
     "query": (Layers, Embed, Heads, HeadSize),
@@ -78,12 +72,8 @@ def plain(model: Model) -> dict[str, jax.Array]:
     return {name: leaf.array for name, leaf in model.weights.items()}
 
 
-SETTINGS = {
-    "learning_rate": 0.03,
-    "schedule": CosineSchedule(warmup=2, final=0.0),
-    "weight_decay": 0.2,
-    "clip_norm": 5.0,
-}
+SCHEDULED = {"learning_rate": 0.03, "schedule": CosineSchedule(warmup=2, final=0.0)}
+SETTINGS = {**SCHEDULED, "weight_decay": 0.2, "clip_norm": 5.0}
 
 
 def decayed(direction):
@@ -187,23 +177,9 @@ def test_the_battery_tells_a_wrong_momentum():
 
 
 @EVERY_CONFIG
-def test_plain_arrays_work(config):
-    parameters = {"matrix": jnp.ones((4, 3)), "vector": jnp.ones(3)}
-    optimizer = config.build(parameters, STEPS).whole()
-    after = run(optimizer, parameters, [parameters] * 2)[-1]
-    assert jax.tree.structure(after) == jax.tree.structure(parameters)
-    assert all(jnp.isfinite(leaf).all() and (leaf != 1).any() for leaf in jax.tree.leaves(after))
-
-
-@EVERY_CONFIG
 def test_what_is_not_trained_is_passed_over(config):
-    whole = {
-        "named": hax.ones((Embed, Mlp)),
-        "plain": jnp.ones((4, 3)),
-        "function": jax.nn.relu,
-        "count": 3,
-        "none": None,
-    }
+    whole = {"named": hax.ones((Embed, Mlp)), "plain": jnp.ones((4, 3)), "vector": jnp.ones(3)}
+    whole |= {"function": jax.nn.relu, "count": 3, "none": None}
     abstract = eqx.filter_eval_shape(lambda: whole)
     trained = eqx.filter(whole, eqx.is_inexact_array)
     optimizer = config.build(abstract, STEPS).whole()
@@ -237,18 +213,6 @@ def test_the_sharded_part_of_muon_multiplies_no_matrices():
     }
     assert "dot_general" not in texts["sharded"]
     assert "dot_general" in texts["gathered"]
-
-
-def test_muon_orthogonalises_every_layer_by_itself():
-    parameters, gradient = model(arrays(0)), model(arrays(1))
-    config = MuonConfig(learning_rate=1.0, schedule=ConstantSchedule(), weight_decay=0.0, rms=None)
-    optimizer = config.build(parameters, STEPS).whole()
-    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(parameters), parameters)
-    for name, flat in (("query", (3, 8, 8)), ("output", (3, 8, 8)), ("up", (3, 8, 12))):
-        singular_values = np.linalg.svd(updates.weights[name].array.reshape(flat), compute_uv=False)
-        scale = max(1, flat[2] / flat[1]) ** 0.5
-        assert (singular_values > 0.3 * scale).all()
-        assert (singular_values < 1.3 * scale).all()
 
 
 def test_a_norm_that_is_known_is_not_taken_again():
@@ -297,9 +261,5 @@ def test_bad_values_are_refused(make, message):
         make()
 
 
-def test_any_optax_transformation_is_an_optimizer():
-    parameters = {"w": jnp.array([0.3, 0.4])}
-    optimizer = Optimizer.of(optax.sgd(0.5))
-    updates, _ = optimizer.sharded.update(parameters, optimizer.sharded.init(parameters), gradient_norm=0.5)
-    np.testing.assert_array_equal(updates["w"], -0.5 * parameters["w"])
-    assert jnp.isnan(optimizer.learning_rate(3))
+def test_any_optax_transformation_is_an_optimizer_without_a_rate_that_is_known():
+    assert jnp.isnan(Optimizer.of(optax.sgd(0.5)).learning_rate(3))

@@ -20,13 +20,8 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.optim import AdamWConfig, MuonConfig, Optimizer
 from tests.audit.steps import flops_of
 
-Layers, Embed, Heads, HeadSize, Mlp = (
-    Axis("layers", 3),
-    Axis("embed", 16),
-    Axis("heads", 4),
-    Axis("head_size", 4),
-    Axis("mlp", 32),
-)
+Layers, Embed, Mlp = Axis("layers", 3), Axis("embed", 16), Axis("mlp", 32)
+Heads, HeadSize = Axis("heads", 4), Axis("head_size", 4)
 AXES = {
     "query": (Layers, Embed, Heads, HeadSize),
     "output": (Layers, Heads, HeadSize, Embed),

@@ -1,6 +1,7 @@
-"""Two real processes save one checkpoint and restore it, together, apart, past a damaged one; they end alike."""
+"""Two real processes save one checkpoint and restore it, together, apart, past a damaged one; they stop alike."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,16 @@ import numpy as np
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.store import Checkpoints
+from tests.process.two import run_two
 
 VALUES = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
 
 WORKER = """
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,6 +27,8 @@ from gregale.errors import Busy, UserError
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.multihost import by_first_process
 from gregale.checkpoint.store import Checkpoints
+from gregale.distributed.signals import StopRequest
+from gregale.runs.process_agreement import agree_on_text
 
 directory = Path(sys.argv[3])
 devices = np.asarray(jax.devices())
@@ -82,14 +89,34 @@ except UserError as error:
     refused = error
 expected = "another process trains the run" if rank == 0 else "process 0 ended the run and gave the reason."
 assert (str(refused), refused.exit_code) == (expected, 75)
-print("done", rank)
+
+# A signal that reaches one process stops both at the same step.
+with StopRequest(check_every=3) as stop:
+    for step in range(1, 40):
+        if rank == 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.agreed(step):
+            break
+
+# Text that differs is refused by both, with the same reason.
+store = SimpleNamespace(tokens=range(1000 + rank), manifest={"files": rank})
+corpus = SimpleNamespace(stores={"sources.words": store}, tokenizer=SimpleNamespace(fingerprint=""), fingerprint=rank)
+try:
+    agree_on_text(corpus, ())
+except UserError as error:
+    print(error)
+print("done", rank, step, stop.signal_name)
 """
 
 
-def test_one_process_restores_what_both_processes_wrote(tmp_path, run_two_processes):
+def test_one_process_restores_what_both_processes_wrote(tmp_path):
     directory = tmp_path / "checkpoints"
-    outputs = run_two_processes(WORKER, str(directory))
-    assert [output.splitlines()[-1] for output in outputs] == ["done 0", "done 1"]
+    outputs = run_two(WORKER, str(directory))
+    assert [output.splitlines()[-1] for output in outputs] == ["done 0 12 None", "done 1 12 SIGTERM"]
+    refused, name = {output.splitlines()[-2] for output in outputs}.pop(), r"process {} \([\w.-]+, pid \d+\)"
+    assert all(output.splitlines()[-2] == refused for output in outputs)
+    tokens = rf"1,000 tokens \(\w+\) in {name.format(0)}, but 1,001 tokens \(\w+\) in {name.format(1)}"
+    assert re.match(rf"data\.sources\.words is {tokens}", refused), refused
     with Checkpoints(directory, CheckpointConfig()) as checkpoints:
         mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "all"))

@@ -56,14 +56,7 @@ def outer_arrays(run: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def dies_whole(fleet: Fleet, first: Island, second: Island) -> None:
-    """The second process is killed; the first one ends, and names it."""
-    second.kill()
-    assert first.process.wait(PATIENCE_SECONDS) == EXIT_CODE, first.said()
-    assert "was lost: its connection closed" in first.said()
-
-
-def test_two_processes_compute_what_one_does_and_die_together(fleet):
+def test_two_processes_compute_what_one_does(fleet):
     for processes, name in enumerate(("one", "two"), 1):
         island = start(fleet, name, processes, *LOCKSTEP)
         assert [each.process.wait(PATIENCE_SECONDS) for each in island] == [0] * processes, fleet.tails()
@@ -74,18 +67,14 @@ def test_two_processes_compute_what_one_does_and_die_together(fleet):
     for name, array in found.items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert [each.round for each in fleet.observe() if each.island == "two"] == list(range(1, ROUNDS + 1))
-    again = start(fleet, "two", 2, *LOCKSTEP, "--steps", "2000")
-    fleet.wait(lambda: fleet.newest("two") >= ROUNDS + 2, PATIENCE_SECONDS, "rounds after the checkpoint")
-    dies_whole(fleet, *again)
 
 
-@pytest.mark.soak
-def test_a_killed_process_ends_its_island_and_the_other_goes_on(fleet):
-    options = ["--islands.min_members_to_start", "2", "--steps", "2000"]
-    doomed, other = (start(fleet, name, 2, *options) for name in ("doomed", "other"))
-    fleet.wait(lambda: min(fleet.newest(name) for name in ("doomed", "other")) >= 3, PATIENCE_SECONDS, "rounds of both")
-    dies_whole(fleet, *doomed)
-    fleet.wait_for_members(["other"], PATIENCE_SECONDS, fleet.newest("other"))
-    assert fleet.check() >= 3, "both have committed the same states"
-    other[1].process.terminate()
-    assert [each.process.wait(PATIENCE_SECONDS) for each in other] == [143, 143], fleet.tails()
+@pytest.mark.soak  # `test_hosts` has its parts, and `test_hosts_and_a_store` shows how a process of a run is lost
+def test_it_goes_on_from_its_checkpoint_and_dies_whole(fleet):
+    island = start(fleet, "again", 2, *LOCKSTEP)
+    assert [each.process.wait(PATIENCE_SECONDS) for each in island] == [0, 0], fleet.tails()
+    first, second = start(fleet, "again", 2, *LOCKSTEP, "--steps", "2000")
+    fleet.wait(lambda: fleet.newest("again") >= ROUNDS + 2, PATIENCE_SECONDS, "rounds after the checkpoint")
+    second.kill()
+    assert first.process.wait(PATIENCE_SECONDS) == EXIT_CODE, first.said()
+    assert "was lost: its connection closed" in first.said()

@@ -58,7 +58,7 @@ STOPS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 ORDER = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-@pytest.mark.parametrize("order", [ORDER, pytest.param(10 * (signal.SIGKILL,), marks=pytest.mark.soak)], ids=len)
+@pytest.mark.parametrize("order", [ORDER[:2], pytest.param(4 * ORDER, marks=pytest.mark.soak)], ids=len)
 def test_signals_at_any_moment_change_nothing(train, inputs, undisturbed, order):
     runs = f"disturbed-{len(order)}"
     run, moments, reached = inputs / runs / "tiny", random.Random(0), [0]

@@ -69,19 +69,9 @@ def test_the_states_agree(one, two):
         np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("different", "reason"),
-    [
-        (("--optimizer.learning_rate", "0.02"), r"optimizer\.learning_rate is 0\.01 in {}, but 0\.02 in {}"),
-        (
-            ("--data.sources.words.files", "[text/1.txt]"),
-            r"data\.sources\.words is [\d,]+ tokens \(\w+\) in {}, but [\d,]+ tokens \(\w+\) in {}",
-        ),
-    ],
-    ids=["a setting", "a text"],
-)
-def test_what_has_to_be_equal_is_refused_by_both_before_the_first_step(inputs, different, reason):
+def test_what_has_to_be_equal_is_refused_by_both_before_the_first_step(inputs):
     common = ("--cpu_devices", "2", "--mesh.replica", "1", "--mesh.model", "1", "--runs", "refused")
+    different = ("--optimizer.learning_rate", "0.02")
     found = gregale_in_two(inputs, "train", "tiny.yaml", *common, different=different)
     assert [code for code, _, _ in found] == [2, 2], found
     errors = [[line for line in err.splitlines() if "error" in line] for _, _, err in found]
@@ -89,5 +79,5 @@ def test_what_has_to_be_equal_is_refused_by_both_before_the_first_step(inputs, d
     assert not any("Traceback" in err for _, _, err in found)
     names = [rf"process {number} \([\w.-]+, pid \d+\)" for number in range(2)]
     (said,) = errors[0]
-    assert re.search(reason.format(*names), said), said
+    assert re.search(r"optimizer\.learning_rate is 0\.01 in {}, but 0\.02 in {}".format(*names), said), said
     assert not (inputs / "refused").exists(), "nothing was begun"

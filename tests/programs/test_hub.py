@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gregale.cli.invocation import invoke
-from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
+from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
@@ -32,7 +32,6 @@ from gregale.programs.runtime.trained_model import find_run, on_devices, open_tr
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
 from tests.packages import Package
 from tests.programs.tiny import losses, write_config
@@ -78,9 +77,9 @@ def in_two_dtypes(folder: Path) -> None:
     change_json(folder / "config.json", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "both"])
+@pytest.mark.parametrize("dtypes", ["bfloat16", "both"])
 def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, capsys, dtypes):
-    made("qwen3", tmp_path / "hub", SHARDED, "float32" if dtypes == "both" else dtypes)
+    made("qwen3", tmp_path / "hub", SHARDED, "float32" if dtypes == "both" else "bfloat16")
     saved = json.loads((tmp_path / "hub" / "config.json").read_text())
     if dtypes == "bfloat16":  # which the files still say
         assert saved.pop("dtype") == "bfloat16"
@@ -171,16 +170,10 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
     assert dict(losses(on_from_it))[1] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--sync.type", "streaming_diloco", "--sync.period", "2", "--sync.fragments", "2", "--sync.delay", "1"],
-        ["--mesh={replica: 1, stage: 2, data: 2, model: 2}", "--pipeline.repeats=1", "--model.row_multiple=8"],
-    ],
-    ids=["streaming", "pipeline of a split vocabulary"],
-)
-def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
-    name = f"with-{len(options)}-options"
+def test_another_method_in_stages_with_a_split_vocabulary_starts_from_it_too(gregale, inputs, on_from_it):
+    options = ["--sync.type=streaming_diloco", "--sync.period=2", "--sync.fragments=2", "--sync.delay=1"]
+    options += ["--mesh={replica: 2, stage: 2, data: 1, model: 2}", "--pipeline.repeats=1", "--model.row_multiple=8"]
+    name = "other"
     assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
     assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
     whole, run = parameters_of(open_trained(name, None, 2).model), find_run(name)
@@ -237,15 +230,9 @@ def large_id(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"intermediate_size": 40},
-            r"mlp.gate_proj.weight has the shape \[48, 32\], and by config.json it has \[40, 32\]",
-        ),
+        ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], and by config.json .*\[40, 32\]"),
         ({"model_type": "olmo2"}, r"lacks .*post_feedforward_layernorm.* and also has .*input_layernorm"),
-        (
-            {"tie_word_embeddings": True},
-            "lm_head.weight is another tensor than model.embed_tokens.weight, though tie_word",
-        ),
+        ({"tie_word_embeddings": True}, "lm_head.weight is another tensor than model.embed_tokens.weight, though tie"),
         (lambda folder: set_first(folder, np.nan), "holds NaN or infinity"),
         (lambda folder: first_file(folder).unlink(), "lacks model-00001-of-.*a download that was cut off"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
@@ -269,10 +256,10 @@ def test_a_folder_that_is_wrong_is_refused_in_one_line(gregale, hub, tmp_path, c
 
 
 def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, imported, capsys):
-    assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "mine") == 2
+    assert gregale("train", "tiny.yaml", "--name", "unfit", "--start_from", "mine") == 2
     assert "is of another shape: model.layers 2 -> 1" in capsys.readouterr().err
-    assert not (inputs / "runs" / "other").exists()
-    assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "hub") == 2
+    assert not (inputs / "runs" / "unfit").exists()
+    assert gregale("train", "tiny.yaml", "--name", "unfit", "--start_from", "hub") == 2
     assert "`gregale import hub NAME`" in capsys.readouterr().err
     assert gregale("train", "tiny.yaml", "--runs", ".", "--name", "mine") == 2
     assert "is an imported model, not a run" in capsys.readouterr().err
@@ -305,32 +292,12 @@ def test_special_tokens_without_a_row_are_left_out_and_a_word_is_refused(gregale
         shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
     model, tokenizer = shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "mine" / "huggingface")))
     assert tokenizer is not None
-    assert tokenizer_from_file(tokenizer).fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
+    assert tokenizer.build().fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
     assert model == find_run(str(tmp_path / "mine")).read_config().model
     shutil.copytree(hub, tmp_path / "word")
     add_token(tmp_path / "word", "<word>", special=False)
     assert gregale("import", tmp_path / "word", tmp_path / "other") == 2
     assert "has 257 rows, and the tokenizer 258 tokens" in capsys.readouterr().err
-
-
-def test_a_llama_tokenizer_has_the_ids_of_transformers(gregale, tmp_path, capsys):
-    made("llama2", tmp_path / "hub")
-    library = sentence_piece(False, normalizer=LLAMA)
-    saved = json.loads(library.to_str())
-    saved["model"]["vocab"] = {"<unk>": 0, **{name: place for place, name in enumerate(["▁", *"the", "▁t", "▁th"], 1)}}
-    saved["model"]["merges"] = [["▁", "t"], ["▁t", "h"]]
-    saved["added_tokens"][1]["id"] = 7
-    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    (tmp_path / "hub" / "tokenizer.json").write_text(json.dumps(saved))
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"give NAME/huggingface as the path"):
-        shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
-    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
-    assert "its tokenizer treats spaces as transformers does" in capsys.readouterr().out
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")(" the", add_special_tokens=False)["input_ids"]
-    as_in_file = LibraryTokenizer((tmp_path / "hub" / "tokenizer.json").read_text(), "</s>", "hub")
-    assert load_tokenizer(tmp_path / "mine").encode(" the").tolist() == theirs != as_in_file.encode(" the").tolist()
 
 
 def test_a_run_of_ones_own_has_no_tokens_of_the_family_and_a_longer_context_is_told(imported, tmp_path):
@@ -397,7 +364,6 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub
         (404, "RepoNotFound", "the hub has no repository org/other that your token may read"),
         (403, "GatedRepo", "requires that you accept the conditions of"),
         (404, "RevisionNotFound", "org/other has no branch, tag or commit v9"),
-        (418, "", r"the hub did not give it \(HfHubHTTPError: .*418.*the cache does not have it"),
     ],
 )
 def test_what_the_hub_answers_is_told_in_one_line(gregale, tmp_path, monkeypatch, capsys, status, code, words):

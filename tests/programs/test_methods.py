@@ -11,9 +11,16 @@ import jax
 import numpy as np
 import pytest
 
+from gregale.checkpoint.store import Checkpoints
 from gregale.cli import main
+from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
+from gregale.programs.runtime.checkpointed import checkpoint_template
+from gregale.programs.runtime.setup import set_up
 from gregale.programs.runtime.trained_model import open_trained
+from gregale.programs.train.resume import converted
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses, saved_state
 
 STEPS, STOPPED, JOINED = 12, 6, 8
@@ -64,10 +71,14 @@ def killed(run: Path, folder: Path, step: int) -> Path:
     return left
 
 
-def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["psdp", "streaming"], indirect=True, scope="module")
+def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys, monkeypatch):
+    joins, to_psdp = [], Diloco.to_psdp
+    monkeypatch.setattr(Diloco, "to_psdp", lambda *given: joins.append(given) or to_psdp(*given))
     stopped = killed(never_stopped, tmp_path, STOPPED)
     assert checkpoint_steps(stopped) == [2, 4, STOPPED]
     assert train(inputs, stopped, *SETTINGS[kind]) == 0
+    assert len(joins) == (kind == "streaming"), "three checkpoints have joined parameters, by a program traced once"
     out = capsys.readouterr().out
     assert f"Going on after step {STOPPED} of {STEPS}." in out
     assert ("This run has 3 rounds" in out) == (kind != "psdp")
@@ -124,24 +135,25 @@ def test_what_is_lost_is_measured_beside_the_held_out_loss(never_stopped):
     assert evaluation["feedback_norm"] > 0
 
 
-OTHERWISE = {
-    "another mesh": [*FOUR_BITS, "--mesh.replica=4", "--mesh.data=2"],
-    "exact": [],
-}
-
-
 @pytest.mark.parametrize("kind", ["psdp"], indirect=True, scope="module")
-@pytest.mark.parametrize("how", OTHERWISE)
-def test_a_quantised_run_goes_on_otherwise_with_its_errors_begun_anew(inputs, never_stopped, tmp_path, how):
+def test_a_quantised_run_goes_on_without_its_errors_if_it_is_exact_and_with_others_on_another_mesh(
+    inputs, never_stopped, tmp_path
+):
     run, stop = killed(never_stopped, tmp_path, STEPS - 2), STEPS - 2
-    assert train(inputs, run, *COMMON, *OTHERWISE[how]) == 0
+    assert train(inputs, run, *COMMON) == 0
     assert losses(run)[:stop] == losses(never_stopped)[:stop]
     np.testing.assert_allclose(losses(run), losses(never_stopped), atol=0.3)
-    has_errors = any("error/first" in name for name in saved_state(run, STEPS))
-    assert has_errors == (how == "another mesh")
-    if how == "exact":
-        sent = [line["replica_bytes"] for line in lines(run) if "loss" in line]
-        assert (sent[-1] - sent[-2]) / sent[0] > 4, "parameters are few here, so that blocks are not full"
+    assert not any("error/first" in name for name in saved_state(run, STEPS))
+    sent = [line["replica_bytes"] for line in lines(run) if "loss" in line]
+    assert (sent[-1] - sent[-2]) / sent[0] > 4, "parameters are few here, so that blocks are not full"
+    setup = set_up(load(TrainConfig, never_stopped / "config.yaml", ["--mesh.replica=4", "--mesh.data=2"]), tokens=257)
+    with Checkpoints(never_stopped / "checkpoints") as checkpoints:
+        tree = checkpoints.latest(lambda metadata: checkpoint_template(setup, metadata), partial=lambda _: True).tree
+    state, wanted = converted(setup, tree, STEPS, setup.method), setup.abstract_state()
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == [leaf.sharding for leaf in jax.tree.leaves(wanted)]
+    errors = jax.tree.leaves(state.method.error)
+    assert errors
+    assert not any(np.any(error) for error in errors)
 
 
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")

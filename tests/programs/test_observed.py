@@ -146,14 +146,11 @@ def test_others_can_read_the_trace(observed):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("5", "'5'; it has to be START:STOP"),
         ("5:", "it has to be START:STOP, the first and the last step to trace, for example 20:22"),
-        ("-5:6", "it has to be START:STOP"),
         ("0:3", "steps are counted from 1"),
         ("7:5", "step 5 comes before step 7"),
         ("5:1001", "the run has 1000 steps"),
         (f"1:{MAX_STEPS + 1}", f"that is {MAX_STEPS + 1} steps"),
-        ("9" * 400 + ":1", "it has to be START:STOP"),
     ],
 )
 def test_a_wrong_window_is_one_line(text, message):

@@ -1,22 +1,21 @@
-"""A pipelined run through the command line: it goes on without a pipeline, and is evaluated and sampled."""
+"""A pipelined run through the command line: it is evaluated, also without a pipeline, and sampled."""
 
-import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gregale.cli import main
+from gregale.data.preparation import prepare
 from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.token_sampling import Sampling
+from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.sample.sampler import training_sampler
 from tests.programs.test_sample import greedy_by_full_passes
-from tests.programs.tiny import checkpoint_steps, lines, losses
+from tests.programs.tiny import lines
 
-STEPS, STOP = 4, 2
-COMMON = [f"--steps={STEPS}", "--checkpoint.every=2", "--batch.microbatches=1", "--model.layers=4", "--mesh.model=1"]
+COMMON = ["--steps=4", "--batch.microbatches=1", "--model.layers=4", "--mesh.model=1", "--mesh.stage=2"]
+COMMON += ["--pipeline.repeats=2"]
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +23,22 @@ def run(inputs) -> Path:
     """The directory of the undisturbed run, in two stages of layers 0 and 2, 1 and 3."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        assert (
-            main(["train", "tiny.yaml", "--name", "pipelined", *COMMON, "--mesh.stage=2", "--pipeline.repeats=2"]) == 0
-        )
+        assert main(["train", "tiny.yaml", "--name", "pipelined", *COMMON]) == 0
     return inputs / "runs" / "pipelined"
 
 
-def test_a_run_goes_on_without_its_pipeline(run, gregale, tmp_path):
-    """Checkpoints have the layers in the model's order, whatever the stages."""
-    target = tmp_path / "runs" / run.name
-    shutil.copytree(run, target)
-    shutil.rmtree(target / "checkpoints" / f"step-{STEPS:08d}")
-    kept = (target / "metrics.jsonl").read_text().splitlines(keepends=True)[:STOP]
-    (target / "metrics.jsonl").write_text("".join(kept))
-    assert checkpoint_steps(target) == [STOP]
-    assert gregale("train", "tiny.yaml", "--name", run.name, "--runs", target.parent, *COMMON, "--mesh.data=4") == 0
-    assert [step for step, _ in losses(target)] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(losses(target), losses(run), rtol=0, atol=1e-5)
-
-
-def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, capsys):
-    """By the commands, and by a run, which has the model in stages."""
+def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale, evaluated, capsys):
+    """By the commands, and by a run, which has the model in stages; saved layers are in the model's order."""
     (evaluation,) = [line for line in lines(run) if "eval_loss" in line]
-    assert gregale("eval", run.name, "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == evaluation
+    assert evaluated(run.name) == evaluation
+    on_one = open_trained(str(run), None, devices=1)
+    config = on_one.setup.config
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
+    alone = Evaluator(on_one.setup, evaluation_text(corpus, config), corpus.tokenizer.token_bytes)(on_one.model, None)
+    assert alone["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
     prompt = "the wind "
     assert gregale("sample", run.name, prompt, "--temperature", "0", "--tokens", "8") == 0
-    expected = greedy_by_full_passes(open_trained(str(run), None, devices=1), prompt, 8)
+    expected = greedy_by_full_passes(on_one, prompt, 8)
     assert capsys.readouterr().out == prompt + expected + "\n"
     in_stages = open_trained(str(run), None, devices=None)
     sampler = training_sampler(in_stages.setup, load_tokenizer(run))

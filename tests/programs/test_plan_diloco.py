@@ -9,10 +9,8 @@ import pytest
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.cli import main
-from gregale.errors import UserError
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
-from gregale.methods.schedule import Schedule, StepFragments
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import report_of
@@ -53,7 +51,7 @@ def over(plan, program: str, axis: str):
     return plan.programs[program].audit.over(axis)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "tau 1"])  # its legs are those of `tau 2`
 def test_every_program_sends_its_closed_form(plans, case):
     """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
     plan, method = plans(case), plans(case).setup.method
@@ -63,15 +61,15 @@ def test_every_program_sends_its_closed_form(plans, case):
     for program in report["programs"].values():
         assert compiled_bytes(program) == program["closed_form_bytes_per_step"]
     assert report["collectives"] == report["programs"]["step"]["collectives"]
-    legs = [over(plan, name, method.axis) for name in plan.programs if name != "warm_up"]
-    joining = [each for leg in legs for each in leg]
+    transfers = [over(plan, name, method.axis) for name in plan.programs if name != "warm_up"]
+    joining = [each for program in transfers for each in program]
     assert joining
     assert not [each for each in joining if each.loop]
     assert {each.dtype for each in joining} == ({"u8"} if "four bits" in case else {"f32"})
     assert plan.step.audit.over("data"), "the check finds what is there"
     assert plan.step.audit.over(method.axis) == ()
-    # The largest leg sends the method's peak: each array's collectives; scalars are smaller than any.
-    sent = [sum(each.bytes_sent for each in leg if each.axes == (method.axis,) and each.bytes > 48) for leg in legs]
+    # The largest program sends the method's peak: each array's collectives; scalars are smaller than any.
+    sent = [sum(each.bytes_sent for each in of if each.axes == (method.axis,) and each.bytes > 48) for of in transfers]
     flags = 2 * ("four bits" in case)  # bytes that say whether values were finite, too small for the list above
     assert max(sent) + flags == bytes_a_step(plan.setup)[1]
     peaks = {name: program.memory.peak for name, program in plan.programs.items()}
@@ -149,15 +147,6 @@ def test_link_bytes_are_spread_over_the_period():
     )
 
 
-def test_legs_are_those_of_the_schedule():
-    setup = setup_of(*STREAMING, "--sync.delay=2")
-    joining = setup.method.traffic(step_shape(setup))
-    schedule = Schedule(8, 3, 2, 3)
-    assert [legs for _, legs in joining.steps()] == [
-        StepFragments(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
-    ]
-
-
 def test_what_the_configuration_does_not_name_has_defaults():
     default = StreamingDilocoConfig()
     for sync, configured in [
@@ -200,8 +189,3 @@ def test_command_prints_every_program(plans, tmp_path, monkeypatch, capsys):
         assert part in text
     assert path.read_text().startswith("HloModule")
     assert {each.name for each in tmp_path.iterdir()} == {"step.hlo", "step.synchronise.hlo", "step.warm_up.hlo"}
-
-
-def test_mixtures_for_other_replicas_are_refused():
-    with pytest.raises(UserError, match=r"data\.replica_mixtures has 1 mixtures, but mesh\.replica is 2"):
-        plan_of(config_of(*CASES["diloco"][0], "--data.replica_mixtures", "[{python: 1}]"))

@@ -75,14 +75,12 @@ def test_the_memory_report_alone_says_the_same_of_it(refused, capsys):
         assert found[key] == refused[key], key
 
 
-def test_a_remedy_of_several_keys_fits_when_it_is_planned(refused, capsys):
+def test_a_remedy_of_several_keys_fits(refused):
     first, *others = refused["remedies"]
     assert "mesh.data: 1, mesh.model: 4, batch.microbatches: 4" in first["change"]
     assert first["fits"]
     assert any(each["change"].startswith("compute.remat") for each in others), "one that leaves a layer's activations"
     assert not any(each["fits"] for each in others)
-    keys = [part for change in first["change"].split(", ") for part in f"--{change}".split(": ")]
-    assert planned(capsys, *keys)["memory"]["peak"] == pytest.approx(first["peak_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize(

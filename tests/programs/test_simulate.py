@@ -36,16 +36,9 @@ def test_a_goal_out_of_reach(capsys):
     assert "> 1000" in capsys.readouterr().out
 
 
-def test_numbers_replace_the_presets(capsys):
-    found = printed(capsys, parameters=7e9, layers=32, step_seconds=2.0, microbatches=4, bandwidth=[5.0])
-    assert found["model"] == {"parameters": 7e9, "layers": 32, "step_seconds": 2.0, "microbatches": 4}
-    assert set(found["asked_utilisation"]) == set(PAPER_METHODS)
-    assert found["asked_gbit_per_second"] == [5.0]
-    assert found["asked_tokens_per_second"]["diloco"] is None
-
-
 def test_tokens_per_second_of_all_sites(capsys):
     fields = {"parameters": 5e6, "layers": 4, "step_seconds": 0.5, "methods": ["psdp", "islands_4bit"], "tokens": 2048}
+    assert set(printed(capsys, bandwidth=[5.0], **fields)["model"].items()) > set(list(fields.items())[:3])
     found = printed(capsys, bandwidth=[0.05, 1000.0], period_steps=30, fragment_layers=2, steps=300, **fields)
     compute = 0.5 * 11 / 12  # layer 1 has one node fewer
     speeds = found["asked_tokens_per_second"]
@@ -63,15 +56,6 @@ def test_codec_and_sites_decide_the_bytes(capsys):
     )
     found = printed(capsys, codec="int8", **fields)["sent_bytes_per_site"]
     assert found["psdp"] == found["loco"] == pytest.approx(100 * (1.03125 + 4) / 2 * 1.75e9)
-
-
-def test_latency_delays_every_reduction(capsys):
-    plain = {"sites": 3, "bandwidth": [10.0], "methods": ["data_parallel"]}
-
-    def total(**fields):
-        return printed(capsys, **plain, **fields)["asked_total_seconds"]["data_parallel"][0]
-
-    assert total(latency_seconds=0.1) > total() + 100 * 0.4 - 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import gregale
 from tests.runs.runs import write_run
 
 HEAVY = {"jax", "numpy", "haliax", "equinox", "optax", "draccus", "orbax", "grain", "tokenizers", "tensorstore", "rich"}
@@ -23,6 +24,13 @@ def test_nothing_heavy(tmp_path):
     assert not found & (HEAVY | EXTRAS)
     write_run(tmp_path / "run", 1, saved=1)
     assert "jax" not in imported_by(f"from gregale.cli import main; main(['runs', {str(tmp_path)!r}])")
+
+
+def test_the_package_imports_its_names_when_they_are_used():
+    assert not imported_by("import gregale; gregale.UserError; gregale.setting") & (HEAVY | EXTRAS)
+    assert "jax" in imported_by("import gregale; assert all(hasattr(gregale, name) for name in gregale.__all__)")
+    assert set(gregale.__all__) == {*gregale._MODULES, "__version__"} <= set(dir(gregale))
+    assert not hasattr(gregale, "trian")
 
 
 def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():

@@ -136,7 +136,7 @@ def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
     assert f"{figures['acc.choice']:.4g} ± {figures['acc_stderr.choice']:.2g}" in table
 
 
-def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsys):
+def test_sliding_windows_are_those_of_transformers(inputs, model, evaluated):
     texts = ["the wind", LONG, LONG[5:] + "\u6d77", "a " * 40]
     (inputs / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     stride = 24
@@ -148,9 +148,7 @@ def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsy
             total -= log_likelihood(model, [END, *text[:begin]], text[begin:end])[0]
         totals.append(total)
         sizes.append(len(text))
-    capsys.readouterr()
-    assert gregale("eval", "mine", "--data", "corpus.jsonl", "--stride", stride, "--json") == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = evaluated("mine", "--data", "corpus.jsonl", "--stride", stride)
     loss = sum(totals) / sum(sizes)
     error = math.sqrt(sum((t - loss * n) ** 2 for t, n in zip(totals, sizes, strict=True)) * 4 / 3) / sum(sizes)
     expected = {"eval_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
@@ -160,7 +158,7 @@ def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsy
     )
 
 
-def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, capsys):
+def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, evaluated):
     """With a tokenizer that puts a space before a text, and makes two letters of a ligature of three bytes."""
     saved = json.loads((inputs / "hub" / "tokenizer.json").read_text())
     saved["normalizer"], saved["pre_tokenizer"]["add_prefix_space"] = {"type": "NFKC"}, True
@@ -170,13 +168,10 @@ def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, capsys)
     texts = {"wind": 5, "a sea": 6, "\ufb01" * 40: 81}  # tokens of each
     (inputs / "ligatures.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (inputs / "ligatures.txt").write_text("\ufb01" * 40)
-    capsys.readouterr()
-    assert gregale("eval", "spaced", "--data", "ligatures.jsonl", "--stride", CONTEXT, "--json") == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures = evaluated("spaced", "--data", "ligatures.jsonl", "--stride", CONTEXT)
     bits, size = figures["eval_loss"] / math.log(2) * sum(texts.values()), sum(len(text.encode()) for text in texts)
     assert figures["bits_per_byte"] == pytest.approx(bits / size)
-    assert gregale("eval", "spaced", "--data", "ligatures.txt", "--json") == 0
-    figures = json.loads(capsys.readouterr().out)  # of 32 ligatures; the space, not scored, has a byte of the first
+    figures = evaluated("spaced", "--data", "ligatures.txt")  # of 32; the space, not scored, has a byte of the first
     assert figures["bits_per_byte"] == pytest.approx(figures["eval_loss"] / math.log(2) * CONTEXT / (32 * 3 - 1))
 
 
@@ -207,20 +202,12 @@ def test_texts_are_scored_together(model, gregale):
         np.testing.assert_array_equal(found[name].sizes, alone.sizes)
 
 
-def refused(capsys, gregale, *arguments) -> str:
-    capsys.readouterr()
-    assert gregale(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
-
-
-def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, model, capsys):
+def test_what_cannot_be_scored_is_told_with_its_line(refused, tasks, inputs, model):
     wrong = inputs / "wrong.jsonl"
 
     def told(*records: dict[str, Any]) -> str:
         wrong.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl")
+        return refused("eval", "mine", "--tasks", "wrong.jsonl")
 
     settings = {"kind": "multiple_choice", "delimiter": ""}
     assert "wrong.jsonl, line 2: nothing is left to score" in told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
@@ -229,17 +216,17 @@ def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, mod
     )
     assert "wrong.jsonl, line 2: `answer` is 9" in told(settings, {**TIE, "answer": 9})
     told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
-    before_the_text = refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl", "--data", "none-*.txt")
+    before_the_text = refused("eval", "mine", "--tasks", "wrong.jsonl", "--data", "none-*.txt")
     assert "nothing is left to score" in before_the_text
     training = "train", "tiny.yaml", "--name", "never", "--evaluation.tasks", "wrong.jsonl"
-    assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
+    assert "eval nowhere" not in refused("eval", "nowhere", "--tasks", "wrong.jsonl")
     wrong.write_text('{"context": "a"\n')
-    assert "wrong.jsonl, line 1: not JSON" in refused(capsys, gregale, *training)
+    assert "wrong.jsonl, line 1: not JSON" in refused(*training)
     assert not (inputs / "runs" / "never").exists()
-    assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")
+    assert "stride is 65" in refused("eval", "mine", "--data", "text/*.txt", "--stride", "65")
     several = ["--data", "text/0.txt", "corpus.jsonl"]
-    assert "several kinds: jsonl and text" in refused(capsys, gregale, "eval", "mine", *several)
-    assert "are about text" in refused(capsys, gregale, "eval", "mine", "--tasks", "a", "--stride", "4")
+    assert "several kinds: jsonl and text" in refused("eval", "mine", *several)
+    assert "are about text" in refused("eval", "mine", "--tasks", "a", "--stride", "4")
 
 
 @pytest.fixture(scope="module")
@@ -254,22 +241,18 @@ def run(inputs, tasks) -> Path:
     return inputs / "runs" / "tasked"
 
 
-def test_a_run_scores_tasks_at_each_evaluation(gregale, run, capsys):
+MEASURED = (("gap", "acc"), ("match", "acc"), ("match", "perplexity"))
+
+
+def test_a_run_scores_tasks_at_each_evaluation(gregale, run, evaluated, capsys):
     first, last = (line for line in lines(run) if "eval_loss" in line)
     assert (first["step"], last["step"]) == (2, 4)
-    names = [
-        f"{figure}{error}.{task}"
-        for task, figures in (("gap", ["acc"]), ("match", ["acc", "perplexity"]))
-        for figure in figures
-        for error in ("", "_stderr")
-    ]
+    names = [f"{figure}{error}.{task}" for task, figure in MEASURED for error in ("", "_stderr")]
     texts = [f"{figure}{of}" for of in ("", ".words") for figure in ("eval_loss", "bits_per_byte")]
     assert list(last) == ["step", *texts, *names]
     assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"
-    assert gregale("eval", "tasked", "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == last
-    assert gregale("eval", "tasked", "--tasks", "tasks/match.jsonl", "--json") == 0
-    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated("tasked") == last
+    alone = evaluated("tasked", "--tasks", "tasks/match.jsonl")
     assert gregale("eval", "tasked", "--stride", "32") == 0
     text, table = capsys.readouterr().out.split("± the standard error\n")
     assert "; words: " in text
@@ -302,15 +285,14 @@ def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, in
         assert (value, greedy) == (pytest.approx(expected[0], rel=1e-4), expected[1])
 
 
-def test_tasks_alone_make_an_evaluation(gregale, run, capsys):
+def test_tasks_alone_make_an_evaluation(gregale, run, evaluated, refused, capsys):
     arguments = ["--data.held_out", "0", "--evaluation.tasks", "tasks/match.jsonl", "--steps", "2"]
     arguments += ["--evaluation.every", "2", "--optimizer.schedule.warmup", "1"]
     assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
     assert "Done. Tasks: match acc " in capsys.readouterr().out
     (figures,) = [line for line in lines(run.parent / "alone") if "acc.match" in line]
     assert "eval_loss" not in figures
-    assert gregale("eval", "alone", "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
-    assert "has no text to evaluate on" in refused(capsys, gregale, "eval", "alone", "--stride", "4")
+    assert evaluated("alone") == figures
+    assert "has no text to evaluate on" in refused("eval", "alone", "--stride", "4")
     assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
     assert "alone is complete" in capsys.readouterr().out

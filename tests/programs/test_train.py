@@ -3,9 +3,7 @@
 import json
 import shutil
 
-import jax
 import numpy as np
-import optax
 import pytest
 
 from gregale import __version__ as gregale_version
@@ -82,25 +80,9 @@ def test_it_learns(whole):
     assert last[1] < first[1] - 1
 
 
-def test_learning_rates_are_the_schedules(whole):
-    final = load(TrainConfig, whole / "config.yaml").optimizer.schedule.final
-    body = optax.cosine_decay_schedule(0.01, STEPS - 3, final)
-    expected = [0.0025, 0.005, 0.0075, *(float(body(step)) for step in range(STEPS - 3))]
-    found = [line["learning_rate"] for line in lines(whole) if "loss" in line]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
 def test_config_yaml_is_the_resolved_configuration(whole, inputs):
     expected = load(TrainConfig, inputs / "tiny.yaml", ["--name", "whole", *EVALUATE])
     assert load(TrainConfig, whole / "config.yaml") == expected
-
-
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(go_on, half, whole, capsys):
-    assert checkpoint_steps(half) == [4, 8]
-    assert go_on(half) == 0
-    assert "Going on after step 8 of 12." in capsys.readouterr().out
-    assert_same_state(half, whole, STEPS)
-    assert losses(half) == losses(whole)
 
 
 def on_mesh(replica: int, data: int, model: int, context: int = 1) -> list[str]:
@@ -108,17 +90,9 @@ def on_mesh(replica: int, data: int, model: int, context: int = 1) -> list[str]:
     return [*map(str, sizes), "--batch.microbatches", "1"]
 
 
-OTHER_MESHES = {
-    "(data 4 x model 2)": on_mesh(1, 4, 2),
-    "(replica 8)": on_mesh(8, 1, 1),
-    "(replica 2 x context 2 x data 2)": on_mesh(2, 2, 1, 2),
-}
-
-
-@pytest.mark.parametrize("mesh", OTHER_MESHES.values(), ids=OTHER_MESHES.keys())
-def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs, mesh):
+def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs):
     """Parameters, the optimizer's state and the counters, each array in the shards of the new mesh."""
-    setup = set_up(load(TrainConfig, inputs / "tiny.yaml", mesh), tokens=257)
+    setup = set_up(load(TrainConfig, inputs / "tiny.yaml", on_mesh(1, 4, 2)), tokens=257)
     with Checkpoints(whole / "checkpoints") as checkpoints:
         tree = checkpoints.restore(8, lambda metadata: checkpoint_template(setup, metadata)).tree
     found, expected = arrays_by_name(tree), saved_state(whole, 8)
@@ -132,10 +106,11 @@ def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs, mesh):
         assert np.asarray(array).tobytes() == expected[name].tobytes(), name
 
 
-@pytest.mark.parametrize("name", ["(replica 8)", "(replica 2 x context 2 x data 2)"])
-def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, name):
-    assert go_on(half, *OTHER_MESHES[name]) == 0
-    assert name in capsys.readouterr().out
+def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys):
+    assert go_on(half, *on_mesh(4, 1, 1, context=2)) == 0
+    out = capsys.readouterr().out
+    assert "(replica 4 x context 2)" in out
+    assert "The newest checkpoint, of step 12, is gone: going on from that of step 8 repeats 4 steps." in out
     assert losses(half)[:8] == losses(whole)[:8]
     np.testing.assert_allclose(losses(half), losses(whole), rtol=0, atol=1e-5)
     sent = [line["replica_bytes"] for line in lines(half) if "loss" in line]
@@ -144,17 +119,16 @@ def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, nam
     assert sent == before + [before[-1] + each * step for step in range(1, STEPS - 7)], "of both meshes"
 
 
-@pytest.mark.parametrize("lacks", ["data", "method", "replica_bytes", "examples"])
-def test_a_checkpoint_of_another_version_is_an_error(go_on, half, capsys, lacks):
+def test_a_checkpoint_of_another_version_is_an_error(go_on, half, capsys):
     folder = half / "checkpoints" / "step-00000008"
     (path,) = folder.glob("*/metadata.json")
     metadata = json.loads(path.read_text())
-    del metadata[lacks]
+    del metadata["examples"]
     path.write_text(json.dumps(metadata))
     seal(folder)
     assert go_on(half) == 2
     error = capsys.readouterr().err
-    assert f"The checkpoint's metadata.json lacks `{lacks}` (it has: {', '.join(metadata)})" in error
+    assert f"The checkpoint's metadata.json lacks `examples` (it has: {', '.join(metadata)})" in error
     assert error.count("\n") == 1
 
 
@@ -196,15 +170,6 @@ def test_a_damaged_checkpoint_and_damaged_figures_are_reported_and_end_no_run(go
     assert_same_state(half, whole, STEPS)
     assert losses(half) == losses(whole)[1:]
     assert checkpoint_steps(half) == [4, 8, 12], "the damaged one was saved anew"
-
-
-def test_no_sound_checkpoint_is_an_error(go_on, half, capsys):
-    for step in (4, 8):
-        damage(half, step, "truncated")
-    before = (half / "metrics.jsonl").read_bytes()
-    assert go_on(half) == 2
-    assert "None of the checkpoints" in capsys.readouterr().err
-    assert (half / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_complete_run_is_left_alone(go_on, whole, capsys):
@@ -267,26 +232,13 @@ def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(go_on
     assert logged(half, "tokens")[-1] == 32 * 128
 
 
-def test_an_incompatible_change_names_the_fields(go_on, whole, capsys):
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    changes = ["--seed", "1", "--optimizer.learning_rate", "0.02", "--model.hidden", "64"]
-    assert go_on(whole, *changes) == 2
-    error = capsys.readouterr().err
-    assert "seed 0 -> 1 (it orders the data" in error
-    assert "model.hidden 32 -> 64 (the saved parameters have this shape)" in error
-    assert "learning_rate" not in error, "it may change"
-    assert "--fresh" in error
-    assert error.count("\n") == 1
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
-
-
 def test_fresh_sets_the_old_run_aside(go_on, half, capsys):
     old = {path.relative_to(half): path.read_bytes() for path in half.rglob("*") if path.is_file()}
-    assert go_on(half, "--fresh", "--seed", "1") == 0
+    assert go_on(half, "--fresh", "--seed", "1", "--steps", "5") == 0
     aside = half.with_name(f"{half.name}.old-1")
     assert f"The old run is now {aside}." in capsys.readouterr().out
     assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == old
-    assert [step for step, _ in losses(half)] == list(range(1, STEPS + 1))
+    assert [step for step, _ in losses(half)] == list(range(1, 6))
     assert losses(half)[0] != losses(aside)[0], "another seed, other weights"
 
 
@@ -314,15 +266,3 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(gregale, inputs,
     assert [(line["step"], line["grad_norm"], line["skipped"]) for line in found] == [(1, None, 1), (2, None, 2)]
     rates = [line["learning_rate"] for line in found]
     assert rates == pytest.approx([0.0025, 0.0025]), "no update was made, the schedule waits"
-
-
-def test_the_saved_state_lies_in_shards(inputs, whole):
-    """The state that a checkpoint holds is restored under the mappings: opt_state over replica and data."""
-    setup = set_up(load(TrainConfig, whole / "config.yaml"), tokens=257)
-    state = setup.initial_state()
-    embedding = state.method.parameters.embedding.array
-    moments = [leaf for leaf in jax.tree.leaves(state.method.sharded) if leaf.shape == embedding.shape]
-    assert len(moments) == 2
-    for moment in moments:
-        assert {shard.data.size for shard in moment.addressable_shards} == {embedding.size // 8}
-    assert {shard.data.size for shard in embedding.addressable_shards} == {embedding.size // 4}

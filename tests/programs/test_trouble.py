@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from gregale.errors import UserError
 from gregale.runs.run_lock import training
 from tests.disk import largest_file
-from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
+from tests.programs.tiny import EVALUATE, checkpoint_steps, lines, losses
 
 
 @pytest.fixture
@@ -88,6 +89,16 @@ def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatc
 # Two at once
 
 
+def test_processes_compare_their_text_before_a_run_begins(gregale, inputs, monkeypatch, capsys):
+    def differs(*_) -> None:
+        raise UserError("data is another in process 1")
+
+    monkeypatch.setattr("gregale.programs.train.command.agree_on_text", differs)
+    assert gregale("train", "tiny.yaml", "--name", "never") == 2
+    assert "data is another in process 1" in refusal(capsys)
+    assert not (inputs / "runs" / "never").exists()
+
+
 def test_a_run_that_is_being_trained_is_left_alone_and_can_be_evaluated(again, gregale, capsys):
     before = content(again.run)
     with training(again.run):
@@ -113,15 +124,6 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(again, capsys):
     assert "would delete the metrics and samples of its 12 steps" in error
     assert "--fresh" in error
     assert content(again.run) == before
-
-
-def test_a_run_without_its_newest_checkpoint_says_what_it_repeats(again, whole, capsys):
-    for step in (8, 12):
-        shutil.rmtree(again.run / "checkpoints" / f"step-{step:08d}")
-    assert again() == 0
-    out = capsys.readouterr().out
-    assert "The newest checkpoint, of step 12, is gone: going on from that of step 4 repeats 8 steps." in out
-    assert_same_state(again.run, whole, 12)
 
 
 # Disks

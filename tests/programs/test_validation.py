@@ -38,38 +38,23 @@ def validated(texts):
     return trained(texts, "validated", *VALIDATION, "--evaluation.batches", "1")
 
 
-def figures(capsys, gregale, *arguments):
-    """What `eval --json` says: standard output is nothing else."""
-    capsys.readouterr()
-    assert gregale("eval", *arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, gregale, *arguments):
-    capsys.readouterr()
-    assert gregale("eval", *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
-
-
-def test_each_text_is_reported_apart_and_eval_says_the_same(gregale, validated, capsys):
+def test_each_text_is_reported_apart_and_eval_says_the_same(gregale, validated, evaluated, refused, capsys):
     (evaluation,) = [line for line in lines(validated) if "eval_loss" in line]
     pairs = [f"{figure}{name}" for name in ("", ".calm", ".noise") for figure in ("eval_loss", "bits_per_byte")]
     assert list(evaluation) == ["step", *pairs]
     assert evaluation["eval_loss.noise"] > evaluation["eval_loss.calm"]
-    assert figures(capsys, gregale, "validated") == evaluation, "also of as many batches as the run's own"
-    everything = figures(capsys, gregale, "validated", "--all")
+    assert evaluated("validated") == evaluation, "also of as many batches as the run's own"
+    everything = evaluated("validated", "--all")
     assert everything["eval_loss"] != evaluation["eval_loss"]
-    assert figures(capsys, gregale, "validated", "--batches", "1000") == everything
-    assert "leave one out" in refused(capsys, gregale, "validated", "--all", "--batches", "3")
+    assert evaluated("validated", "--batches", "1000") == everything
+    assert "leave one out" in refused("eval", "validated", "--all", "--batches", "3")
     assert gregale("eval", "validated") == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert f"held-out loss {evaluation['eval_loss']:.4f} nats" in line
     assert f"; noise: {evaluation['eval_loss.noise']:.4f} nats a token, " in line
 
 
-def test_with_json_everything_else_goes_to_standard_error(gregale, validated, capsys, tmp_path):
+def test_with_json_everything_else_goes_to_standard_error(gregale, validated, evaluated, capsys, tmp_path):
     """Also the progress of text that has to be encoded first."""
     new = tmp_path / "new.txt"
     new.write_text("the wind and the sea " * 50)
@@ -78,38 +63,35 @@ def test_with_json_everything_else_goes_to_standard_error(gregale, validated, ca
     found = json.loads(captured.out)
     assert list(found) == ["step", "eval_loss", "bits_per_byte"]
     assert "data 1.1 kB/1.1 kB" in captured.err
-    assert figures(capsys, gregale, "validated", "--data", new, "--all") == found, "all of it anyway"
+    assert evaluated("validated", "--data", new, "--all") == found, "all of it anyway"
 
 
-def test_text_that_has_changed_is_refused(gregale, validated, texts, capsys):
+def test_text_that_has_changed_is_refused(validated, texts, evaluated, refused):
     for path, key in ((texts / "own" / "3.txt", "data.sources"), (texts / "calm.txt", "data.validation.calm")):
         before = path.read_text()
         path.write_text(before + " sea")
-        error = refused(capsys, gregale, "validated")
+        error = refused("eval", "validated")
         assert f"{key}: the text is not what it was when runs/validated saved step 2" in error
         assert "gregale eval runs/validated --data 'FILES'" in error
-        assert figures(capsys, gregale, "validated", "--data", "noise.txt")["step"] == 2
+        assert evaluated("validated", "--data", "noise.txt")["step"] == 2
         path.write_text(before)
-    figures(capsys, gregale, "validated")
+    evaluated("validated")
 
 
-def test_a_run_takes_other_validation_sources_when_it_goes_on(gregale, validated, capsys):
+def test_a_run_takes_other_validation_sources_when_it_goes_on(validated, evaluated):
     arguments = ["--data.validation", "{news: {type: text, files: [noise.txt]}}", "--steps", "3"]
     trained(validated.parent.parent, "validated", *arguments)
     assert "eval_loss.news" in lines(validated)[-1]
     assert "eval_loss.calm" not in lines(validated)[-1]
     assert list(RunDirectory(validated).read_config().data.validation) == ["news"]
-    assert "eval_loss.news" in figures(capsys, gregale, "validated", "--step", "2"), "step 2 knows nothing of it"
+    assert "eval_loss.news" in evaluated("validated", "--step", "2"), "step 2 knows nothing of it"
 
 
-def test_where_nothing_is_held_out_the_figures_are_over_all_validation_tokens(gregale, texts, capsys):
+def test_where_nothing_is_held_out_the_figures_are_over_all_validation_tokens(texts, evaluated, capsys):
     run = trained(texts, "unheld", "--data.held_out", "0", *VALIDATION, "--evaluation.bigram", "true")
     said = capsys.readouterr().out
     sizes = [len((texts / f"{name}.txt").read_text(encoding="utf-8-sig")) for name in ("calm", "noise")]
-    held_back = (
-        f"; nothing held out, {sizes[0] + 1:,} tokens of calm to evaluate on, 501 tokens of noise to evaluate on"
-    )
-    assert held_back in said
+    assert f"; nothing held out, {sizes[0] + 1:,} tokens of calm to evaluate on, 501 tokens of noise to" in said
     found = lines(run)[-1]
     summary = said.splitlines()[-1]
     assert f"Done. Validation loss {found['eval_loss']:.4f} nats a token, " in summary
@@ -118,10 +100,10 @@ def test_where_nothing_is_held_out_the_figures_are_over_all_validation_tokens(gr
     counts = [size // 32 * 32 for size in sizes]
     mean = (calm * counts[0] + noise * counts[1]) / sum(counts)
     assert found["eval_loss"] == pytest.approx(mean, rel=1e-4)
-    assert figures(capsys, gregale, "unheld") == found
+    assert evaluated("unheld") == found
 
 
-def test_training_works_without_any_evaluation(gregale, texts, capsys):
+def test_training_works_without_any_evaluation(texts, evaluated, refused, capsys):
     arguments = ["--data.held_out", "0", "--samples.prompts", "[the]", "--samples.tokens", "2"]
     run = trained(texts, "blind", *arguments)
     expected = "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
@@ -132,5 +114,5 @@ def test_training_works_without_any_evaluation(gregale, texts, capsys):
     trained(texts, "blind", *arguments)
     assert "blind is complete" in capsys.readouterr().out
     assert (run / "samples.txt").read_bytes() == before
-    assert "runs/blind has no text to evaluate on: its data.held_out is 0" in refused(capsys, gregale, "blind")
-    assert figures(capsys, gregale, "blind", "--data", "noise.txt")["step"] == 2
+    assert "runs/blind has no text to evaluate on: its data.held_out is 0" in refused("eval", "blind")
+    assert evaluated("blind", "--data", "noise.txt")["step"] == 2

@@ -51,9 +51,7 @@ def test_process_0_tells_the_others_that_all_agree_and_hears_what_comes_next(mee
     assert other.next_line() == "agreed "
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("the version of Gregale", "999"), ("the digest of Gregale's source", "0"), ("steps", "5")]
-)
+@pytest.mark.parametrize(("key", "value"), [("the digest of Gregale's source", "0"), ("steps", "5")])
 def test_process_0_tells_the_others_what_differs(meet, key, value):
     call, other = meet(0)
     other.send(f"settings {to_text(OWN | {key: value})}")

@@ -80,10 +80,7 @@ def give(folder: StoragePath, lease: LeaseRecord) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder):
-    with (
-        subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process,
-        ended(process),
-    ):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process, ended(process):
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
         with pytest.raises(Busy) as caught, training(folder, reports.append, LONG_BEAT_SECONDS):

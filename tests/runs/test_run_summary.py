@@ -3,8 +3,6 @@
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -94,22 +92,6 @@ def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, s
     assert state_of(run) is State.STOPPED
 
 
-def test_a_killed_process_trains_no_more(tmp_path):
-    run = write_run(tmp_path / "a", 7, saved=4)
-    names, lock = "acquire, write_holder", str(run / "lock")
-    program = f"from gregale.atomic_files import {names}; f = acquire({lock!r}); write_holder(f); input(); print()"
-    held = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
-    until = time.monotonic() + 60
-    while not ((run / "lock").exists() and (run / "lock").read_text()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert state_of(run) is State.RUNNING
-    held.kill()
-    held.wait()
-    assert (run / "lock").exists()
-    assert state_of(run) is State.STOPPED
-
-
 @pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * TIMEOUT_SECONDS, False)])
 def test_of_another_host_the_touches_count(tmp_path, age, trained):
     written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), host="elsewhere", machine="elsewhere"), age)
@@ -158,8 +140,6 @@ def broken(run: Path, how: str) -> None:
     match how:
         case "config":
             (run / "config.yaml").write_text("steps: [")
-        case "no config":
-            (run / "config.yaml").unlink()
         case "cut":
             (newest / "arrays").write_bytes(b"abc")
         case "gone":
@@ -176,7 +156,6 @@ def broken(run: Path, how: str) -> None:
     ("how", "said"),
     [
         ("config", "config.yaml, line 1"),
-        ("no config", "there is no such configuration file"),
         ("cut", "step-00000004: 1 files are gone or not whole, arrays among them"),
         ("gone", "has no checkpoint any more, but one of step 4 was saved"),
         ("manifest", "so the checkpoint of step 4 cannot"),

@@ -6,6 +6,8 @@ from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.settings.config_schema import entries
+from gregale.settings.decoding import known_entries
+from gregale.settings.other_projects import MOST_SHOWN, counterparts, names_of, projects
 
 RUN = ["--name", "a", "--steps", "100"]
 DILOCO = ["--sync.type", "diloco"]
@@ -29,11 +31,7 @@ def refusal(*arguments: str) -> str:
         ("reduce.codec", "int9", "reduce.codec is 'int9' (on the command line). Did you mean `int8` or"),
         ("mesh.data", "0", "mesh.data is 0 (on the command line); it has to be at least 1 or -1."),
         ("trackers", "[{type: wandb, mode: offlin}]", "trackers.0.mode is 'offlin' (on the command line). Did"),
-        (
-            "model.rotary_scaling.low_frequency_factor",
-            "4",
-            "model.rotary_scaling.low_frequency_factor is 4 (on the command line) and high_frequency_factor is 4: the",
-        ),
+        ("model.rotary_scaling.low_frequency_factor", "4", "is 4 (on the command line) and high_frequency_factor is 4"),
         ("name", "x" * 300, "name has 300 bytes (xxxxxxxxxxxxxxxxxxxx...)"),
         ("sync.outer.type", "adamx", "`sync.outer.type` is 'adamx' (on the command line), which is not"),
         ("sync.delay", "1", "`delay` belongs to type streaming_diloco."),
@@ -72,13 +70,10 @@ MEANT = {
     "lr": "optimizer.learning_rate",
     "sync.outer.lr": "sync.outer.learning_rate",
     "learning-rate": "optimizer.learning_rate",
-    "betas": "optimizer.betas",
     "beta1": "optimizer.betas",
     "optimizer.warmup": "optimizer.schedule.warmup",
-    "optimizer.schedule.warmup_steps": "optimizer.schedule.warmup",
     "sync.outer.schedule.warmup_steps": "sync.outer.schedule.warmup",
     "tokenizer": "data.tokenizer",
-    "seeed": "seed",
     "optimiser": "optimizer",
     "model.hiden": "model.hidden",
     "warmup_steps": "optimizer.schedule.warmup` or `sync.warmup_steps",
@@ -92,10 +87,35 @@ def test_a_near_miss_names_the_likely_keys_and_no_other(key):
 
 
 def test_every_name_in_other_programs_finds_its_key():
-    for entry in entries(TrainConfig):
+    for entry in known_entries(TrainConfig).values():
         for alias in entry.aliases if "<" not in entry.key else ():
             found = refusal(*DILOCO, f"--{entry.key.rpartition('.')[0]}.{alias}".replace("--.", "--"), "1")
-            assert f"`{entry.key}`" in found.partition(" Did you mean ")[2].partition("?")[0], (alias, found)
+            assert f"`{entry.key}`" in found.partition(" Valid keys ")[0], (alias, found)
+
+
+def test_the_table_of_other_projects_names_our_keys_and_repeats_no_alias():
+    known = known_entries(TrainConfig)
+    groups = {key.rpartition(".")[0] for key in known} | {"trackers"}
+    for row in counterparts():
+        assert row.ours in {"", *known, *groups}, row
+        assert row.theirs != row.ours, row
+        assert list(projects()).count(row.project) == 1, row
+    for entry in entries(TrainConfig):
+        assert not set(entry.aliases) & set(names_of(entry.key)), entry.key
+
+
+def test_a_section_of_another_project_is_translated():
+    found = refusal(*(f"--training.{name}=1" for name in ("steps", "seq_len", "enable_cpu_offload", "gc_freq")))
+    assert (
+        "`training.steps` of torchtitan is `steps` here; `training.seq_len` of torchtitan is `batch.sequence_length` "
+        "here; `training.enable_cpu_offload` of torchtitan has no counterpart here. Valid keys at the top: batch, "
+    ) in found
+    found = refusal("--eval_steps", "1")  # of MaxText: batches; of transformers: steps between evaluations
+    assert "`eval_steps` of MaxText is `evaluation.batches` here. Did you mean `evaluation.every`? Valid" in found
+    found = refusal("--per-device-batch-size", "1")
+    assert "` of MaxText is `batch.size` here (times devices times gradient_accumulation_steps). Valid keys" in found
+    trainer = [f"--{row.theirs}=1" for row in counterparts() if row.theirs.startswith("trainer.")]
+    assert f"; docs/migration.md has {len(trainer) - MOST_SHOWN} more of these keys. Valid" in refusal(*trainer)
 
 
 @pytest.mark.parametrize("key", ["foo", "device", "epochs", "x", "model.x", "optimizer.foo"])
@@ -108,9 +128,7 @@ def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherw
     saved.write_text("islands: {outer_memory: host}\n")
     assert load(TrainConfig, saved, RUN).islands == load(TrainConfig, None, RUN).islands
     saved.write_text("islands: {outer_memory: device}\n")
-    with pytest.raises(
-        UserError, match=r"islands.outer_memory` is 'device' .*line 1\), but this key was removed: .* Remove"
-    ):
+    with pytest.raises(UserError, match=r"islands.outer_memory` is 'device' .*line 1\), but this key was removed: "):
         load(TrainConfig, saved, RUN)
     assert "was removed" in refusal("--islands.outer_memory", "device")
     assert "was removed" in refusal("--data.order", "parts")

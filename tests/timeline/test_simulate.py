@@ -120,23 +120,11 @@ def test_the_oracle_tells_a_wrong_order_of_the_queue():
     assert total > oracle(workload, transfers, ring, 20.0, steps=6) * 1.01
 
 
-def test_two_layers_by_hand():
-    # A node lasts 1 s; a layer's reduction 4 s at 1 Gbit/s (5e8 bytes).
-    workload = Workload(parameters=1.0, layers=2, step_seconds=6.0)
-    transfers = [Transfer(step, (2, 1), 5e8 * 2) for step in (1, 2)]
-    run = simulate(workload, transfers, Ring(2), np.array([1.0]), steps=2)
-    # Forward until 2; activations and parameters of layer 2 until 4; parameters of layer 1 until 5.
-    # Link: layer 2 from 4 to 8, layer 1 from 8 to 12. Step 2: forward 12 to 14, backward to 16 and 17;
-    # link 16 to 20 and 20 to 24.
-    np.testing.assert_allclose(run.total_seconds, [24.0])
-    np.testing.assert_allclose(run.utilisation, [10 / 24])
-
-
 def test_bytes_are_conserved():
     for name in PAPER_METHODS:
-        reductions = 100 if name == "data_parallel" else 1
-        run = run_method(name, PRESETS["10b"], Ring(8), Cadence(), BANDWIDTHS[:1])
-        assert run.sent_bytes == pytest.approx(reductions * 1e10 * METHODS[name].bytes_per_parameter() * 7 / 4)
+        reductions, own = 100 if name == "data_parallel" else 1, METHODS[name].bytes_per_parameter()
+        run = run_method(name, PRESETS["10b"], Ring(8), Cadence(), BANDWIDTHS[:1], own)
+        assert run.sent_bytes == pytest.approx(reductions * 1e10 * own * 7 / 4)
 
 
 def cell(gbit_per_second):
@@ -146,13 +134,12 @@ def cell(gbit_per_second):
 @pytest.fixture(scope="module")
 def needed():
     """What the model says, by model: a row for each of PAPER_METHODS."""
-    return {
-        model: [
-            needed_bandwidths(run_method(name, PRESETS[model], Ring(2), Cadence()).utilisation)
-            for name in PAPER_METHODS
-        ]
-        for model in PAPER
-    }
+
+    def run(name: str, model: str):
+        own = METHODS[name].bytes_per_parameter()
+        return run_method(name, PRESETS[model], Ring(2), Cadence(), GRID_GBIT_PER_SECOND, own)
+
+    return {model: [needed_bandwidths(run(name, model).utilisation) for name in PAPER_METHODS] for model in PAPER}
 
 
 def test_values_are_within_one_cell_of_the_paper(needed):
@@ -166,9 +153,9 @@ def test_values_are_within_one_cell_of_the_paper(needed):
 
 
 def test_the_first_bandwidth_that_reaches_a_goal_is_read():
-    bandwidths = np.array([1.0, 2.0, 3.0, 4.0])
     utilisation = np.array([0.2, 0.5, 0.7, 0.98])
-    assert needed_bandwidths(utilisation, bandwidths) == [2.0, 4.0, 4.0, 4.0, None]
+    second, fourth = GRID_GBIT_PER_SECOND[[1, 3]]
+    assert needed_bandwidths(utilisation) == [second, fourth, fourth, fourth, None]
 
 
 def test_the_documentation_shows_these_numbers(needed):

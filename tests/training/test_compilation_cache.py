@@ -84,15 +84,6 @@ def test_a_full_disk_takes_nothing_and_leaves_nothing_as_a_folder_that_vanishes(
     assert not recwarn.list
 
 
-def test_other_warnings_are_shown_as_ever(tmp_path):
-    def warn() -> None:
-        keep_compiled(str(tmp_path))
-        warnings.warn("of another kind", stacklevel=1)
-
-    with pytest.warns(UserWarning, match="of another kind"):
-        warn()
-
-
 @pytest.mark.parametrize("place", ["/dev/null/compiled", "/proc/compiled", "x" * 300])
 def test_a_folder_that_cannot_be_is_no_error(place, events, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -37,23 +37,22 @@ class Collective:
 
     An operation that carries several arrays is one record; with several dtypes it is one record for each dtype.
 
-    Attributes:
-        kind: `all-reduce`, `reduce-scatter`, `all-gather`, `all-to-all`, `ragged-all-to-all`, `collective-permute`,
-            `collective-broadcast`, or `send` for a transfer between devices that none of these describes.
-        dtype: payload dtype as XLA prints it (`f32`, `bf16`, `u8`).
-        shapes: sizes of one device's input arrays.
-        bytes: payload on one device for one execution: the operand, except for `all-gather`, where it is the gathered
-            result. So each kind counts the full (not the scattered) array once.
-        bytes_sent: bytes that one device sends in one execution in a ring of n devices: 2 (n-1)/n of `bytes` for
-            `all-reduce`, (n-1)/n for `reduce-scatter`, `all-gather` and `all-to-all`, all of it for the others.
-        axes: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
-            without communication between devices.
-        touched: all mesh axes along which devices of a group differ, known also if `axes` is not.
-        loops: the `while` loops around it, outermost first.
-        link: `inside slice` or `between slices`.
-        conditional: it runs only if a branch is taken (`times` then is an upper bound).
-        is_async: it is started and finished apart, so that other work may run meanwhile.
-        op_name: where it was traced, such as `jit(step)/while/body/psum`.
+    - `kind`: `all-reduce`, `reduce-scatter`, `all-gather`, `all-to-all`, `ragged-all-to-all`, `collective-permute`,
+      `collective-broadcast`, or `send` for a transfer between devices that none of these describes.
+    - `dtype`: payload dtype as XLA prints it (`f32`, `bf16`, `u8`).
+    - `shapes`: sizes of one device's input arrays.
+    - `bytes`: payload on one device for one execution: the operand, except for `all-gather`, where it is the gathered
+      result. So each kind counts the full (not the scattered) array once.
+    - `bytes_sent`: bytes that one device sends in one execution in a ring of n devices: 2 (n-1)/n of `bytes` for
+      `all-reduce`, (n-1)/n for `reduce-scatter`, `all-gather` and `all-to-all`, all of it for the others.
+    - `axes`: mesh axes that it crosses, in mesh order; `("unknown",)` if its groups are no grid in the mesh; `()`
+      without communication between devices.
+    - `touched`: all mesh axes along which devices of a group differ, known also if `axes` is not.
+    - `loops`: the `while` loops around it, outermost first.
+    - `link`: `inside slice` or `between slices`.
+    - `conditional`: it runs only if a branch is taken (`times` then is an upper bound).
+    - `is_async`: it is started and finished apart, so that other work may run meanwhile.
+    - `op_name`: where it was traced, such as `jit(step)/while/body/psum`.
     """
 
     kind: str

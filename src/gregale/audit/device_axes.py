@@ -16,11 +16,10 @@ INSIDE, BETWEEN = "inside slice", "between slices"
 class Crossing:
     """Mesh axes of a set of device groups.
 
-    Attributes:
-        axes: the mesh axes that the groups cross, in mesh order; `("unknown",)` if they are no grid in the mesh.
-        touched: all axes along which devices of a group differ, known also if `axes` is not.
-        group_size: devices in a group.
-        link: `BETWEEN` if a group has devices of more than one slice, else `INSIDE`.
+    - `axes`: the mesh axes that the groups cross, in mesh order; `("unknown",)` if they are no grid in the mesh.
+    - `touched`: all axes along which devices of a group differ, known also if `axes` is not.
+    - `group_size`: devices in a group.
+    - `link`: `BETWEEN` if a group has devices of more than one slice, else `INSIDE`.
     """
 
     axes: tuple[str, ...]
@@ -75,9 +74,8 @@ class Placement:
     def crossing(self, groups: Groups | None, pairs: bool = False) -> Crossing:
         """Return the mesh axes that groups of mesh positions cross.
 
-        Args:
-            groups: the groups; None: unknown, so that they may cross all axes.
-            pairs: the groups are the (source, target) pairs of a permutation, which need not be a grid.
+        - `groups`: the groups; None: unknown, so that they may cross all axes.
+        - `pairs`: the groups are the (source, target) pairs of a permutation, which need not be a grid.
         """
         sizes = self.mesh.devices.shape
         if groups is None:

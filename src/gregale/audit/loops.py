@@ -171,12 +171,11 @@ def _scope(module: Module, loop: Instruction) -> str:
 def read_loop(module: Module, loop: Instruction, frame: Frame, given: Mapping[str, int]) -> Loop:
     """Return the loop of a `while` instruction.
 
-    Args:
-        module: the program.
-        loop: the `while`.
-        frame: the computation with the `while`, and its call path.
-        given: counts for loops whose count is neither printed nor derivable, by the loop's printed name or by a part
-            of its own scope (`microbatches` for `jit(step)/microbatches/while`, not for a loop inside that one).
+    - `module`: the program.
+    - `loop`: the `while`.
+    - `frame`: the computation with the `while`, and its call path.
+    - `given`: counts for loops whose count is neither printed nor derivable, by the loop's printed name or by a part
+      of its own scope (`microbatches` for `jit(step)/microbatches/while`, not for a loop inside that one).
     """
     scope = _scope(module, loop)
     printed = loop.attribute(_TRIPS_PRINTED)

@@ -69,13 +69,12 @@ def bytes_on_device(tree: Tree) -> int:
 class Estimate:
     """The closed form, in bytes on one device.
 
-    Attributes:
-        arguments: parameters, optimizer state and batch.
-        buffers: gradients summed over microbatches.
-        saved: activations that layers keep for the backward pass.
-        tables: embedding and head, if they are gathered before the loop; with `per_step` all weights.
-        working: the largest other set that exists at one time: one layer's backward pass, or the loss.
-        update: temporaries of the optimizer besides the buffers, after the gradients' temporaries are freed.
+    - `arguments`: parameters, optimizer state and batch.
+    - `buffers`: gradients summed over microbatches.
+    - `saved`: activations that layers keep for the backward pass.
+    - `tables`: embedding and head, if they are gathered before the loop; with `per_step` all weights.
+    - `working`: the largest other set that exists at one time: one layer's backward pass, or the loss.
+    - `update`: temporaries of the optimizer besides the buffers, after the gradients' temporaries are freed.
     """
 
     arguments: int

@@ -79,11 +79,10 @@ def schedule_of(
 ) -> Schedule | None:
     """Return a timed run of the program; None if the text has no estimates of cycles, as before code generation.
 
-    Args:
-        text: `compiled.as_text()`.
-        collectives: the collectives of its audit; the run omits links without a rate.
-        rates: rates of the devices.
-        given_times: as for `gregale.audit.audit`.
+    - `text`: `compiled.as_text()`.
+    - `collectives`: the collectives of its audit; the run omits links without a rate.
+    - `rates`: rates of the devices.
+    - `given_times`: as for `gregale.audit.audit`.
     """
     if _CYCLES.search(text) is None:
         return None

@@ -8,7 +8,6 @@ import jax
 from gregale.audit.collectives import Collective, find_collectives
 from gregale.audit.device_axes import UNKNOWN, Placement
 from gregale.audit.hlo import parse
-from gregale.audit.loops import Loop
 from gregale.errors import UserError
 
 
@@ -25,23 +24,14 @@ class Audit:
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
-    def inside_loops(self) -> tuple[Collective, ...]:
-        """Return the collectives inside a `while` loop; XLA:TPU also peels iterations off loops."""
-        return tuple(collective for collective in self.collectives if collective.loops)
-
     def unknown(self) -> tuple[Collective, ...]:
         """Return the collectives whose groups are no grid in the mesh."""
         return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
 
-    def loops(self) -> tuple[Loop, ...]:
-        """Return the loops around the collectives, each once."""
-        return tuple(dict.fromkeys(loop for collective in self.collectives for loop in collective.loops))
-
     def bytes_per_step(self, axis: str | None = None) -> int:
         """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.
 
-        Raises:
-            UserError: a loop around one of the collectives has an unknown trip count.
+        Raises `UserError` if a loop around one of the collectives has an unknown trip count.
         """
         total = 0
         for collective in self.collectives if axis is None else self.over(axis):
@@ -95,14 +85,12 @@ def audit(
 ) -> Audit:
     """Return all collectives of a compiled program.
 
-    Args:
-        compiled: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
-        mesh: the mesh of the compilation, with its devices in the same order.
-        loop_trips: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
-            traced scope (such as a `jax.named_scope` around a scan).
+    - `compiled`: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
+    - `mesh`: the mesh of the compilation, with its devices in the same order.
+    - `loop_trips`: trip counts of loops for which the program has none, by the name of the `while` or by a part of its
+      traced scope (such as a `jax.named_scope` around a scan).
 
-    Raises:
-        UserError: the text is not a compiled program, or its number of devices differs from the mesh's.
+    Raises `UserError` if the text is not a compiled program, or its number of devices differs from the mesh's.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse(text or "")

@@ -14,16 +14,15 @@ from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 class Backend:
     """Properties of a compiler that affect a step.
 
-    Attributes:
-        narrowest_bytes: bytes of a bfloat16 value during transfers and products; XLA:CPU widens it to float32.
-        hoists_gathers: a gather that all microbatches share runs once, before the loop.
-        merges_sums: `sum(a) + sum(b)` over devices becomes one `sum(a + b)`.
-        scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
-        fuses_softmax: a softmax and its gradient need only few arrays of scores or logits.
-        lanes: the last axis of an array is padded to a multiple of it. With an attention kernel that axis is a head;
-            it applies to the last axis of gradients too, see `gradient_values`.
-        narrows_ahead: all weights of a device are cast to the compute dtype before the loop over layers.
-        adds_at_end: a microbatch's gradients of all layers exist before their addition to the buffers.
+    - `narrowest_bytes`: bytes of a bfloat16 value during transfers and products; XLA:CPU widens it to float32.
+    - `hoists_gathers`: a gather that all microbatches share runs once, before the loop.
+    - `merges_sums`: `sum(a) + sum(b)` over devices becomes one `sum(a + b)`.
+    - `scatters_layers`: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
+    - `fuses_softmax`: a softmax and its gradient need only few arrays of scores or logits.
+    - `lanes`: the last axis of an array is padded to a multiple of it. With an attention kernel that axis is a head;
+      it applies to the last axis of gradients too, see `gradient_values`.
+    - `narrows_ahead`: all weights of a device are cast to the compute dtype before the loop over layers.
+    - `adds_at_end`: a microbatch's gradients of all layers exist before their addition to the buffers.
     """
 
     narrowest_bytes: int
@@ -47,11 +46,10 @@ TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True)
 class PipelineShape:
     """A pipeline of the layers by its numbers.
 
-    Attributes:
-        microbatches: M, the number in the pipeline at one time.
-        repeats: R, the number of times that each microbatch passes all stages.
-        iterations: T, the iterations of a pass.
-        gather: frequency of weight gathers: `per_repeat`, `per_iteration` or `once`.
+    - `microbatches`: M, the number in the pipeline at one time.
+    - `repeats`: R, the number of times that each microbatch passes all stages.
+    - `iterations`: T, the iterations of a pass.
+    - `gather`: frequency of weight gathers: `per_repeat`, `per_iteration` or `once`.
     """
 
     microbatches: int
@@ -69,12 +67,11 @@ class PipelineShape:
 class ParameterShape:
     """The parameters of any model and the batch of a step: the sizes that the traffic of methods depends on.
 
-    Attributes:
-        layout: the mesh and the mappings of all replicas.
-        weights: the abstract parameters; those of layers have the axis `layers`.
-        rows, positions: sequences in a step's batch, and tokens of a sequence.
-        microbatches: parts of a replica's batch.
-        compute_bytes: bytes of a value of the compute dtype.
+    - `layout`: the mesh and the mappings of all replicas
+    - `weights`: the abstract parameters; those of layers have the axis `layers`
+    - `rows`, `positions`: sequences in a step's batch, and tokens of a sequence
+    - `microbatches`: parts of a replica's batch
+    - `compute_bytes`: bytes of a value of the compute dtype
     """
 
     layout: Layout
@@ -108,18 +105,17 @@ class ParameterShape:
 class StepShape(ParameterShape):
     """A PSDP step of a decoder by its sizes.
 
-    Attributes:
-        remat: the policy for a layer's saved activations.
-        per_step: weights are gathered once per step, not once per layer.
-        loss_block: tokens whose logits exist at one time.
-        unrolled: there is no loop over layers.
-        scores: attention holds its scores; a kernel does not.
-        rules: differentiation rules (`Kernels.rules`); those of a platform save less than JAX.
-        windows: maximum number of keys that a query sees, for equal shares of the layers; None: all earlier ones.
-        norms_after: the outputs of both halves of a layer are normalised, so that the backward pass needs them.
-        norms_over_heads: queries are normalised over all heads, and keys, so that `model` shares their mean squares.
-        sums_behind: sums of gradients over devices overlap the backward pass of the layers below.
-        pipeline: pipeline of the layers; None: they are scanned.
+    - `remat`: the policy for a layer's saved activations
+    - `per_step`: weights are gathered once per step, not once per layer
+    - `loss_block`: tokens whose logits exist at one time
+    - `unrolled`: there is no loop over layers
+    - `scores`: attention holds its scores; a kernel does not
+    - `rules`: differentiation rules (`Kernels.rules`); those of a platform save less than JAX
+    - `windows`: maximum number of keys that a query sees, for equal shares of the layers; None: all earlier ones
+    - `norms_after`: the outputs of both halves of a layer are normalised, so that the backward pass needs them
+    - `norms_over_heads`: queries are normalised over all heads, and keys, so that `model` shares their mean squares
+    - `sums_behind`: sums of gradients over devices overlap the backward pass of the layers below
+    - `pipeline`: pipeline of the layers; None: they are scanned
     """
 
     layers: int

@@ -27,12 +27,11 @@ RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
 class Transfer:
     """A collective, or several equal ones, of a step.
 
-    Attributes:
-        purpose: name of the payload.
-        kind: the collective's name in the audit.
-        axes: mesh axes that it crosses, in mesh order.
-        bytes: payload on one device for one execution.
-        times: executions in one step.
+    - `purpose`: name of the payload.
+    - `kind`: the collective's name in the audit.
+    - `axes`: mesh axes that it crosses, in mesh order.
+    - `bytes`: payload on one device for one execution.
+    - `times`: executions in one step.
     """
 
     purpose: str
@@ -47,7 +46,6 @@ def expected_transfers(
 ) -> list[Transfer]:
     """Return all transfers of one step; of DiLoCo, if the layout is that of one replica.
 
-    Arguments:
     - `averages`: transfers of gradient averages over replicas, their norm, and gathered updates; None: in float32
     - `stack`: transfers of the stack of layers in all microbatches; None: it is scanned
     """
@@ -86,7 +84,6 @@ def _keys(step: StepShape, backend: Backend) -> list[Transfer]:
 def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
     """Return the transfers of DiLoCo's SEND: the average over `axis`, and the metrics of the pseudo-gradient.
 
-    Arguments:
     - `step`: has the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)

@@ -39,7 +39,6 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
     One reduce-scatter for each mesh axis that `params` splits the weight by (for eight chips or more XLA:TPU replaces
     it with an all-reduce), one all-reduce for all others.
 
-    Arguments:
     - `gradient`: this device's addend, [*axes] under `compute`
     - `over`: the mesh axes to sum over
     """

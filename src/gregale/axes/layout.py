@@ -74,7 +74,6 @@ class Layout:
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
 
     def inside_replica(self) -> Layout:
-        """Return the layout of one replica."""
         return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
@@ -158,7 +157,6 @@ def standard_layout(mesh: Mesh) -> Layout:
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
     """Reject an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
 
-    Arguments:
     - `layout`: the mesh and the mappings
     - `axes`: configuration key -> (the meaning of the axis, the axis), for all axes of the model and the batch
 

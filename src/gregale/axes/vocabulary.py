@@ -18,7 +18,6 @@ def exchanges_rows(tokens: int, embed: int, vocabulary: int, width: int, devices
     rows; another returns the gradients to the columns. A device sends the same share of each payload, so payloads are
     compared.
 
-    Arguments:
     - `tokens`: on a device, in a microbatch
     - `vocabulary`: rows of the table on a device
     - `width`: bytes of a value of the compute dtype
@@ -56,7 +55,6 @@ def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
     their gradients by logits take no more memory than the table. Otherwise a group takes at most half of it, with 1 to
     `MOST_BLOCKS` blocks.
 
-    Arguments:
     - `tokens`: on a device, in a microbatch
     - `width`: bytes of a value of the compute dtype
     - `block`: see `LossBlocks`; fewer if there are fewer tokens

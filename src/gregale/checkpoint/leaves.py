@@ -100,8 +100,7 @@ def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], path: s
 
     - `partial`: whether the checkpoint may contain leaves that the template lacks
 
-    Raises:
-        UserError: leaves are missing, superfluous, or of another shape, axis order or dtype.
+    Raises `UserError` if leaves are missing, superfluous, or of another shape, axis order or dtype.
     """
     problems = []
     if missing := sorted(wanted.keys() - saved.keys()):

@@ -23,7 +23,6 @@ def _digest(path: Path) -> str:
 
 
 def digest_of(content: bytes | memoryview) -> str:
-    """Return the checksum of bytes in memory."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -57,9 +56,8 @@ def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
     """Return a text about the first damage of a checkpoint, or None if every file is intact.
 
-    Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file.
-
-    Raises `UserError` if an earlier version of Gregale wrote the checkpoint.
+    Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file. Raises
+    `UserError` if an earlier version of Gregale wrote the checkpoint.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())

@@ -26,8 +26,7 @@ _THREADS = 8
 def barrier(name: str) -> None:
     """Wait until every process has called this. Unlike a collective on devices it may be called in a thread.
 
-    Args:
-        name: the same in every process, and used once.
+    - `name`: the same in every process, and used once.
     """
     if jax.process_count() > 1:
         client = distributed.global_state.client

@@ -61,7 +61,6 @@ def read_parts(buffer: np.ndarray, folder: StoragePath, prefix: str, part_bytes:
 
 
 def cut(contents: Iterable[np.ndarray], part_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield the parts in order, each as a list of views."""
     part: list[memoryview] = []
     room = part_bytes
     for content in contents:

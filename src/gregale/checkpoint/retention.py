@@ -25,7 +25,7 @@ class CheckpointConfig(Settings):
         1000,
         "Save a checkpoint every this many steps.",
         range=whole(1),
-        aliases=("save_steps", "save_every", "save_interval", "checkpoint_every", "ckpt_interval"),
+        aliases=("save_steps", "checkpoint_every", "ckpt_interval"),
     )
     keep_last: int = setting(
         3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("save_total_limit", "max_to_keep", "keep")
@@ -34,7 +34,6 @@ class CheckpointConfig(Settings):
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 

@@ -1,18 +1,31 @@
-"""Asynchronous, atomic saving of checkpoints, which rejects a state that is not finite."""
+"""Asynchronous, atomic saving of checkpoints, which rejects a state that is not finite.
 
+A checkpoint is `step-00000100/manifest.json` and a folder with a random name for each save. The folder has
+`leaves.json`, `metadata.json`, `pieces.json` and the streams of all processes (see `shard_layout`), cut into parts:
+`00003-00000` is the first part of process 3. Without the manifest, which is written last and alone is renamed, the
+checkpoint is not valid. A lost process that still writes uses another folder.
+"""
+
+import errno
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import jax
+from rich.filesize import decimal
 
-from gregale.atomic_files import os_error_text
+from gregale.atomic_files import flush, os_error_text, remove
+from gregale.checkpoint import parts
 from gregale.checkpoint.finite import listed, not_finite
 from gregale.checkpoint.leaves import arrays_by_name, specs_by_name
-from gregale.checkpoint.manifest import FileRecords
-from gregale.checkpoint.multihost import barrier, first_message, hand_over, messages_of_all
+from gregale.checkpoint.manifest import MANIFEST, SHARDS, FileRecords, write_manifest
+from gregale.checkpoint.multihost import barrier, collect, first_message, hand_over, messages_of_all
 from gregale.checkpoint.retention import (
     LEAVES,
     METADATA,
@@ -20,10 +33,11 @@ from gregale.checkpoint.retention import (
     committed_steps,
     folder_name,
     superfluous,
+    without_manifest,
 )
-from gregale.checkpoint.writing import commit, delete, discard, make_room, prepare
+from gregale.checkpoint.shard_layout import planned, stream, to_json
 from gregale.errors import UserError
-from gregale.storage import StoragePath, StoreError, storage_path
+from gregale.storage import StoragePath, StoreError, files_below, remove_tree, storage_path
 
 
 class _Failure(NamedTuple):
@@ -38,8 +52,7 @@ class Saver:
 
     Every process makes the same calls in the same order.
 
-    Attributes:
-        failure: the cause if the last save failed, the same in every process; None if it succeeded or is in flight.
+    - `failure`: the cause if the last save failed, the same in every process; None if it succeeded or is in flight.
     """
 
     def __init__(
@@ -51,14 +64,13 @@ class Saver:
         check: Callable[[], None] = lambda: None,
     ):
         """
-        Args:
-            directory: created by the first save.
-            config: the retention rules.
-            report: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
-                thread.
-            committed: called in the same way with the step of each committed checkpoint.
-            check: called in the same way before each save and before its commit; raises if this process must not write
-                to the run any more.
+        - `directory`: created by the first save.
+        - `config`: the retention rules.
+        - `report`: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
+          thread.
+        - `committed`: called in the same way with the step of each committed checkpoint.
+        - `check`: called in the same way before each save and before its commit; raises if this process must not write
+          to the run any more.
         """
         self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
         self._config = config or CheckpointConfig()
@@ -81,16 +93,13 @@ class Saver:
 
         A step that this object has already saved or resumed from is not written again. A failed save (for example on a
         full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
+        Raises `UserError` if an array of the tree contains NaN or an infinity; nothing is saved.
 
-        Args:
-            step: names the checkpoint.
-            tree: pytree of global jax.Arrays.
-            metadata: stored as JSON beside the arrays.
-            beside: writes further data of the checkpoint to another path, in every process and in the background; if
-                it raises, the save fails.
-
-        Raises:
-            UserError: an array of the tree contains NaN or an infinity; nothing is saved.
+        - `step`: names the checkpoint.
+        - `tree`: pytree of global jax.Arrays.
+        - `metadata`: stored as JSON beside the arrays.
+        - `beside`: writes further data of the checkpoint to another path, in every process and in the background; if
+          it raises, the save fails.
         """
         self.wait()
         if step in self._history:
@@ -219,3 +228,62 @@ def _failure_of(action: Callable[[], object]) -> _Failure | None:
     else:
         return None
     return _Failure(fact, fact)
+
+
+def make_room(directory: StoragePath, size: int) -> None:
+    """Remove unfinished checkpoints of killed processes; raise OSError if less than `size` bytes are free then."""
+    for name in without_manifest(directory):
+        remove_tree(directory / name)
+    if isinstance(directory, Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(directory)
+        if disk.free < size and disk.total:
+            message = f"{os.strerror(errno.ENOSPC)}, it needs {decimal(size)} and {decimal(disk.free)} are free"
+            raise OSError(errno.ENOSPC, message)
+
+
+def prepare(root: StoragePath, arrays: dict[str, jax.Array], texts: Mapping[str, str]) -> Callable[[], FileRecords]:
+    """Copy the shards that this process writes; afterwards the arrays may be donated.
+
+    Returns a function that writes the copies (and `texts` in process 0) below `root` and returns the checksums.
+    """
+    process, part_bytes = jax.process_index(), parts.PART_BYTES
+    plan = planned(arrays)
+    contents = stream(arrays, plan, process)
+    own_texts = {**texts, SHARDS: to_json(plan, part_bytes)} if process == 0 else {}
+
+    def write() -> FileRecords:
+        root.mkdir(parents=True, exist_ok=True)
+        records = {name: parts.write_part(root / name, [memoryview(text.encode())]) for name, text in own_texts.items()}
+        records |= parts.write_parts(root, f"{process:05d}", contents, part_bytes)
+        return {f"{root.name}/{name}": record for name, record in records.items()}
+
+    return write
+
+
+def commit(root: StoragePath, records: FileRecords) -> None:
+    """Make a checkpoint valid in place of an earlier one of its step; `records` are those of process 0."""
+    folder = root.parent
+    records = records | collect(root, jax.process_count())
+    for path in (root, folder, folder.parent):
+        if isinstance(path, Path):
+            flush(path)  # older checkpoints are deleted next, and power may fail
+    write_manifest(folder, records)
+    with suppress(OSError, StoreError):  # files of the earlier one; at the latest they are deleted with this one
+        for name in files_below(folder):
+            if name != MANIFEST and not name.startswith(f"{root.name}/"):
+                (folder / name).unlink(missing_ok=True)
+
+
+def discard(root: StoragePath) -> None:
+    """Delete the files of a failed save on a disk; in a store, which may have failed, the next save deletes them."""
+    if isinstance(root, Path):
+        remove(root)
+        with suppress(OSError):  # an earlier checkpoint of the step may be there
+            root.parent.rmdir()
+
+
+def delete(folder: StoragePath) -> None:
+    """Delete a checkpoint; delete the manifest first, so that the remaining files are not valid."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_tree(folder)

@@ -15,14 +15,7 @@ from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fil
 from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records, root_of
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
 from gregale.checkpoint.parts import THREADS, read_parts
-from gregale.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    committed_steps,
-    folder_name,
-    step_of,
-    without_manifest,
-)
+from gregale.checkpoint.retention import LEAVES, METADATA, committed_steps, folder_name, step_of, without_manifest
 from gregale.checkpoint.saving import Saver
 from gregale.checkpoint.shard_layout import Region, RowRange, from_json, region_of, rows_for, wanted
 from gregale.errors import UserError
@@ -66,10 +59,8 @@ class Checkpoints(Saver):
     def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
         """Restore the newest intact checkpoint; return None if there is no checkpoint.
 
-        Damaged checkpoints are reported and skipped. The arguments are those of `restore`.
-
-        Raises:
-            UserError: all checkpoints are damaged, or the checkpoint does not match the template.
+        Damaged checkpoints are reported and skipped. The arguments are those of `restore`. Raises `UserError` if all
+        checkpoints are damaged, or the checkpoint does not match the template.
         """
         step = self.sound_step()
         return None if step is None else self.read(step, template, partial)
@@ -77,10 +68,8 @@ class Checkpoints(Saver):
     def sound_step(self) -> int | None:
         """Return the step of the newest intact checkpoint, for `read`; None if there is no checkpoint.
 
-        Damaged checkpoints, and newer ones without a manifest, are reported and skipped.
-
-        Raises:
-            UserError: all checkpoints are damaged.
+        Damaged checkpoints, and newer ones without a manifest, are reported and skipped. Raises `UserError` if all
+        checkpoints are damaged.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
@@ -104,15 +93,13 @@ class Checkpoints(Saver):
     def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restore one step into a template, from any mesh.
 
-        Args:
-            step: the step of the checkpoint.
-            template: a pytree like the saved one, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings to
-                restore under; static leaves are returned unchanged. Or a function that makes it from the metadata.
-            partial: whether the template may lack saved leaves, which are then not read. Or a function that decides
-                this from the metadata.
+        - `step`: the step of the checkpoint.
+        - `template`: a pytree like the saved one, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings to
+          restore under; static leaves are returned unchanged. Or a function that makes it from the metadata.
+        - `partial`: whether the template may lack saved leaves, which are then not read. Or a function that decides
+          this from the metadata.
 
-        Raises:
-            UserError: there is no such checkpoint, it is damaged, or it does not match the template.
+        Raises `UserError` if there is no such checkpoint, it is damaged, or it does not match the template.
         """
         self.check(step)
         return self.read(step, template, partial)

@@ -21,7 +21,7 @@ from typing import TextIO
 import gregale
 from gregale.atomic_files import DISK_ERRORS
 from gregale.errors import UserError
-from gregale.streams import ResilientStream, abandon, printable
+from gregale.streams import ResilientStream, abandon, say_beside
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
         sys.stdout.flush()  # here, where a failure is still handled
         return code
     except UserError as error:
-        _print_error(f"gregale: error: {error}")
+        say_beside(f"gregale: error: {error}")
         return error.exit_code
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout):
@@ -81,15 +81,15 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
         if error.errno not in DISK_ERRORS:
             raise
         ResilientStream(sys.stdout).flush()
-        _print_error(f"gregale: error: {_disk_error_text(error)}")
+        say_beside(f"gregale: error: {_disk_error_text(error)}")
         return 2
     except KeyboardInterrupt:
-        _print_error("gregale: interrupted")
+        say_beside("gregale: interrupted")
         return 130
     except Exception as error:
         if (message := _machine_error_text(error)) is None:
             raise
-        _print_error(f"gregale: error: {message}")
+        say_beside(f"gregale: error: {message}")
         return 2
 
 
@@ -100,13 +100,6 @@ def _disk_error_text(error: OSError) -> str:
         f"{problem}: {error.strerror}. Free space or grant access, then run the same command again; a run continues "
         f"from its newest checkpoint."
     )
-
-
-def _print_error(text: str) -> None:
-    """Write a line to standard error; ignore errors."""
-    stream = ResilientStream(sys.stderr)
-    stream.write(f"{printable(text)}\n")
-    stream.flush()
 
 
 def _is_without_reader(stream: TextIO) -> bool:
@@ -136,7 +129,8 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
         command = import_module(program.module).COMMAND
     for index, word in enumerate(rest):
         if word in ("-h", "--help"):
-            print(command_help(name, program.summary, command, next(iter(rest[index + 1 :]), None)), end="")
+            topic = next(iter(rest[index + 1 :]), None)
+            print(command_help(name, program.summary, command, topic, rest[:index]), end="")
             return 0
     return invoke(name, command, rest)
 
@@ -178,14 +172,12 @@ def _replace_unencodable() -> None:
 def _decoded(arguments: Sequence[str]) -> list[str]:
     """Return the arguments decoded as UTF-8, where the locale produced surrogates; raise `UserError` if invalid."""
     try:
-        return [word if word.isascii() else _repaired(word) for word in arguments]
+        return [
+            os.fsencode(word).decode("utf-8") if any("\udc80" <= each <= "\udcff" for each in word) else word
+            for word in arguments
+        ]
     except UnicodeDecodeError as error:
         raise UserError(f"the argument {error.object!r} is not UTF-8 at byte {error.start}.") from None
-
-
-def _repaired(word: str) -> str:
-    is_half = any("\udc80" <= character <= "\udcff" for character in word)
-    return os.fsencode(word).decode("utf-8") if is_half else word
 
 
 def _machine_error_text(error: Exception) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import get_origin
 
@@ -71,8 +72,15 @@ def _reads_plugins(command: Command) -> bool:
     return command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
 
 
-def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:
-    """Return the help text of a command: usage, options and configuration keys, or all keys below `topic`."""
+def command_help(
+    name: str, summary: str, command: Command, topic: str | None = None, arguments: Sequence[str] = ()
+) -> str:
+    """Return the help text of a command: usage, options and configuration keys, or all keys below `topic`.
+
+    - `arguments`: those before `--help`, whose plugins add choices if they can be imported
+    """
+    with suppress(UserError):
+        _imported(command, *_split(command, arguments))
     if topic is not None and command.config:
         return render(command.config, topic, command.reads)
     text = f"usage: {usage(name, command)}\n\n{summary}\n"

@@ -56,7 +56,7 @@ class ReduceConfig(Settings):
         FeedbackConfig(), "error feedback; null: none", aliases=("error_feedback",)
     )
     gather_codec: str = setting("none", "codec of the second phase", choices=SECOND_LEGS)
-    hadamard: bool = setting(False, "rotate blocks before they are quantised (heavy tails)")
+    hadamard: bool = setting(False, "rotate blocks before quantisation")
     measure: bool = setting(False, "at evaluations, measure what quantising loses")
 
     def __post_init__(self):

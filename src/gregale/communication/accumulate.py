@@ -35,7 +35,6 @@ def accumulate(
     `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers are sharded by `layout.params`,
     with a leading `replica` axis, so nothing crosses `replica` here.
 
-    Arguments:
     - `loss`: returns (sum of losses, sum of weights), so that a masked token weighs the same in every microbatch
     - `parameters`: arrays, shared by all replicas
     - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch

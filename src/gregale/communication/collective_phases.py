@@ -25,18 +25,12 @@ class Encoded(NamedTuple):
 
 
 class CollectivePhase(NamedTuple):
-    """The settings of a phase.
+    """The settings of a phase."""
 
-    - `codec`: encodes the messages
-    - `beta`: decay of the kept error
-    - `axis`: the mesh axis it crosses, `replica` or `island`
-    - `fast_axes`: the other mesh axes
-    """
-
-    codec: Codec
-    beta: float
-    axis: str
-    fast_axes: tuple[str, ...]
+    codec: Codec  # encodes the messages
+    beta: float  # decay of the kept error
+    axis: str  # the mesh axis it crosses, `replica` or `island`
+    fast_axes: tuple[str, ...]  # the other mesh axes
 
 
 def reduce_scatter_phase(

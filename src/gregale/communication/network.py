@@ -34,7 +34,6 @@ class Handle(Protocol):
 
     def wait(self, timeout_seconds: float) -> None:
         """Return when the transfer is done; raise the link's exception if it failed or took longer."""
-        ...
 
 
 class Link(Protocol):
@@ -68,8 +67,6 @@ class OwnError(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """An average over the members."""
-
     gradient: dict[str, np.ndarray]  # by key, float32 [size]
     error: OwnError  # of the second phase, if this average is committed
 
@@ -104,7 +101,6 @@ class NetworkReducer:
     ) -> Reduced:
         """Return the weighted average of the members' messages, the same bits on all of them.
 
-        Arguments:
         - `messages`: this member's, by key uint8 [count, bytes of a row]; not read, and None, if its weight is 0
         - `weights`: w_k by rank, the same on all members; a member with 0 sends nothing of its own, but owns buckets
         - `error`: of the last committed reduce of these rows by the same group; None if there is none
@@ -220,26 +216,23 @@ class _Reduce:
         link = self._link
         return [(link.rank + step) % link.size for step in range(1, link.size)]
 
-    def _bytes(self, bucket: int, leg: int) -> int:
-        return sum(self._reducer.row_bytes(key)[leg] for key, _ in self._buckets[bucket])
-
     def _post_first(self, wave: int) -> None:
         """Send this member's messages to their owners, and receive those of its own bucket."""
         link, sends = self._link, self._sends.setdefault(wave, [])
         own = self._bucket(wave, link.rank)
         if own is not None:
-            self._first[own] = {
-                peer: self._receive(peer, own, leg=0) for peer in self._peers() if self._weights[peer] > 0
-            }
+            peers = [peer for peer in self._peers() if self._weights[peer] > 0]
+            self._first[own] = {peer: self._receive(peer, own, phase=0) for peer in peers}
         for peer in self._peers() if self._weights[link.rank] > 0 else []:
             bucket = self._bucket(wave, peer)
             if bucket is not None:
                 data = np.concatenate([self._messages[key][row] for key, row in self._buckets[bucket]])
                 sends.append(link.send(peer, data, tag=2 * bucket))
 
-    def _receive(self, peer: int, bucket: int, leg: int) -> _Incoming:
-        data = np.empty(self._bytes(bucket, leg), np.uint8)
-        return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + leg))
+    def _receive(self, peer: int, bucket: int, phase: int) -> _Incoming:
+        size = sum(self._reducer.row_bytes(key)[phase] for key, _ in self._buckets[bucket])
+        data = np.empty(size, np.uint8)
+        return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + phase))
 
     def _post_second(self, wave: int) -> None:
         """Average this member's bucket, send the average to all, and receive those of the others' buckets."""
@@ -247,7 +240,7 @@ class _Reduce:
         for peer in self._peers():
             bucket = self._bucket(wave, peer)
             if bucket is not None:
-                self._second[bucket] = self._receive(peer, bucket, leg=1)
+                self._second[bucket] = self._receive(peer, bucket, phase=1)
         own = self._bucket(wave, link.rank)
         if own is not None:
             data = self._average(own)

@@ -36,8 +36,6 @@ Tree = Any
 
 
 class QuantisationLoss(NamedTuple):
-    """The error of the first phase."""
-
     relative_error: jax.Array  # float32 []: |h - decode(encode(h))| / |h|, over all replicas, with h = g + e
     error_norm: jax.Array  # float32 []: |e|, over all replicas; 0 without feedback
 
@@ -46,21 +44,18 @@ class QuantisationLoss(NamedTuple):
 class QuantisedReducer:
     """Averages a tree over `axis` through the codecs of `config`; see `communication.reduce.ExactReducer`.
 
-    - `layout`: the mesh and the mappings; `opt_state` splits an array no further than `params` does, but over `axis`
-    - `config`: the codecs of both phases, and the feedback
-    - `axis`: the axis to reduce, `replica` or `island`
+    `opt_state` of the layout splits an array no further than `params` does, but over `axis`.
     """
 
     layout: Layout
     config: ReduceConfig
-    axis: str = REPLICA
+    axis: str = REPLICA  # or `island`
 
     def init(self, tree: Tree) -> ErrorState:
         """Return a zero error, for a tree of arrays without the axis."""
         return init_error(tree, self.layout, self.config, self.axis)
 
     def shardings(self, error: ErrorState) -> ErrorState:
-        """Return the sharding of each array of an error."""
         return error_shardings(error, self.layout, self.axis)
 
     def totals(self, *scalars: NamedArray) -> list[jax.Array]:
@@ -86,7 +81,6 @@ class QuantisedReducer:
         averaged in the same way, and gathered by the second phase's codec. Scalars are exact, as the bytes of float32.
         If a value on any device is not finite, neither is its average, and the error stays as it was.
 
-        Arguments:
         - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
         - `weight`: float32 scalar, the total of all replicas
         - `error`: from `init`, or from the step before
@@ -118,7 +112,6 @@ class QuantisedReducer:
         All replicas get the same bits, the sender too. Arrays that `opt_state` does not split are whole already and do
         not change.
 
-        Arguments:
         - `reduced`: the tree that `reduce` returned, or one of the same structure and shapes
         - `error`: as `reduce` returned it in this step
         """
@@ -131,7 +124,7 @@ class QuantisedReducer:
 
         def on_device(shards, second):
             pieces = {path: shard.astype(jnp.float32).reshape(-1) for path, shard in shards.items()}
-            return all_gather_phase(split, pieces, second, self._leg(self.config.second_codec()))
+            return all_gather_phase(split, pieces, second, self._phase(self.config.second_codec()))
 
         sharded = {leaf.path: leaf.opt_state for leaf in split}
         specs = {path: sharded[path] for path in second}
@@ -152,14 +145,14 @@ class QuantisedReducer:
         shards = {path: prod(mesh.shape[name] for name in split) for path, split in splits.items()}
 
         def on_device(values, weight, kept):
-            figures = jnp.zeros(3)
+            sums = jnp.zeros(3)
             for path, value in values.items():
                 waiting = load(kept[path]).reshape(value.shape) if path in kept else jnp.zeros_like(value)
                 whole = (value.astype(jnp.float32) * (self.lanes / weight) + waiting).reshape(1, -1)
                 sent = codec.decode(codec.encode(whole), whole.shape[-1])
                 squares = [jnp.sum(jnp.square(x)) for x in (whole - sent, whole, waiting)]
-                figures += jnp.stack(squares) * (shards[path] / mesh.size)
-            return jax.lax.psum(figures, tuple(mesh.axis_names))
+                sums += jnp.stack(squares) * (shards[path] / mesh.size)
+            return jax.lax.psum(sums, tuple(mesh.axis_names))
 
         specs = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
         in_specs = specs, PartitionSpec(), {path: specs[path] for path in kept}
@@ -193,8 +186,8 @@ class QuantisedReducer:
         second = self._message_bytes(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
         scalars = self.lanes * EXACT.message_bytes(len(leaves) - len(arrays))
         return [
-            Transfer("first leg", "all-to-all", (self.axis,), first),
-            Transfer("second leg", "all-gather", (self.axis,), second),
+            Transfer("first phase", "all-to-all", (self.axis,), first),
+            Transfer("second phase", "all-gather", (self.axis,), second),
             Transfer("scalars", "all-gather", (self.axis,), scalars),
             *self._finite_transfers((config.codec, first), (config.gather_codec, second)),
         ]
@@ -204,7 +197,7 @@ class QuantisedReducer:
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         second = self._message_bytes(self.config.second_codec(), [leaf for leaf in leaves if leaf.split is not None])
         finite = self._finite_transfers((self.config.gather_codec, second))
-        return [Transfer("second leg", "all-gather", (self.axis,), second), *finite]
+        return [Transfer("second phase", "all-gather", (self.axis,), second), *finite]
 
     def measure_transfers(self, totals: int) -> list[Transfer]:
         """Return the transfers for the total of some scalars, and for a norm."""
@@ -235,7 +228,6 @@ class QuantisedReducer:
 
     @property
     def lanes(self) -> int:
-        """Return the size of the axis."""
         return self.layout.axis(self.axis).size
 
     @property
@@ -243,7 +235,7 @@ class QuantisedReducer:
         """Return the other mesh axes, except those of size 1."""
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
 
-    def _leg(self, codec: Codec) -> CollectivePhase:
+    def _phase(self, codec: Codec) -> CollectivePhase:
         feedback = self.config.feedback
         return CollectivePhase(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
 
@@ -257,11 +249,11 @@ class QuantisedReducer:
         if arrays:
             scale = self.lanes / weight
             scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
-            pieces, first = reduce_scatter_phase(arrays, scaled, first, self._leg(self.config.first_codec()))
+            pieces, first = reduce_scatter_phase(arrays, scaled, first, self._phase(self.config.first_codec()))
             averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}
         whole = [leaf for leaf in arrays if leaf.split is None]
         if whole:
-            joined, second = all_gather_phase(whole, averages, second, self._leg(self.config.second_codec()))
+            joined, second = all_gather_phase(whole, averages, second, self._phase(self.config.second_codec()))
             averages |= joined
         return averages, first, second
 

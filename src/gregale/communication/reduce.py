@@ -39,7 +39,6 @@ class ExactReducer:
         return [_sum_over(scalar.array, self.axis, (), self.layout) for scalar in scalars]
 
     def reduce(self, sums: Tree, weight: jax.Array, error: None) -> tuple[Tree, None]:
-        """Run `reduce_replicas`."""
         return reduce_replicas(sums, weight, self.layout, self.axis), error
 
     def all_gather_params(self, reduced: Tree, error: None) -> tuple[Tree, None]:
@@ -71,7 +70,6 @@ def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: s
     An array that `opt_state` splits over `replica` takes exactly one reduce-scatter over `replica`: a device's shard
     of the result is a slice of its own shard of the sums. Others (too small to be split) take one all-reduce.
 
-    Arguments:
     - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
     - `weight`: scalar, the total of all replicas
     - `axis`: the axis to reduce, by default `replica`

@@ -16,25 +16,16 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ShardedLeaf:
-    """An array of a tree on one device, without the axis that is reduced (`replica`, `island`).
+    """An array of a tree on one device, without the axis that is reduced (`replica`, `island`)."""
 
-    - `path`: its path in the tree
-    - `axes`: its axes; a plain array's are named by their index
-    - `named`: whether it is a NamedArray
-    - `params`, `opt_state`: its partition under the two mappings
-    - `shape`: of a device's shard under `params`
-    - `split`: the dimension that `opt_state` splits over that axis, None if it splits none
-    - `replicas`: the number of shards to cut it into
-    """
-
-    path: str
-    axes: tuple[Axis, ...]
-    named: bool
-    params: PartitionSpec
-    opt_state: PartitionSpec
-    shape: tuple[int, ...]
-    split: int | None
-    replicas: int
+    path: str  # its path in the tree
+    axes: tuple[Axis, ...]  # its axes; a plain array's are named by their index
+    named: bool  # whether it is a NamedArray
+    params: PartitionSpec  # its partition under this mapping
+    opt_state: PartitionSpec  # likewise
+    shape: tuple[int, ...]  # of a device's shard under `params`
+    split: int | None  # the dimension that `opt_state` splits over that axis, None if it splits none
+    replicas: int  # the number of shards to cut it into
 
     @property
     def exact(self) -> bool:

@@ -24,17 +24,12 @@ class RowLayout(NamedTuple):
 
     A row is a whole number of blocks of the codecs, so that no block holds values of two rows. One row has the shard's
     own number of values.
-
-    - `size`: values of the shard
-    - `count`: rows
-    - `row`: values of a row
-    - `exact`: whether they are sent as float32 with any codec, as scalars are
     """
 
-    size: int
-    count: int
-    row: int
-    exact: bool = False
+    size: int  # values of the shard
+    count: int  # rows
+    row: int  # values of a row
+    exact: bool = False  # whether they are sent as float32 with any codec, as scalars are
 
     def to_rows(self, values: jax.Array) -> jax.Array:
         """Turn [size] into [count, row]."""
@@ -45,11 +40,9 @@ class RowLayout(NamedTuple):
         return rows.reshape(-1)[: self.size]
 
     def first_codec(self, config: ReduceConfig) -> Codec:
-        """Return the codec of the first phase."""
         return EXACT if self.exact else config.first_codec()
 
     def second_codec(self, config: ReduceConfig) -> Codec:
-        """Return the codec of the second phase."""
         return EXACT if self.exact else config.second_codec()
 
 

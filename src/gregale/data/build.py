@@ -65,11 +65,8 @@ def build_store(
 
     One process of each host encodes with up to `workers` processes. All hosts that use the same cache share the work,
     and `report` receives the number of input bytes that they have encoded together. A build continues from the finished
-    parts of an earlier build.
-
-    Raises:
-        UserError: the source cannot be read, has no tokens, or has one outside the vocabulary; or the cached store is
-            damaged.
+    parts of an earlier build. Raises `UserError` if the source cannot be read, has no tokens, or has one outside the
+    vocabulary; or the cached store is damaged.
     """
     folder = cache.root / store_key(source.config, tokenizer)
     if not is_complete(folder):

@@ -22,10 +22,9 @@ class ChunkCache:
     A process checks a chunk on the first read and fetches a damaged chunk again. If the disk is full or read-only, the
     cache stores nothing and every chunk is fetched.
 
-    Args:
-        folder: created when the first chunk is stored.
-        max_bytes: the limit of all chunks together; the least recently read chunks are removed first. By default a
-            quarter of the disk.
+    - `folder`: created when the first chunk is stored.
+    - `max_bytes`: the limit of all chunks together; the least recently read chunks are removed first. By default a
+      quarter of the disk.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None):

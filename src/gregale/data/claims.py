@@ -59,7 +59,6 @@ def once(
 
 
 def read(claim: StoragePath) -> dict:
-    """Return the content of a claim; empty if the claim is missing or incomplete."""
     with suppress(FileNotFoundError, ValueError):
         return json.loads(claim.read_bytes())
     return {}

@@ -78,7 +78,6 @@ _tokenizer_of_worker: list[Tokenizer] = []  # created when a worker starts: a la
 
 
 def encode_in_worker(task: EncodeTask, folder: StoragePath) -> None:
-    """Run `encode_part` with this worker's tokenizer."""
     encode_part(task, _tokenizer_of_worker[0], folder)
 
 

@@ -29,12 +29,11 @@ WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
 class Windows(Sequence[ExampleBatch]):
     """The windows of one or several streams, in order, each as an example.
 
-    Args:
-        streams: streams of documents; a window never spans two streams.
-        sequence_length: L, tokens in an example.
-        cross_documents: whether attention and loss cross document boundaries.
-        evaluates: whether examples also have `more_bytes`, int32 [L]: for each target, its bytes of text beyond those
-            of its vocabulary entry.
+    - `streams`: streams of documents; a window never spans two streams.
+    - `sequence_length`: L, tokens in an example.
+    - `cross_documents`: whether attention and loss cross document boundaries.
+    - `evaluates`: whether examples also have `more_bytes`, int32 [L]: for each target, its bytes of text beyond those
+      of its vocabulary entry.
     """
 
     def __init__(
@@ -70,14 +69,12 @@ def window_count(stream: DocumentStream, sequence_length: int) -> int:
 def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
     """Return one window as the arrays that a model takes.
 
-    Args:
-        tokens: int32 [L + 1].
-        documents: the index of each token's document [L + 1], not decreasing.
+    - `tokens`: int32 [L + 1].
+    - `documents`: the index of each token's document [L + 1], not decreasing.
 
-    Returns:
-        `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target belongs to
-        another document), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
-        one), `positions` int32 [L] (from 0 at the first token of each document in the window).
+    Returns `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target is of
+    another document), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
+    one), `positions` int32 [L] (from 0 at the first token of each document in the window).
     """
     positions = np.arange(len(tokens) - 1)
     begins = np.diff(documents[:-1], prepend=documents[:1] - 1) > 0

@@ -52,22 +52,14 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class PartManifest:
-    """The content of a finished part.
-
-    Attributes:
-        documents, tokens: their numbers; ends of documents are tokens.
-        itemsize: bytes of a token.
-        skipped: the fields of `Skipped`.
-        chunks: the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file.
-        corrections: packed `Corrections`; None if the tokenizer needs none.
-    """
+    """The content of a finished part; ends of documents are tokens."""
 
     documents: int
     tokens: int
-    itemsize: int
-    skipped: dict
-    chunks: str
-    corrections: str | None = None
+    itemsize: int  # bytes of a token
+    skipped: dict  # the fields of `Skipped`
+    chunks: str  # the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file
+    corrections: str | None = None  # packed `Corrections`; None if the tokenizer needs none
 
     @property
     def size_bytes(self) -> int:
@@ -189,7 +181,6 @@ def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest
 
 
 def finished_parts(folder: StoragePath) -> set[int]:
-    """Return the numbers of the finished parts."""
     return {int(found[1]) for name in names(folder) if (found := re.fullmatch(r"part-(\d{8})\.json", name))}
 
 

@@ -29,30 +29,20 @@ from gregale.storage import storage_path
 class Corpus:
     """Prepared data.
 
-    Attributes:
-        train: endless examples, see `training_examples` and, with a mixture for each replica, `replica_examples`.
-        held_out: every held-out window once, in order; None if nothing is held out.
-        validation: by validation source, every window once, in order.
-        tokenizer: encodes all the text.
-        train_streams: by source, the training tokens.
-        held_out_streams: by source, the held-out tokens.
-        validation_streams: by validation source, all of its tokens.
-        stores: every token store, by the key of its source (`sources.books`, `validation.news`).
-        fingerprint: a hash of the tokens, the tokenizer and the split, without validation sources. It is equal on all
-            hosts that read the same data, and when a job resumes.
-        notes: lines for the user, such as the number of skipped documents.
+    The fingerprint hashes the tokens, the tokenizer and the split, without validation sources. It is equal on all hosts
+    that read the same data, and when a job resumes.
     """
 
-    train: Examples | ReplicaExamples
-    held_out: Examples | None
-    validation: dict[str, Examples]
+    train: Examples | ReplicaExamples  # endless, see `training_examples` and `replica_examples`
+    held_out: Examples | None  # every held-out window once, in order; None if nothing is held out
+    validation: dict[str, Examples]  # by validation source, every window once, in order
     tokenizer: Tokenizer
-    train_streams: dict[str, DocumentStream]
-    held_out_streams: dict[str, DocumentStream]
-    validation_streams: dict[str, DocumentStream]
-    stores: dict[str, TokenStore]
+    train_streams: dict[str, DocumentStream]  # by source, the training tokens
+    held_out_streams: dict[str, DocumentStream]  # by source, the held-out tokens
+    validation_streams: dict[str, DocumentStream]  # by validation source, all of its tokens
+    stores: dict[str, TokenStore]  # by the key of its source: `sources.books`, `validation.news`
     fingerprint: str
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # lines for the user, such as the number of skipped documents
 
     @property
     def training_tokens(self) -> int:
@@ -72,8 +62,7 @@ class Corpus:
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
     """Build the token stores that the cache lacks, open all stores, and arrange the examples.
 
-    Raises:
-        UserError: a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
+    Raises `UserError` if a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
@@ -137,8 +126,7 @@ def build_stores(
 
     - `ends`: the held-out ends of sources, which train no tokenizer
 
-    Raises:
-        UserError: a source or the tokenizer is invalid; the message begins with the source's name.
+    Raises `UserError` if a source or the tokenizer is invalid; the message begins with the source's name.
     """
     if not config.sources:
         raise UserError(

@@ -13,14 +13,10 @@ END_WINDOWS = 2  # the minimum of an end, if the source is long enough
 
 
 class End(NamedTuple):
-    """A held-out end, described by the text, so that it is the same for every tokenizer.
+    """A held-out end, described by the text, so that it is the same for every tokenizer."""
 
-    - `document`: the index of the first document that the end reaches into
-    - `size_bytes`: the UTF-8 bytes of that document that belong to the end
-    """
-
-    document: int
-    size_bytes: int
+    document: int  # the index of the first document that the end reaches into
+    size_bytes: int  # the UTF-8 bytes of that document that belong to the end
 
 
 class Split(NamedTuple):

@@ -54,11 +54,10 @@ MENDING = "Delete the folder and it will be built again."
 class PartTokens:
     """All tokens of a store, read by chunks on access; each chunk is checked on the first read of this process.
 
-    Args:
-        folder: the folder of the store.
-        disk: a local cache of data from an object store. Parts on a disk are mapped into memory.
-        bounds: the index of each part's first token, and the end of the last, int64 [part + 1].
-        dtype: type of a token.
+    - `folder`: the folder of the store.
+    - `disk`: a local cache of data from an object store. Parts on a disk are mapped into memory.
+    - `bounds`: the index of each part's first token, and the end of the last, int64 [part + 1].
+    - `dtype`: type of a token.
     """
 
     def __init__(self, folder: StoragePath, disk: ChunkCache, bounds: np.ndarray, dtype: np.dtype):
@@ -120,21 +119,13 @@ def mapped(path: Path) -> memoryview:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store.
+    """An open store."""
 
-    Attributes:
-        folder: the folder of the store.
-        tokens: ids [token].
-        offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
-        manifest: the content of `manifest.json`.
-        corrections: the tokens whose bytes of text differ from those of their vocabulary entry.
-    """
-
-    folder: StoragePath
-    tokens: PartTokens
-    offsets: np.ndarray
-    manifest: dict
-    corrections: Corrections
+    folder: StoragePath  # the folder of the store
+    tokens: PartTokens  # ids [token]
+    offsets: np.ndarray  # int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`
+    manifest: dict  # the content of `manifest.json`
+    corrections: Corrections  # the tokens whose bytes of text differ from those of their vocabulary entry
 
     @property
     def content(self) -> dict:
@@ -184,11 +175,8 @@ def read_parts(
 
     - `read(done, total)`: receives the number of bytes read
 
-    Returns:
-        The documents' lengths, and the manifest's entry for the tokens.
-
-    Raises:
-        CorruptPart: a part does not match its manifest.
+    Returns the documents' lengths, and the manifest's entry for the tokens.
+    Raises `CorruptPart` if a part does not match its manifest.
     """
     digest, lengths = hashlib.sha256(), bytearray()
     size, done, total = 0, 0, sum(manifest.size_bytes for manifest in manifests)
@@ -207,8 +195,7 @@ def read_parts(
 def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     """Open a complete store; tokens are checked when they are read.
 
-    Raises:
-        UserError: the store is missing, damaged or of another version; names the file.
+    Raises `UserError` if the store is missing, damaged or of another version; names the file.
     """
     manifest = read_manifest(folder / MANIFEST_NAME)
 
@@ -259,8 +246,7 @@ def complete_store(
     - `description`: the fields of the manifest that describe the store's source
     - `report`: receives the number of bytes read, as `putting together`
 
-    Raises:
-        CorruptPart: a part does not match its manifest.
+    Raises `CorruptPart` if a part does not match its manifest.
     """
     shown = report if len(manifests) > 1 else silent  # a single part takes no time
     lengths, tokens = read_parts(folder, manifests, lambda done, total: shown("putting together", done, total))

@@ -1,24 +1,35 @@
 """The documents of a store as one long stream of tokens."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from gregale.data.store import TokenStore
+from gregale.data.text_bytes import Corrections
+from gregale.data.tokenizers import Tokenizer
+
+
+class InMemory(NamedTuple):
+    """Tokens of documents in memory, as a `TokenStore` has them in files."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    corrections: Corrections
 
 
 class DocumentStream:
     """Selected documents of a store, optionally only their tokens between two indices, concatenated in order.
 
-    Args:
-        store: holds the tokens; nothing is copied.
-        chosen: bool [document], whether the stream has a document.
-        start: the first of the store's tokens that the stream may have.
-        stop: the end of those tokens; by default the end of the store.
+    - `store`: holds the tokens; nothing is copied.
+    - `chosen`: bool [document], whether the stream has a document.
+    - `start`: the first of the store's tokens that the stream may have.
+    - `stop`: the end of those tokens; by default the end of the store.
 
-    Attributes:
-        starts: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
+    - `starts`: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
     """
 
-    def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):
+    def __init__(self, store: TokenStore | InMemory, chosen: np.ndarray, start: int = 0, stop: int | None = None):
         offsets = store.offsets.clip(start, stop)
         numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
         lengths = offsets[numbers + 1] - offsets[numbers]
@@ -46,6 +57,16 @@ class DocumentStream:
         counts = np.diff(self.starts[first : last + 1].clip(start, stop))
         documents = np.repeat(np.arange(first, last), counts)
         return np.arange(start, stop) + self._shifts[documents], documents
+
+
+def stream_of(texts: Sequence[str], tokenizer: Tokenizer) -> DocumentStream:
+    """Return the stream of texts in memory, at least one, each a document with the token that ends it."""
+    found = [
+        (np.append(ids, tokenizer.end_of_document), np.append(more, 0)) for ids, more in tokenizer.encode_counted(texts)
+    ]
+    tokens, more = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    offsets = np.array([0, *(len(ids) for ids, _ in found)], np.int64).cumsum()
+    return DocumentStream(InMemory(tokens, offsets, Corrections.of(more)), np.ones(len(texts), bool))
 
 
 def held_out_documents(count: int, fraction: float) -> np.ndarray:

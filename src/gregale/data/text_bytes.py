@@ -16,15 +16,10 @@ KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a S
 
 
 class Corrections(NamedTuple):
-    """The tokens whose bytes of text differ from those of their pieces.
+    """The tokens whose bytes of text differ from those of their pieces."""
 
-    Attributes:
-        places: the indices of these tokens, ascending, int64 [correction].
-        differences: bytes of text less bytes of the piece, int64 [correction].
-    """
-
-    places: np.ndarray
-    differences: np.ndarray
+    places: np.ndarray  # the indices of these tokens, ascending, int64 [correction]
+    differences: np.ndarray  # bytes of text less bytes of the piece, int64 [correction]
 
     @staticmethod
     def of(differences: np.ndarray) -> "Corrections":
@@ -71,10 +66,9 @@ def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.nd
     share a character are a group. If the pieces of a group do not have the bytes of its characters, the difference goes
     to the first token, down to 0 bytes, and then to the next one.
 
-    Args:
-        text: the encoded text.
-        offsets: the first character of each token, and the one after its last.
-        pieces: bytes of each token's piece, int64 [token].
+    - `text`: the encoded text.
+    - `offsets`: the first character of each token, and the one after its last.
+    - `pieces`: bytes of each token's piece, int64 [token].
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     ends = np.maximum.accumulate(ends)

@@ -38,13 +38,11 @@ def training_texts(
     """Yield the text of all sources that is not held out.
 
     A document's number counts the documents that are not empty, as in the store, so that both use the same split.
+    Raises `UserError` if a source cannot be read, or there is no text.
 
     - `fraction`: the proportion of documents that is held out
     - `ends`: by name, the sources that have a held-out end instead
     - `report`: receives the number of input bytes read
-
-    Raises:
-        UserError: a source cannot be read, or there is no text.
     """
     parts = [(name, source, part) for name, source in sources.items() for part in source.parts()]
     total = sum(part.size_bytes for _, _, part in parts)

@@ -79,12 +79,11 @@ class BpeConfig(TokenizerConfig):
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    Attributes:
-        vocabulary_size: number of ids; every id is below it.
-        end_of_document: the id that ends a document; no text encodes to it, unless `parses_special`.
-        is_exact: whether every text has as many bytes as the vocabulary entries of its tokens.
-        special_names: the names of special tokens.
-        parses_special: whether these names in a text encode to the special tokens; in documents they are plain text.
+    - `vocabulary_size`: number of ids; every id is below it.
+    - `end_of_document`: the id that ends a document; no text encodes to it, unless `parses_special`.
+    - `is_exact`: whether every text has as many bytes as the vocabulary entries of its tokens.
+    - `special_names`: the names of special tokens.
+    - `parses_special`: whether these names in a text encode to the special tokens; in documents they are plain text.
     """
 
     vocabulary_size: int
@@ -146,8 +145,6 @@ class Tokenizer(ABC):
 
 
 class BytesTokenizer(Tokenizer):
-    """One id for each byte of UTF-8, and 256 for the end of a document."""
-
     vocabulary_size = 257
     end_of_document = 256
 

@@ -15,8 +15,7 @@ def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], origin: s
     - `vocabulary`: id of each token, added ones included
     - `origin`: the origin of the content, for messages
 
-    Raises:
-        UserError: the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.
+    Raises `UserError` if the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.
     """
     last = max(vocabulary, key=vocabulary.__getitem__)
     if vocabulary[last] > LARGEST_ID:

@@ -55,7 +55,8 @@ def start_devices(
     On CPU devices the process keeps its memory (`gregale.distributed.malloc_tuning`). On a GPU, JAX takes the fraction
     `GPU_MEMORY` of the memory, unless the environment sets another fraction.
 
-    With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
+    With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. A process in which
+    JAX has started already, such as a notebook, needs at least as many CPU devices. With the
     coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) provides the coordinator, the number of
     processes and the number of this process.
 
@@ -75,8 +76,7 @@ def start_devices(
         if cpu_devices > 1:
             os.environ.setdefault("PJRT_NPROC", str(THREADS_A_DEVICE * cpu_devices))
         set_flags(cpu_devices)
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
+        simulate(cpu_devices // processes)
     if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
         keep_memory()
     if processes > 1 and distributed.coordinator is None:
@@ -85,6 +85,22 @@ def start_devices(
             f"0, the same for all processes."
         )
     return _join(distributed, terms) if processes > 1 or is_auto else None
+
+
+def simulate(devices: int) -> None:
+    """Set the number of this process's CPU devices; raise `UserError` if JAX has started with fewer, or with others."""
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:  # JAX has started with another number
+        found = jax.local_devices()
+        if found[0].platform != "cpu" or len(found) < devices:
+            raise UserError(
+                f"{devices} CPU devices are to be simulated (cpu_devices), but JAX has started in this process with "
+                f"{len(found)} {found[0].platform} device(s), and starts once only. Restart the process (a notebook: "
+                f"its kernel) and begin with this call, or use fewer devices."
+            ) from None
+    else:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def set_flags(cpu_devices: int) -> None:

@@ -13,16 +13,13 @@ MAX_DIGITS = 10  # of a number of processes, or a pid
 
 
 class JoinRequest(NamedTuple):
-    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge.
-
-    - `nonce`: random text of this process, for process 0's proof
-    """
+    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge."""
 
     number: int
     processes: int
     pid: int
     host: str
-    nonce: str
+    nonce: str  # random text of this process, for process 0's proof
 
     @staticmethod
     def of(config: DistributedConfig, nonce: str) -> JoinRequest:
@@ -30,7 +27,6 @@ class JoinRequest(NamedTuple):
         return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), nonce)
 
     def line(self, token: bytes, challenge: str) -> str:
-        """Return the join line."""
         fields = " ".join(map(str, self))
         return f"join {fields} {sign(token, challenge.encode(), fields.encode())}"
 
@@ -38,7 +34,9 @@ class JoinRequest(NamedTuple):
     def parse(line: str, token: bytes, challenge: str) -> tuple[JoinRequest, bool] | None:
         """Return the request and whether its proof is valid; None if the line is no join line."""
         words = line.split()
-        if len(words) != 7 or words[0] != "join" or not all(map(_is_number, words[1:4])):
+        # Python rejects numbers of thousands of digits.
+        numbers = [word for word in words[1:4] if word.isdecimal() and len(word) <= MAX_DIGITS]
+        if len(words) != 7 or words[0] != "join" or len(numbers) != 3:
             return None
         request = JoinRequest(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
         if request.number >= request.processes:
@@ -57,7 +55,3 @@ class JoinRequest(NamedTuple):
         """Return process 0's name from its reply; None if its proof is wrong."""
         proof, _, name = answer.partition(" ")
         return name if is_signed(token, proof, self.nonce.encode(), name.encode()) else None
-
-
-def _is_number(word: str) -> bool:
-    return word.isdecimal() and len(word) <= MAX_DIGITS  # Python rejects numbers of thousands of digits

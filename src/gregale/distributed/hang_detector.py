@@ -37,10 +37,7 @@ class Phase(StrEnum):
     ENDING = "ending"  # no other process waits for this process any more
 
     def timeout(self, seconds: float) -> float:
-        """Return the maximum time without progress in this phase, in seconds.
-
-        - `seconds`: the timeout of a step
-        """
+        """Return the maximum seconds without progress in this phase; `seconds`: the timeout of a step."""
         if self in (Phase.PREPARING, Phase.ENDING):
             return math.inf
         return seconds if self is Phase.TRAINING else OTHER_WORK * seconds
@@ -48,19 +45,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ThreadProgress:
-    """The progress of a main thread.
+    """The progress of a main thread."""
 
-    - `steps`: number of steps done or begun
-    - `waits`: whether the thread waits for its devices
-    - `marks`: number of progress updates
-    - `since`: time at which this process received the update; not compared
-    """
-
-    steps: int = 0
+    steps: int = 0  # done or begun
     phase: Phase = Phase.PREPARING
-    waits: bool = False
-    marks: int = 0
-    since: float = field(default_factory=time.monotonic, compare=False)
+    waits: bool = False  # whether the thread waits for its devices
+    marks: int = 0  # number of progress updates
+    since: float = field(default_factory=time.monotonic, compare=False)  # time at which this process received it
 
     def __str__(self) -> str:
         return f"{self.steps} {self.phase} {self.waits:d} {self.marks}"

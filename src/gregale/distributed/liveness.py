@@ -36,22 +36,14 @@ _RESUME_HINT_SECONDS = 5.0  # timeout: a disk that does not respond may be why t
 
 @dataclass(eq=False)
 class Peer:
-    """The process at the other end of a connection.
-
-    Attributes:
-        name: text with its number, host and process id.
-        last_heartbeat: time of its last message.
-        is_done: whether it has reached the end of the run.
-        ended: time at which it announced an error of its own; None before.
-        progress: the progress of its main thread.
-    """
+    """The process at the other end of a connection."""
 
     connection: socket.socket
-    name: str
-    last_heartbeat: float
-    is_done: bool = False
-    ended: float | None = None
-    progress: ThreadProgress = field(default_factory=ThreadProgress)
+    name: str  # text with its number, host and process id
+    last_heartbeat: float  # time of its last message
+    is_done: bool = False  # whether it has reached the end of the run
+    ended: float | None = None  # time at which it announced an error of its own; None before
+    progress: ThreadProgress = field(default_factory=ThreadProgress)  # the progress of its main thread
     unread: bytes = field(default=b"", repr=False)
 
     def send(self, line: str) -> None:
@@ -93,11 +85,6 @@ class LivenessMonitor(Thread):
     """
 
     def __init__(self, peers: Sequence[Peer], config: DistributedConfig):
-        """
-        Args:
-            peers: the connected peers.
-            config: provides this process's number and the timeouts.
-        """
         super().__init__(daemon=True, name="peers")
         self.progress = Progress()
         self.resume_hint: Callable[[], str] = str

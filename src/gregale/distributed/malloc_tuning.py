@@ -28,7 +28,7 @@ def keep_memory(environment: Mapping[str, str] = os.environ) -> bool:
     return all(results)
 
 
-def give_back_memory() -> None:
+def release_memory() -> None:
     """Return unused memory of malloc to the system, for code that loads large arrays in sequence and makes no steps.
 
     Only glibc supports this; it takes milliseconds.

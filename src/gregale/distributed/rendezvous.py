@@ -91,14 +91,10 @@ _NO_REQUEST = JoinRequest(-1, 0, 0, "", "")
 
 @dataclass(eq=False)
 class _Client(Peer):
-    """A process that has connected to process 0.
+    """A process that has connected to process 0."""
 
-    - `challenge`: the random text that this process must sign
-    - `request`: its join request, after it has arrived
-    """
-
-    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
-    request: JoinRequest = _NO_REQUEST
+    challenge: str = field(default_factory=lambda: secrets.token_hex(16))  # the random text that this process must sign
+    request: JoinRequest = _NO_REQUEST  # its join request, after it has arrived
 
 
 class RendezvousServer:
@@ -195,7 +191,7 @@ class RendezvousServer:
             connection.settimeout(_HANDSHAKE_SECONDS)
             peer = _Client(connection, "", time.monotonic())
             self._unidentified.add(peer)
-            peer.send(f"who {peer.challenge}")
+            peer.send(f"challenge {peer.challenge}")
             selector.register(connection, selectors.EVENT_READ, peer)
 
     def _receive(self, peer: _Client, selector: selectors.BaseSelector) -> None:
@@ -311,7 +307,7 @@ def _wait_for_all(process_0: Peer, request: JoinRequest, config: DistributedConf
     process_0.connection.settimeout(config.timeout_seconds)
     while (line := process_0.next_line(_MAX_UNREAD_BYTES)) is not None:
         word, _, rest = line.partition(" ")
-        if word == "who":
+        if word == "challenge":
             process_0.send(request.line(token, rest))
         if word == "there?":
             process_0.send("there")

@@ -2,9 +2,11 @@
 
 import os
 import signal
-from threading import Timer
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer, current_thread, main_thread
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +17,24 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Catches SIGTERM, SIGINT and SIGHUP inside a `with` block of the main thread.
+    """Catches SIGTERM, SIGINT and SIGHUP inside a `with` block.
 
     SIGHUP, which a closed terminal sends, stays ignored if it is ignored (`nohup`). The first signal only sets
     `signal_name`. A second SIGINT raises KeyboardInterrupt, for a user who cannot wait for the checkpoint. The end of
-    the block restores the old handlers.
+    the block restores the old handlers. In a thread that is not the main one it catches nothing, because Python calls
+    handlers in the main thread only.
 
     In a run of several processes a signal reaches them at different steps, or reaches only some of them. So all act on
     `agreed` only.
+
+    - `check_every`: steps between two exchanges among processes, more than the device has in flight; the processes
+      agree on a stop at most twice as many steps after the signal
+    - `exit_seconds`: after the second SIGINT this process ends within this time, even if it waits for a store
     """
 
+    ends_process: ClassVar[bool] = True  # after the second SIGINT, see `process_goes_on`
+
     def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
-        """
-        Args:
-            check_every: steps between two exchanges among processes. It should exceed the number of steps in flight on
-                the device. The processes agree on a stop at most twice as many steps after the signal.
-            exit_seconds: after the second SIGINT this process ends within this time, even if it waits for a store.
-        """
         self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
         self._check_every = check_every
@@ -39,7 +42,10 @@ class StopRequest:
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        if current_thread() is not main_thread():
+            return self
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not ignores_hangup]
         self._old_handlers = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
@@ -64,20 +70,27 @@ class StopRequest:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
-            timer = Timer(self._exit_seconds, _exit_now)
-            timer.daemon = True
-            timer.start()
+            if self.ends_process:
+                timer = Timer(self._exit_seconds, _exit_now)
+                timer.daemon = True
+                timer.start()
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
+
+
+@contextmanager
+def process_goes_on() -> Iterator[None]:
+    """Let a second SIGINT inside the block raise KeyboardInterrupt only: the process, such as a notebook's, goes on."""
+    before, StopRequest.ends_process = StopRequest.ends_process, False
+    try:
+        yield
+    finally:
+        StopRequest.ends_process = before
 
 
 def _exit_now() -> None:
     os.write(2, b"gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n")
     os._exit(128 + signal.SIGINT)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 class _ProcessFlags:

@@ -1,8 +1,10 @@
-"""HMAC-SHA256 signatures that prove knowledge of a run's secret, its token."""
+"""HMAC-SHA256 signatures that prove knowledge of a run's secret, its token; digests, and JSON to sign."""
 
 from __future__ import annotations
 
 import hmac
+import json
+from hashlib import blake2b
 from pathlib import Path
 
 from gregale.errors import UserError
@@ -42,3 +44,16 @@ def sign(token: bytes, *parts: bytes) -> str:
 def is_signed(token: bytes, signature: str, *parts: bytes) -> bool:
     """Return whether a signature is valid for the parts."""
     return hmac.compare_digest(signature.encode(), sign(token, *parts).encode())
+
+
+def canonical(content: object) -> bytes:
+    """Return JSON bytes that are the same for equal content."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(*parts: bytes | memoryview) -> str:
+    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
+    state = blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()

@@ -25,14 +25,12 @@ def bigram_bits_per_byte(
     held-out text itself, which favours the bigram model. Pairs are those that an example scores: both tokens in one
     document, unless examples cross documents.
 
-    Args:
-        training: streams to count on.
-        held_out: streams to score.
-        token_bytes: of each token [vocabulary], see `Tokenizer.token_bytes`.
-        cross_documents: as in `DataConfig`.
+    - `training`: streams to count on.
+    - `held_out`: streams to score.
+    - `token_bytes`: of each token [vocabulary], see `Tokenizer.token_bytes`.
+    - `cross_documents`: as in `DataConfig`.
 
-    Returns:
-        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of text of b.
+    The result is sum of -log2 p(b | a) over held-out pairs / sum of the bytes of text of b.
     """
     vocabulary, held_out = len(token_bytes), list(held_out)
     scored, times = unique_pairs(held_out, vocabulary, cross_documents)

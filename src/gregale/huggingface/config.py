@@ -47,7 +47,6 @@ YARN = {
 def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaConfig]:
     """Return the family and the configuration that a config.json describes.
 
-    Arguments:
     - `saved`: its content
     - `source`: its path, for messages
 
@@ -192,7 +191,6 @@ def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
 def written_config(config: LlamaConfig, family: Family, vocabulary: int, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model.
 
-    Arguments:
     - `family`: a family that supports the model
     - `vocabulary`: rows of the embedding
     - `before`: the imported config.json; the result keeps its keys that do not affect the shape, and its format of the

@@ -57,33 +57,21 @@ NORMS_OF_ALL_HEADS: Names = {
 class Family:
     """Models with the same block and the same tensor names.
 
-    - `model_type`: value in config.json
-    - `architecture`: class in transformers
-    - `layer`: names of a layer's tensors, below `LAYER`
-    - `config`: configuration class of its models
-    - `block`: fields with the same value in all its models; the other fields of the block have defaults
-    - `window`: the key of config.json that enables a sliding window: `sliding_window` itself, or `use_sliding_window`;
-      None: no windows
-    - `full_every`: without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
-    - `keys`: keys of config.json that not all families have -> field of `LlamaConfig`
-    - `only`: keys of config.json with the only supported value, which `written_config` writes too
-    - `ignored`: keys of config.json that transformers reads but does not use, which have to be null
-    - `defaults`: values of keys that config.json may omit
-    - `any_heads`: whether transformers accepts a `hidden_size` that the number of heads does not divide
+    The key `window` of config.json enables a sliding window: `sliding_window` itself, or `use_sliding_window`.
     """
 
-    model_type: str
-    architecture: str
-    layer: Names
-    config: type[LlamaConfig] = LlamaConfig
-    block: Mapping[str, Any] = field(default_factory=dict)
-    window: str | None = None
-    full_every: int | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
+    model_type: str  # value in config.json
+    architecture: str  # class in transformers
+    layer: Names  # names of a layer's tensors, below `LAYER`
+    config: type[LlamaConfig] = LlamaConfig  # configuration class of its models
+    block: Mapping[str, Any] = field(default_factory=dict)  # fields with the same value in all its models
+    window: str | None = None  # None: no windows
+    full_every: int | None = None  # without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
+    keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json that not all families have
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
-    ignored: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    any_heads: bool = True
+    ignored: tuple[str, ...] = ()  # keys of config.json that transformers reads but does not use: null
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
+    any_heads: bool = True  # whether transformers accepts a `hidden_size` that the number of heads does not divide
 
     @property
     def has_layer_types(self) -> bool:
@@ -113,10 +101,7 @@ BLOCK = (
     *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
 )
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
-GEMMA_KEYS = {
-    "query_pre_attn_scalar": "score_width",
-    "final_logit_softcapping": "logit_softcap",
-}
+GEMMA_KEYS = {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_softcap"}
 SCORE_SOFTCAP = "attn_logit_softcapping"
 GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA_DEFAULTS = {

@@ -40,17 +40,13 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the parsed headers of its tensor files.
-
-    - `saved`: content of its config.json
-    - `tensors`: tensors of all its files, by name
-    """
+    """A folder with the parsed headers of its tensor files."""
 
     path: Path
-    saved: Mapping[str, Any]
+    saved: Mapping[str, Any]  # content of its config.json
     family: Family
     model: LlamaConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # tensors of all its files, by name
 
     @property
     def files(self) -> list[Path]:
@@ -175,9 +171,8 @@ def copy_beside(source: StoragePath, target: StoragePath, names: Iterable[str] =
 def made_whole(path: Path, size: int) -> Iterator[Path]:
     """Yield a temporary folder; rename it at the end, or remove it after an error.
 
-    `size`: bytes of its files
-
-    Raises `UserError` if the name exists, if another process makes the folder, or if the disk lacks space.
+    `size`: bytes of its files Raises `UserError` if the name exists, if another process makes the folder, or if the
+    disk lacks space.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already, and would be overwritten. Give another name, or remove it.")

@@ -20,18 +20,12 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`.
+    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`."""
 
-    - `hub`: the tensor's name
-    - `path`: the parameter's path in the model
-    - `axes`: the parameter's axes
-    - `groups`: names of axes; one dimension of the hub's tensor flattens the axes of a group
-    """
-
-    hub: str
-    path: str
-    axes: tuple[Axis, ...]
-    groups: tuple[tuple[str, ...], ...]
+    hub: str  # the tensor's name
+    path: str  # the parameter's path in the model
+    axes: tuple[Axis, ...]  # the parameter's axes
+    groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
 
     @property
     def layers(self) -> int | None:

@@ -20,7 +20,6 @@ Tree = Any
 def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], NamedArray]:
     """Return a function that reads one parameter by its path under `params`; each process reads its own shards.
 
-    Arguments:
     - `model`: the abstract model, with the requested dtypes; the padding of its vocabulary is zero
 
     Raises `UserError` if the folder has another model.

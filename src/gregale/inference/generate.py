@@ -30,27 +30,18 @@ class Prompt(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The constants of each row of a batch.
+    """The constants of each row of a batch."""
 
-    - `first`: the index of its first token, int32 [row]
-    - `seeds`: random seeds, int32 [row]
-    """
-
-    first: np.ndarray
-    seeds: np.ndarray
+    first: np.ndarray  # the index of its first token, int32 [row]
+    seeds: np.ndarray  # random seeds, int32 [row]
 
 
 class Last(NamedTuple):
-    """The tokens before a block.
+    """The tokens before a block."""
 
-    - `tokens`: one of each row, int32 [row]
-    - `over`: whether a row has ended, bool [row]
-    - `place`: the index of the tokens
-    """
-
-    tokens: np.ndarray
-    over: np.ndarray
-    place: int
+    tokens: np.ndarray  # one of each row, int32 [row]
+    over: np.ndarray  # whether a row has ended, bool [row]
+    place: int  # the index of the tokens
 
 
 class Generator:
@@ -88,7 +79,6 @@ class Generator:
         The first block has one token a row, and one call of a program draws each of the others. Tokens in a row after
         one that ends a text are meaningless. Generation stops when all rows have ended.
 
-        Arguments:
         - `model`: as the execution runs it, with `prefill` and `decode` (`gregale.model.llama.Llama`); with its blocks
           `unstacked` no token copies weights or caches
         - `sampling`: its seed is ignored; the prompts have seeds
@@ -163,9 +153,7 @@ class Generator:
 
         layout = self._execution.layout
         each, all_of_a_row = (layout.spec(axes, layout.compute) for axes in ((BATCH,), (BATCH, "token")))
-        drawn = jax.shard_map(
-            jax.vmap(one), mesh=layout.mesh, in_specs=(all_of_a_row, each, each), out_specs=each, check_vma=False
-        )
+        drawn = layout.shard_map(jax.vmap(one), (all_of_a_row, each, each), each)
         return drawn(logits.rearrange((BATCH, "vocab")).array, rows.seeds, place - rows.first)
 
     def _everywhere(self, array: jax.Array) -> jax.Array:

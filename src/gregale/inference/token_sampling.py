@@ -21,7 +21,6 @@ class Sampling(Settings):
 def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
     """Draw one token of those that `allowed` leaves, by their probabilities; at temperature 0 the likeliest one.
 
-    Arguments:
     - `logits`: [vocab], float32
     """
     if sampling.temperature == 0:
@@ -36,7 +35,6 @@ def allowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
     The nucleus is the smallest set of likeliest tokens whose probabilities, among those that `top_k` leaves, add up to
     at least `top_p` (Holtzman et al., arXiv 1904.09751). This is the order of transformers' warpers.
 
-    Arguments:
     - `logits`: [vocab], float32
     - `sampling`: with a temperature above 0
     """

@@ -98,9 +98,8 @@ class Driver:
     def order(self, starved: bool = False) -> commands.TrainerCommand | None:
         """Return the trainer's next command; None: take a step.
 
-        It waits before the start, where `RoundPacing.waits` is true, and if `starved` until data is leased.
-
-        Raises `UserError` if the fleet rejects this island.
+        It waits before the start, where `RoundPacing.waits` is true, and if `starved` until data is leased. Raises
+        `UserError` if the fleet rejects this island.
         """
         began = time.monotonic()
         with self._changed:
@@ -111,7 +110,8 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order(starved)
-                if order is not None or not self._must_wait(starved):
+                waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
+                if order is not None or not (waits or (starved and self.leases.is_empty())):
                     break
                 if self.stop_asked() and not self._leaving:
                     self.leave()
@@ -224,10 +224,6 @@ class Driver:
             return commands.Finish(complete)
         return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
-    def _must_wait(self, starved: bool) -> bool:
-        waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
-        return waits or (starved and self.leases.is_empty())
-
     # Events and actions.
 
     def post(self, event: protocol.Event) -> None:
@@ -339,7 +335,6 @@ class Driver:
             self._end(str(error))
 
     def _end(self, reason: str) -> None:
-        """End the run with this line."""
         with self._changed:
             self._refused = self._refused or reason
             self._changed.notify_all()

@@ -47,13 +47,12 @@ def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) ->
     """Return the record of a fetched state that no round in progress would replace.
 
     Fetching the state of a large model may take longer than a round. The first call of `heal` fetches most of it. Each
-    later one fetches only changes, after the end of a round, so an island joins between two rounds.
+    later one fetches only changes, after the end of a round, so an island joins between two rounds. Raises the errors
+    of `heal`.
 
     - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
     - `waits`: the first call also waits for the end of a round, because a round changes the whole state
     - `seconds`: the time after which a state is accepted although a round may replace it
-
-    Raises the errors of `heal`.
     """
     until = time.monotonic() + seconds
     heal(waits)

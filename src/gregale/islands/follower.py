@@ -6,6 +6,7 @@ batches in the same order. If host 0 is lost, it waits until `gregale.distribute
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -33,7 +34,6 @@ class Follower:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the thread that receives commands."""
         Thread(target=lambda: self._guarded(self._listen), daemon=True, name="follower").start()
 
     # Methods that the trainer calls, as on a driver.
@@ -80,14 +80,12 @@ class Follower:
         self._link.send({"shown": inner.step})
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear this host's shards of a peer's inner optimizer."""
         return self._worker.inherited()
 
     def leave(self) -> None:
         """Do nothing: host 0 leaves, and a `Finish` command follows."""
 
     def close(self) -> None:
-        """Stop the threads and the server."""
         self._is_closed = True
         self._link.close()
         for threads in (self._exchange, self._healing):
@@ -107,11 +105,11 @@ class Follower:
                 case "granted":
                     self._grants.put(arguments[0])
                 case "reduce":
-                    self._exchange.submit(self._guarded, lambda message=message: self._answer(message, self._reduce))
+                    self._exchange.submit(self._guarded, partial(self._answer, message, self._reduce))
                 case "fetch":
-                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._fetch))
+                    self._healing.submit(self._guarded, partial(self._answer, message, self._fetch))
                 case "inherit":
-                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._inherit))
+                    self._healing.submit(self._guarded, partial(self._answer, message, self._worker.inherit))
                 case "commit":
                     self._worker.commit(arguments[0], OuterRecord.from_json(arguments[1]))
                 case "install":
@@ -133,9 +131,6 @@ class Follower:
     def _fetch(self, sources: list, settled: bool) -> Any:
         found = self._worker.fetch(_peers(sources), settled)
         return found.outer.to_json(), found.digest, found.settled
-
-    def _inherit(self, address: str) -> int:
-        return self._worker.inherit(address)
 
     def _answer(self, message: dict[str, Any], work: Callable[..., Any]) -> None:
         count = self._worker.count

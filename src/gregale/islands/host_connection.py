@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from threading import Condition, Lock
 from typing import Any
 
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
-from gregale.islands.transport.signing import canonical
 
 LARGEST_REPLY_BYTES = 64 << 20
 ASK_SECONDS = 20.0  # for which host 0 holds a request while it has no command
@@ -32,10 +32,7 @@ class HostFailed(Exception):
 
 
 class RemoteHost:
-    """Another host of the island, as seen from host 0.
-
-    - `number`: the process index of the host
-    """
+    """Another host of the island, as seen from host 0; `number`: the process index of the host."""
 
     def __init__(self, number: int):
         self.number, self._changed = number, Condition()
@@ -130,7 +127,6 @@ class HostConnection:
             ) from None
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
         with self._lock:
             self._request(self._sends, {"number": self._sent, **message}, REACH_SECONDS)
             self._sent += 1

@@ -45,7 +45,6 @@ class HostGroup:
 
     @property
     def side(self) -> OuterSnapshot:
-        """The outer state at the last command."""
         return self._own.side
 
     def ordered(self, order: TrainerCommand | None) -> None:
@@ -81,17 +80,14 @@ class HostGroup:
         return joint_digest(digests)
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Commit a result, and serve it."""
         self._own.commit(key, outer)
         self._send("commit", key, outer.to_json())
 
     def discard(self, key: str) -> None:
-        """Delete a result."""
         self._own.discard(key)
         self._send("discard", key)
 
     def drop_group(self) -> None:
-        """Drop the groups."""
         self._send("drop_group")
         self._own.drop_group()
 
@@ -129,7 +125,8 @@ class HostGroup:
         found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
-            behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
+            current = {number for number, each in found.items() if each.outer == newest}
+            behind = set(range(len(self._others) + 1)) - current
             asked = [
                 (host.number, host.request("fetch", [wire, settled])) for host in self._others if host.number in behind
             ]
@@ -149,10 +146,6 @@ class HostGroup:
                 return FetchedState(outer, digest, all(each.settled for each in found.values()))
         rounds = sorted({each.outer.round for each in found.values()})
         raise DigestMismatch(f"the hosts of this island fetched different states, of rounds {rounds}")
-
-    @staticmethod
-    def _is_behind(found: FetchedState | None, newest: OuterRecord | None) -> bool:
-        return found is None or found.outer != newest
 
     def install(self, outer: OuterRecord) -> bool:
         """Adopt the fetched state, and serve it; return as `takes_inner`."""
@@ -194,7 +187,6 @@ class HostGroup:
             host.await_copy(step, COPY_SECONDS)
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Return and clear host 0's shards of a peer's inner optimizer."""
         return self._own.inherited()
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +197,6 @@ class HostGroup:
         raise RequestRejected("this island has no such host")
 
     def close(self) -> None:
-        """Close the connections and the worker."""
         for host in self._others:
             host.close()
         self._own.close()

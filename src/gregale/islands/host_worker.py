@@ -5,7 +5,7 @@ A driver commands it; it makes no decisions. One thread at a time calls it, exce
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from gregale.islands.trainer_command import TrainerCommand
 from gregale.islands.transport.group import Count, Group, GroupFailed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Fetcher, TransferFailed, fetch
+from gregale.islands.transport.transfer import Fetcher, TransferFailed
 from gregale.methods.island_outer import HostOuter, OuterView, Prepared, ValidatedState
 from gregale.methods.schedule import Schedule
 
@@ -42,14 +42,11 @@ class OuterSnapshot(NamedTuple):
 
 
 class FetchedState(NamedTuple):
-    """A valid fetched state: its record, and the digest of the arrays.
-
-    - `settled`: no round in progress would replace it
-    """
+    """A valid fetched state: its record, and the digest of the arrays."""
 
     outer: OuterRecord
     digest: str
-    settled: bool
+    settled: bool  # no round in progress would replace it
 
 
 class DigestMismatch(TransferFailed):
@@ -73,24 +70,16 @@ class LocalLink:
 
 @dataclass
 class HostWorker:
-    """The part of a round that one host executes.
+    """The part of a round that one host executes."""
 
-    - `outer`: this host's shards of the outer parameters and of the outer optimizer state
-    - `schedule`: maps a round to its fragment
-    - `server`: serves this host's shards to peers
-    - `host`: the index of this host in its island
-    - `inner`: shape and dtype of this host's shards of the inner optimizer
-    - `count`: of the bytes of rounds and healing
-    """
-
-    outer: HostOuter
-    schedule: Schedule
-    server: Server
+    outer: HostOuter  # this host's shards of the outer parameters and of the outer optimizer state
+    schedule: Schedule  # maps a round to its fragment
+    server: Server  # serves this host's shards to peers
     token: bytes
     timeouts: Timeouts
-    host: int = 0
-    inner: Expected = field(default_factory=dict)
-    count: Count = field(default_factory=Count)
+    host: int = 0  # the index of this host in its island
+    inner: Expected = field(default_factory=dict)  # shape and dtype of this host's shards of the inner optimizer
+    count: Count = field(default_factory=Count)  # of the bytes of rounds and healing
     _record: OuterRecord | None = None
     _side: OuterSnapshot | None = None
     _fetcher: Fetcher | None = None
@@ -156,7 +145,6 @@ class HostWorker:
         self.publish(outer)
 
     def discard(self, key: str) -> None:
-        """Delete a result."""
         self._results.pop(key, None)
 
     def drop_group(self) -> None:
@@ -210,7 +198,8 @@ class HostWorker:
     def inherit(self, source: str) -> int:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
-        fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
+        with closing(Fetcher(self.token, self.inner)) as fetcher:
+            fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
         return fetched.round
 
@@ -244,7 +233,6 @@ class HostWorker:
             fetcher.close()
 
     def close(self) -> None:
-        """Leave the group and stop the server."""
         self._end_fetching()
         with suppress(GroupFailed):
             self.drop_group()

@@ -28,8 +28,6 @@ _THREADS = 4  # arrays read in parallel
 
 
 class SavedOuterState(NamedTuple):
-    """An outer state read from a checkpoint."""
-
     outer: OuterRecord
     arrays: dict[str, np.ndarray]
     versions: dict[str, int]

@@ -21,15 +21,11 @@ class SendMessage(NamedTuple):
 
 
 class ApplyRound(NamedTuple):
-    """Command: mix in a round's fragment, which is now in host memory.
-
-    - `weight`: the contribution of this island; with 0 it keeps its own parameters
-    - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
-    """
+    """Command: mix in a round's fragment, which is now in host memory."""
 
     round: int
-    weight: float
-    save_offset: float = 0.0
+    weight: float  # the contribution of this island; with 0 it keeps its own parameters
+    save_offset: float = 0.0  # the island's turn to save within a period of checkpoints, in [0, 1)
 
 
 class LoadOuterState(NamedTuple):
@@ -66,18 +62,12 @@ def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
 
 @dataclass
 class RoundPacing:
-    """When an island's rounds are due, and when the trainer waits for them.
+    """When an island's rounds are due, and when the trainer waits for them."""
 
-    - `schedule`: H, P, tau
-    - `rounds`: the number of rounds of the whole run
-    - `lockstep`: every island makes exactly the same steps between rounds
-    - `timeout_seconds`: the longest wait for a late round; then the island continues to train
-    """
-
-    schedule: Schedule
-    rounds: int
-    lockstep: bool
-    timeout_seconds: float
+    schedule: Schedule  # H, P, tau
+    rounds: int  # the number of rounds of the whole run
+    lockstep: bool  # every island makes exactly the same steps between rounds
+    timeout_seconds: float  # the longest wait for a late round; then the island continues to train
 
     @property
     def waits(self) -> bool:

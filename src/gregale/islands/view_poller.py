@@ -45,7 +45,6 @@ class ViewPoller:
         self._lock, self._closed = Lock(), False
 
     def ask(self, header: Header) -> None:
-        """Send a request with this header."""
         with self._lock:
             if self._closed:
                 return

@@ -32,7 +32,6 @@ class PseudoGradient(NamedTuple):
 def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
     """Return `square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
 
-    Arguments:
     - `own`: theta_k, with a leading [replica]; under `params`
     - `theta`, `gradient`: theta and g; under `opt_state`
     - `axis`: the name of the leading axis
@@ -68,13 +67,8 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
         return square[None], product[None]
 
     before, after = (layout.spec(names, mapping) for mapping in (layout.params, layout.opt_state))
-    mapped = jax.shard_map(
-        multiply,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(axis, *before), after, after),
-        out_specs=(PartitionSpec(axis), PartitionSpec(axis)),
-        check_vma=False,
-    )
+    replica = PartitionSpec(axis)
+    mapped = layout.shard_map(multiply, (PartitionSpec(axis, *before), after, after), (replica, replica))
     return mapped(own, theta, gradient)
 
 

@@ -11,14 +11,10 @@ from gregale.methods.schedule import Schedule
 
 @dataclass(frozen=True)
 class Compared:
-    """A method in a comparison.
+    """A method in a comparison."""
 
-    - `sync`: its settings; None for PSDP
-    - `configured`: whether they are the configuration's own
-    """
-
-    sync: DilocoConfig | None
-    configured: bool
+    sync: DilocoConfig | None  # its settings; None for PSDP
+    configured: bool  # whether they are the configuration's own
 
     def schedule(self, layers: int) -> Schedule:
         """Return H, P and tau; PSDP joins everything in every step."""

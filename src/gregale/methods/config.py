@@ -32,8 +32,6 @@ FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchma
 
 
 class MethodContext(NamedTuple):
-    """The inputs from which a method is built."""
-
     layout: Layout  # the whole mesh
     psdp_on: Callable[[Layout], Psdp]  # the exact PSDP step on a layout, the whole one or one replica's
     reduce: ReduceConfig  # the codecs of messages over the slow axis
@@ -43,8 +41,6 @@ class MethodContext(NamedTuple):
 
 
 class Methods(NamedTuple):
-    """The methods of a run."""
-
     psdp: Psdp  # for the warm-up, and to convert one method's state to another's
     chosen: Method
 
@@ -188,7 +184,6 @@ class DilocoConfig(SyncConfig):
         return Methods(parts.psdp_on(parts.layout), self.diloco(parts))
 
     def diloco(self, parts: MethodContext) -> Diloco:
-        """Return the method itself."""
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         return Diloco(
@@ -237,7 +232,6 @@ class DilocoConfig(SyncConfig):
             )
 
     def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
-        """Return the outer optimizer of a run."""
         with below("sync.outer"):
             return self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
 

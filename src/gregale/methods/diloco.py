@@ -97,7 +97,6 @@ class Diloco(Separate):
     ) -> Diloco:
         """Return DiLoCo of any model and loss, with optax transformations that may work on shards.
 
-        Arguments:
         - `model`, `loss`: as for `Psdp`
         - `inner`: each replica's optimizer
         - `outer`, `layout`, `schedule`, `mixing`: as for the class
@@ -145,23 +144,22 @@ class Diloco(Separate):
         return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
-        schedule, legs = self.schedule, self.schedule.legs(step)
+        schedule, due = self.schedule, self.schedule.fragments_at(step)
         if schedule.delay == 0:
-            return Actions((None, None), Fragment.at(schedule, legs.send, step))
-        send = Fragment.at(schedule, legs.send, step - 1)
-        apply = Fragment.at(schedule, legs.apply, step - schedule.delay)
+            return Actions((None, None), Fragment.at(schedule, due.send, step))
+        send = Fragment.at(schedule, due.send, step - 1)
+        apply = Fragment.at(schedule, due.apply, step - schedule.delay)
         return Actions((send, apply))
 
     def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows.
 
-        Arguments:
         - `send`: the fragment that was due after the step before; it is read from the input `state`
         - `apply`: the fragment that is due after this step
         """
-        outer, figures = state.outer, None
+        outer, measured = state.outer, None
         if send is not None:
-            outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, send)
+            outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, send)
         # Read a fragment that was sent earlier from the input state, so that it waits for no send.
         arriving = outer if self.schedule.delay == 1 else state.outer
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
@@ -169,14 +167,14 @@ class Diloco(Separate):
             parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
         seen = forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
-        return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=figures)
+        return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=measured)
 
     def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
         """Run SEND and APPLY of a fragment at once (tau = 0)."""
-        outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, after)
+        outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, after)
         parameters, changed = self.round.apply(state.inner.parameters, outer, after)
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
-        return DilocoState(inner, outer, forget(state.seen, after), state.step), figures
+        return DilocoState(inner, outer, forget(state.seen, after), state.step), measured
 
     def lost(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of the replicas' differences from theta, all of them; as `Psdp.lost`."""

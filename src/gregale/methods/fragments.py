@@ -37,7 +37,6 @@ class Fragment(eqx.Module):
 
     @staticmethod
     def at(schedule: Schedule, index: int | None, sent: int) -> Fragment | None:
-        """Return the fragment with this number; None for None."""
         if index is None:
             return None
         layers = schedule.layers_of(index) if index else None

@@ -175,13 +175,7 @@ class Island(Method):
         shards = [leaf.params for leaf in leaves]
         errors = {leaf.path: PartitionSpec(None, *leaf.params) for leaf in leaves if leaf.path in kept}
         rows = {leaf.path: PartitionSpec(*leaf.params, None, None) for leaf in leaves}
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(shards, shards, errors),
-            out_specs=(rows, errors),
-            check_vma=False,
-        )
+        run = self.layout.shard_map(on_device, (shards, shards, errors), (rows, errors))
         messages, new = run(jax.tree.leaves(theta), jax.tree.leaves(own), kept)
         return messages, error._replace(first=updated(error.first, new))
 
@@ -226,7 +220,6 @@ class Island(Method):
 
     @property
     def layout(self) -> Layout:
-        """Return the mesh and the mappings."""
         return self.inner.layout
 
     def init(self, model: Tree | None = None) -> IslandState:

@@ -50,14 +50,10 @@ class OuterView(NamedTuple):
 
 
 class OwnLeaves(NamedTuple):
-    """The leaves only in a member's own checkpoint: the second phase's errors of its own rows.
+    """The leaves only in a member's own checkpoint: the second phase's errors of its own rows."""
 
-    - `arrays`: by name
-    - `groups`: by fragment, the group that reduced it last; another group cannot use the errors
-    """
-
-    arrays: dict[str, np.ndarray]
-    groups: dict[int, str]
+    arrays: dict[str, np.ndarray]  # by name
+    groups: dict[int, str]  # by fragment, the group that reduced it last; another group cannot use the errors
 
 
 NO_OWN_LEAVES = OwnLeaves({}, {})
@@ -118,7 +114,6 @@ class HostOuter:
             self._take_over(index, *self._kept(index, theta, optimizer), version=0)
 
     def now(self) -> OuterView:
-        """Return the current arrays."""
         return OuterView(dict(self._held), dict(self._versions), dict(self._errors))
 
     def theta(self, index: int, moment: OuterView | None = None) -> Tree:
@@ -136,7 +131,6 @@ class HostOuter:
         return jax.tree.unflatten(jax.tree.structure(part.tree, is_leaf=is_named), arrays)
 
     def reducer(self, index: int) -> NetworkReducer:
-        """Return the reducer of a fragment's messages."""
         return NetworkReducer(self.island.reduce, self.parts[index].rows)
 
     def compile(self) -> None:

@@ -22,13 +22,10 @@ class IslandTraffic:
     """The traffic of one of several islands that all contribute; nothing is allocated.
 
     Values count the devices that this process addresses: those of one host in a plan that simulates one.
-
-    - `island`: the method
-    - `members`: R, islands
     """
 
-    island: Island
-    members: int
+    island: Island  # the method
+    members: int  # R, islands
 
     def bytes_sent(self, index: int) -> int:
         """Return one host's maximum of bytes sent in a round of a fragment, over members: (R - 1) / R of each phase.
@@ -93,8 +90,8 @@ class IslandTraffic:
 
     def _in_flight(self, index: int) -> int:
         reducer = self._reducers[index]
-        legs = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
-        message, second = (sum(sizes) for sizes in zip(*legs, strict=True))
+        phases = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
+        message, second = (sum(sizes) for sizes in zip(*phases, strict=True))
         values = sum(rows.count * rows.row for rows in reducer.rows.values())
         waves = -(-len(reducer.buckets(self.members)) // self.members)
         buffers = (min(WAVES_AHEAD, waves) * 2 * message + min(2, waves) * second) // waves

@@ -27,8 +27,6 @@ class OuterState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A fragment that was sent."""
-
     outer: OuterState  # after the outer step
     gradient: Tree  # the pseudo-gradient, under `opt_state`
     parameters: Tree  # theta before the outer step, under `opt_state`
@@ -49,15 +47,12 @@ def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree
 class ExactOuter:
     """theta is under `opt_state`, 1 / replicas of it on a device; replicas send and receive parameters in float32.
 
-        SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
-        ARRIVE: theta, under `params`                                           one all-gather
-
-    - `optimizer`: the outer optimizer
-    - `reducer`: over DiLoCo's axis; its layout's `opt_state` splits the outer parameters
+    SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
+    ARRIVE: theta, under `params`                                           one all-gather
     """
 
-    optimizer: optax.GradientTransformation
-    reducer: ExactReducer
+    optimizer: optax.GradientTransformation  # the outer optimizer
+    reducer: ExactReducer  # over DiLoCo's axis; its layout's `opt_state` splits the outer parameters
 
     def begin(self, theta: Tree) -> OuterState:
         """Return the outer state before the first step, from parameters under `params`."""
@@ -76,7 +71,6 @@ class ExactOuter:
     def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         """Run the outer step on a fragment.
 
-        Arguments:
         - `outer`: of the fragment, as all arguments below
         - `own`: theta_k, [replica, ...]
         - `weights`: w_k, [replica]; `weight`: their sum

@@ -166,7 +166,6 @@ class Psdp(Method):
         return self.model_with(state.parameters)
 
     def model_with(self, parameters: Tree) -> Tree:
-        """Return the model with these parameters."""
         return eqx.combine(parameters, self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
@@ -174,7 +173,6 @@ class Psdp(Method):
 
     @property
     def reducer(self) -> Reducer:
-        """Return the reducer of gradients and updates."""
         return QuantisedReducer(self.layout, self.reduce) if self.reduce.quantised else ExactReducer(self.layout)
 
     @property

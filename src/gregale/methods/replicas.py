@@ -25,18 +25,12 @@ def sync_axis(layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The separate replicas of a method on a mesh.
+    """The separate replicas of a method on a mesh."""
 
-    - `layout`: the whole mesh
-    - `inside`: the layout of one replica
-    - `outer`: the layout whose `opt_state` splits over the axis too
-    - `axis`: the axis of the replicas
-    """
-
-    layout: Layout
-    inside: Layout
-    outer: Layout
-    axis: str
+    layout: Layout  # the whole mesh
+    inside: Layout  # the layout of one replica
+    outer: Layout  # the layout whose `opt_state` splits over the axis too
+    axis: str  # the axis of the replicas
 
     @property
     def Lanes(self) -> Axis:

@@ -25,23 +25,16 @@ Tree = Any
 class Round:
     """SEND and APPLY of a fragment (DESIGN section 4).
 
-        SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens of replica k
-        APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f
-
-    - `layout`: the whole mesh
-    - `outer_layout`: of the outer parameters
-    - `joint`: stores the outer parameters, sends and gathers them
-    - `mixing`: alpha
-    - `dropout`: probability that a replica is left out
-    - `seed`: of the dropout
+    SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens of replica k
+    APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f
     """
 
-    layout: Layout
-    outer_layout: Layout
-    joint: ExactOuter | QuantisedOuter
-    mixing: float
-    dropout: float
-    seed: int
+    layout: Layout  # the whole mesh
+    outer_layout: Layout  # of the outer parameters
+    joint: ExactOuter | QuantisedOuter  # stores the outer parameters, sends and gathers them
+    mixing: float  # alpha
+    dropout: float  # probability that a replica is left out
+    seed: int  # of the dropout
 
     @property
     def axis(self) -> str:
@@ -53,7 +46,6 @@ class Round:
     ) -> tuple[OuterState, PseudoGradient]:
         """Return the outer state after the fragment's outer step, and the measurements of its pseudo-gradient.
 
-        Arguments:
         - `outer`: the whole outer state
         - `own`: theta_k of the whole model, [replica, ...]
         - `seen`: [fragment, replica], see `DilocoState`; without a token since the last send nothing changes

@@ -76,7 +76,7 @@ class Schedule:
         """Return the fragment that is applied after `step` steps, if any: it was sent `delay` steps before."""
         return self.sent(step - self.delay)
 
-    def legs(self, step: int) -> StepFragments:
+    def fragments_at(self, step: int) -> StepFragments:
         """Return the fragments of step number `step` (from 1): with tau >= 1 it sends the previous step's."""
         if self.delay == 0:
             return StepFragments(self.sent(step), self.sent(step))

@@ -29,7 +29,7 @@ from gregale.methods.schedule import Schedule, StepFragments
 Tree = Any
 
 SYNCHRONISE = "synchronise"
-WITH_LEGS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}
+STEP_KINDS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}
 
 
 class StepKind(NamedTuple):
@@ -41,16 +41,11 @@ class StepKind(NamedTuple):
 
 @dataclass(frozen=True)
 class PsdpTraffic:
-    """The traffic of PSDP, the same in every step.
+    """The traffic of PSDP, the same in every step."""
 
-    - `reducer`: over `replica`
-    - `model`: its parameters are averaged
-    - `step`: the model's sizes
-    """
-
-    reducer: Reducer
-    model: Tree
-    step: ParameterShape
+    reducer: Reducer  # over `replica`
+    model: Tree  # its parameters are averaged
+    step: ParameterShape  # the model's sizes
 
     period = 1  # steps after which the transfers repeat
 
@@ -79,18 +74,12 @@ class PsdpTraffic:
 
 @dataclass(frozen=True)
 class DilocoTraffic:
-    """The traffic of DiLoCo between its replicas; their own steps are exact, with a replica's own traffic.
+    """The traffic of DiLoCo between its replicas; their own steps are exact, with a replica's own traffic."""
 
-    - `schedule`: the steps at which fragments are sent and applied
-    - `reducer`: over the axis of the replicas
-    - `layout`: of the outer parameters
-    - `step`: the model's sizes
-    """
-
-    schedule: Schedule
-    reducer: Reducer
-    layout: Layout
-    step: ParameterShape
+    schedule: Schedule  # the steps at which fragments are sent and applied
+    reducer: Reducer  # over the axis of the replicas
+    layout: Layout  # of the outer parameters
+    step: ParameterShape  # the model's sizes
 
     averages = None
 
@@ -100,7 +89,7 @@ class DilocoTraffic:
 
     def steps(self) -> Iterator[tuple[int, StepFragments]]:
         """Yield the steps of a period with their fragments; not the first period, which is incomplete."""
-        return ((step, self.schedule.legs(step)) for step in range(2 * self.period, 3 * self.period))
+        return ((step, self.schedule.fragments_at(step)) for step in range(2 * self.period, 3 * self.period))
 
     def kinds(self) -> dict[str, StepKind]:
         """Return `synchronise`: SEND and APPLY after a step (tau = 0); `send`, `apply`, `send_and_apply`: in a step.
@@ -108,31 +97,31 @@ class DilocoTraffic:
         If fragments differ in size, the step is the one that sends most of its kind.
         """
         found: dict[str, tuple[int, StepFragments]] = {}
-        for number, legs in self.steps():
-            if legs == StepFragments(None, None):
+        for number, due in self.steps():
+            if due == StepFragments(None, None):
                 continue
-            both = legs.send is not None, legs.apply is not None
-            name = SYNCHRONISE if self.schedule.delay == 0 else WITH_LEGS[both]
-            if name not in found or self.bytes_over_axis(legs) > self.bytes_over_axis(found[name][1]):
-                found[name] = number, legs
-        return {name: StepKind(number, self.transfers(legs)) for name, (number, legs) in found.items()}
+            both = due.send is not None, due.apply is not None
+            name = SYNCHRONISE if self.schedule.delay == 0 else STEP_KINDS[both]
+            if name not in found or self.bytes_over_axis(due) > self.bytes_over_axis(found[name][1]):
+                found[name] = number, due
+        return {name: StepKind(number, self.transfers(due)) for name, (number, due) in found.items()}
 
     def joins(self) -> list[Transfer]:
-        return [transfer for _, legs in self.steps() for transfer in self.transfers(legs)]
+        return [transfer for _, due in self.steps() for transfer in self.transfers(due)]
 
-    def transfers(self, legs: StepFragments) -> list[Transfer]:
+    def transfers(self, due: StepFragments) -> list[Transfer]:
         """Return all transfers of these fragments, as the audit finds them in the compiled program."""
-        send = [] if legs.send is None else self._send(self.part(legs.send))
-        return send if legs.apply is None else send + self._apply(self.part(legs.apply))
+        send = [] if due.send is None else self._send(self.part(due.send))
+        return send if due.apply is None else send + self._apply(self.part(due.apply))
 
-    def bytes_over_axis(self, legs: StepFragments) -> float:
+    def bytes_over_axis(self, due: StepFragments) -> float:
         """Return a device's bytes over the slow axis for these fragments, as `Diloco.bytes_sent`."""
-        send, apply = (None if leg is None else self.part(leg) for leg in legs)
+        send, apply = (None if each is None else self.part(each) for each in due)
         return self._over_axis(send, apply)
 
     def bytes_a_step(self) -> tuple[float, float]:
         """Return a device's bytes over the slow axis for the parameters: average and maximum of a step."""
-        sent = [self.bytes_over_axis(legs) for _, legs in self.steps()]
+        sent = [self.bytes_over_axis(due) for _, due in self.steps()]
         return sum(sent) / len(sent), max(sent)
 
     def bytes_if_every_step(self) -> float:

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary embeddings."""
+"""Grouped-query attention with rotary embeddings (RoFormer, arXiv 2104.09864), and its largest logits."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import position_order
-from gregale.model.attention_logit_max import largest_logits
 from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
+from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Kind, by_kind
 from gregale.model.norm import RmsNorm
-from gregale.model.rotary import rotate
+from gregale.model.scaling import RotaryScaling
 
+QUERIES = 256  # whose largest logits are computed at a time, because kernels never hold them in memory
 ORDER = (BATCH, POSITION, ..., "head_size")  # of attention's input arrays
 
 
@@ -127,3 +130,65 @@ def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:
     layer = Linear.init(In, Out, key=key, use_bias=bias, out_first=False)
     weight = hax.random.normal(key, layer.weight.axes) * scale
     return eqx.tree_at(lambda layer: layer.weight, layer, weight)
+
+
+def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
+    """Return the radians per position of each channel pair: `base ** (-i / half_size)`, float32 [half].
+
+    With `scaling`, the part of a frequency that is not kept is divided by `factor`.
+    """
+    frequency = base ** (-np.arange(half_size, dtype=np.float64) / half_size)
+    if scaling is not None:
+        kept = scaling.kept(frequency)
+        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
+    return frequency.astype(np.float32)
+
+
+def rotate(
+    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = 0
+) -> NamedArray:
+    """Turn channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
+
+    - `x`: [..., position, ..., head_size]
+    - `positions`: integer positions, on axes that `x` has
+    - `kind`: the layer's kind, which has the base and the scaling
+    """
+    HeadSize = config.HeadSize
+    of_kinds = [frequencies(HeadSize.size // 2, each.rotary_base, each.rotary_scaling) for each in config.kinds]
+    frequency = jnp.stack(of_kinds)[kind.array] if isinstance(kind, NamedArray) else jnp.asarray(of_kinds[kind])
+    others = x.rearrange((..., HeadSize)).axes[:-1]
+    # Add axes of size 1 for axes of x that `positions` lacks: broadcast by name would store the sines for each head.
+    shared = [axis for axis in others if axis in positions.axes]
+    sizes = [axis.size if axis in shared else 1 for axis in others]
+    angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency
+    turned = kernels.rotate(x.rearrange((..., HeadSize)).array, angle)
+    return hax.named(turned, (*others, HeadSize)).rearrange(x.axes)
+
+
+def largest_logits(
+    q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None, order: np.ndarray
+) -> jax.Array:
+    """Return the largest q . k / sqrt(head size) of the pairs of tokens that attend: float32 [batch, kv_heads].
+
+    Arguments: as for `Attend`, and `order`, the position of each index (`axes.position_order`). Nothing is sent between
+    devices that split the batch or the heads.
+    """
+    length, kv_heads, width = k.shape[1:]
+    block = min(QUERIES, length)
+    grouped = q.reshape(*q.shape[:2], kv_heads, -1, width)
+    places = jnp.asarray(order)
+
+    def of_block(largest: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        queries = jax.lax.dynamic_slice_in_dim(grouped, start, block, axis=1)
+        logits = jnp.einsum("bqkgd,bskd->bkgqs", queries, k, preferred_element_type=jnp.float32) / width**0.5
+        distance = jax.lax.dynamic_slice_in_dim(places, start, block)[:, None] - places
+        attends = (distance >= 0) & (True if window is None else distance < window)
+        if segments is not None:
+            own = jax.lax.dynamic_slice_in_dim(segments, start, block, axis=1)
+            attends = (own[:, :, None] == segments[:, None, :])[:, None, None] & attends
+        return jnp.maximum(largest, jnp.max(jnp.where(attends, logits, -jnp.inf), axis=(2, 3, 4))), None
+
+    none = jnp.full((k.shape[0], kv_heads), -jnp.inf, jnp.float32)
+    # The last block begins early enough to be whole: it repeats queries, which does not change the largest.
+    starts = jnp.minimum(jnp.arange(0, length, block), length - block)
+    return jax.lax.scan(of_block, none, starts)[0]

@@ -64,7 +64,7 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "llama"
 
-    def init(self, Vocab: Axis, key: jax.Array) -> Any:
+    def init(self, Vocab: Axis, key: jax.Array) -> LanguageModel:
         """Return the model with its initial weights; it is traced, so that each device makes its shards.
 
         - `Vocab`: the padded vocabulary

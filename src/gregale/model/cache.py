@@ -39,7 +39,6 @@ class DecodeStep(eqx.Module):
     def at(place, first: NamedArray, slots: int, window: int | None) -> DecodeStep:
         """Return the step of the tokens at an index.
 
-        Arguments:
         - `first`: the index of each row's first token, integers [Batch]
         - `window`: the number of tokens that a token sees, itself included; None: all
         """
@@ -71,13 +70,13 @@ class Cache(eqx.Module):
     def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> Cache:
         """Return the cache of prompts, [Batch, Position, KvHeads, HeadSize]; of their last `slots` tokens if more."""
         on = Devices(execution)
-        keep = on.sharded(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
+        keep = on.layout.shard_map(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> Cache:
         """Return the same cache with room for `slots` tokens in all."""
         on = Devices(execution)
-        widen = on.sharded(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
+        widen = on.layout.shard_map(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)
 
     def attend(
@@ -93,13 +92,12 @@ class Cache(eqx.Module):
 
         Returns the result, and the cache with its key and value.
 
-        Arguments:
         - `query`: [Batch, Position 1, Heads, HeadSize]
         - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
         - `cap`: the limit of the scores, by tanh; None: no limit
         """
         on = Devices(execution)
-        attend = on.sharded(
+        attend = on.layout.shard_map(
             partial(_attend, cap),
             (on.of_cells, on.of_cells, on.of_queries, on.of_keys, on.of_keys, on.of_seen, PartitionSpec()),
             (on.of_queries, on.of_cells, on.of_cells),
@@ -117,15 +115,12 @@ class Devices:
     """The split of attention's arrays over devices; each device computes its own rows and heads."""
 
     def __init__(self, execution: Execution):
-        self._layout = layout = execution.layout
+        self.layout = layout = execution.layout
         mapping = layout.compute
         self.of_keys = layout.spec(AS_GIVEN, mapping)
         self.of_queries = layout.spec((BATCH, POSITION, "heads", "head_size"), mapping)
         self.of_seen = layout.spec((BATCH, SLOT), mapping)
         self.of_cells = PartitionSpec(layout.mesh_axes((BATCH, "kv_heads"), mapping) or None)
-
-    def sharded(self, function, in_specs, out_specs):
-        return jax.shard_map(function, mesh=self._layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def slots_of(caches) -> int:

@@ -29,24 +29,16 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Logits(NamedTuple):
-    """The treatment of the products with the head.
+    """The treatment of the products with the head."""
 
-    - `cap`: limits them by tanh; None: no limit
-    - `rows`: rows of the head that are tokens; later rows are padding, without logits. None: all
-    """
-
-    cap: float | None = None
-    rows: int | None = None
+    cap: float | None = None  # limits them by tanh; None: no limit
+    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all
 
 
 class LayerKind(NamedTuple):
-    """The differences between the layers of a stack.
+    """The differences between the layers of a stack."""
 
-    - `window`: the number of tokens that a token sees, itself included; None: all earlier tokens
-    - `rotary_base`, `rotary_scaling`: see the keys of these names
-    """
-
-    window: int | None
+    window: int | None  # the number of tokens that a token sees, itself included; None: all earlier tokens
     rotary_base: float
     rotary_scaling: RotaryScaling | None
 
@@ -88,14 +80,14 @@ class LlamaConfig(Sizes):
         1e-5,
         "added to the mean square in RMSNorm",
         range=above(0),
-        aliases=("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "rms_norm_epsilon"),
+        aliases=("rms_norm_eps", "rms_norm_epsilon"),
         fixed=MEANING,
     )
     rotary_base: float = setting(
         10000.0,
         "base of the rotary wavelengths",
         range=at_least(1),
-        aliases=("rope_theta", "rope_base", "rotary_theta", "theta"),
+        aliases=("rotary_theta", "theta"),
         fixed=MEANING,
     )
     rotary_scaling: RotaryScaling | None = setting(
@@ -233,7 +225,7 @@ class ComputeConfig(Settings):
         "full",
         "what a layer saves for its backward pass",
         choices=REMAT,
-        aliases=("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
+        aliases=("activation_checkpointing", "checkpointing", "recompute"),
     )
     unroll: int | None = setting(None, "layers unrolled; null: by backend", range=whole(1))
     autodiff_rules: str = setting("auto", "rules of differentiation; auto: the platform's", choices=RULES)

@@ -34,7 +34,6 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
     the backward form is chosen. Gradients are summed in float32: a frequent token has thousands of addends, which
     bfloat16 would drop.
 
-    Arguments:
     - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
     - `ids`: integers in [0, vocab)
     """
@@ -106,10 +105,6 @@ class Lookup:
     def table_spec(self, mapping) -> PartitionSpec:
         return self.layout.spec((self.Vocab, self.Embed), mapping)
 
-    def sharded(self, function, in_specs, out_specs):
-        mesh = self.layout.mesh
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
     def local_rows(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the index of each id's row on this device, and whether the device has it."""
         local = ids - jax.lax.axis_index(self.row_axes) * self.rows if self.row_axes else ids
@@ -138,7 +133,7 @@ def _from_whole(lookup: Lookup, table, ids):
         return lookup.summed(lookup.look_up(table, ids))
 
     specs = (lookup.table_spec(lookup.layout.compute), lookup.ids_spec)
-    return lookup.sharded(local, specs, lookup.found_spec)(table, ids)
+    return lookup.layout.shard_map(local, specs, lookup.found_spec)(table, ids)
 
 
 def _summed_gradient(lookup: Lookup, ids, cotangent, dtype):
@@ -147,7 +142,7 @@ def _summed_gradient(lookup: Lookup, ids, cotangent, dtype):
         return scattered(gradient, (lookup.Vocab, lookup.Embed), lookup.token_axes, lookup.layout)
 
     specs = (lookup.ids_spec, lookup.found_spec)
-    return lookup.sharded(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
+    return lookup.layout.shard_map(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
 
 
 # The lookup that exchanges rows. `ids` are those of all devices that share the table: [devices * tokens], or the
@@ -159,7 +154,7 @@ def _ids_of_all(lookup: Lookup, ids):
         ids = ids.reshape(-1)
         return jax.lax.all_gather(ids, lookup.column_axes, tiled=True) if lookup.shared else ids
 
-    return lookup.sharded(local, lookup.ids_spec, _spec_of_all(lookup))(ids)
+    return lookup.layout.shard_map(local, lookup.ids_spec, _spec_of_all(lookup))(ids)
 
 
 def _spec_of_all(lookup: Lookup) -> PartitionSpec:
@@ -184,7 +179,7 @@ def _from_columns(lookup: Lookup, table, ids, shape: tuple[int, ...]):
         return lookup.summed(found.reshape(*shape, lookup.Embed.size))
 
     specs = (lookup.table_spec(lookup.layout.params), _spec_of_all(lookup))
-    return lookup.sharded(local, specs, lookup.found_spec)(table, ids)
+    return lookup.layout.shard_map(local, specs, lookup.found_spec)(table, ids)
 
 
 def _gradient_of_columns(lookup: Lookup, ids, cotangent, dtype):
@@ -200,7 +195,7 @@ def _gradient_of_columns(lookup: Lookup, ids, cotangent, dtype):
         return (jax.lax.psum(gradient, _others(lookup)) if _others(lookup) else gradient).astype(dtype)
 
     specs = (_spec_of_all(lookup), lookup.found_spec)
-    return lookup.sharded(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
+    return lookup.layout.shard_map(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -55,28 +55,19 @@ Block = Callable[[NamedArray, Any, Kind, Any, "Execution"], NamedArray]
 
 @dataclass(frozen=True)
 class Execution:
-    """The settings for running a model, passed to it explicitly.
+    """The settings for running a model, passed to it explicitly."""
 
-    - `layout`: mesh and mappings of one replica
-    - `dtype`: of activations and gathered weights
-    - `remat`: name of the policy for a layer's saved values
-    - `unroll`: layers unrolled in the scan over layers
-    - `kernels`: the form of the model's operations
-    - `loss_block`: tokens whose logits are in memory at a time on a device
-    - `weights_ready`: the input weights are gathered already, so none is gathered again
-    - `stack`: runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
-    """
-
-    layout: Layout
-    dtype: jnp.dtype = jnp.float32
-    remat: str = "none"
-    unroll: int = 1
-    kernels: Kernels = PLAIN
-    loss_block: int = 1024
-    weights_ready: bool = False
+    layout: Layout  # mesh and mappings of one replica
+    dtype: jnp.dtype = jnp.float32  # of activations and gathered weights
+    remat: str = "none"  # name of the policy for a layer's saved values
+    unroll: int = 1  # layers unrolled in the scan over layers
+    kernels: Kernels = PLAIN  # the form of the model's operations
+    loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
+    weights_ready: bool = False  # the input weights are gathered already
+    # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
-    def gathered(self, weights):
+    def gathered(self, weights) -> Any:
         return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
 
     def placed(self, activation: NamedArray) -> NamedArray:
@@ -102,19 +93,13 @@ class Execution:
             self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
-        run: Any = jax.shard_map(
-            partial(self.kernels.attend, window=window, cap=cap),
-            mesh=self.layout.mesh,
-            in_specs=(query, key, key, ids),
-            out_specs=query,
-            check_vma=False,
-        )
+        attend = partial(self.kernels.attend, window=window, cap=cap)
+        run = self.layout.shard_map(attend, (query, key, key, ids), query)
         return run(q, k, v, segments)
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
-        Arguments:
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not

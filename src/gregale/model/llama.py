@@ -147,7 +147,6 @@ class Llama(eqx.Module):
     def hidden(self, tokens, positions, segments, execution: Execution) -> NamedArray:
         """Return the normalised output of the last block: [Batch, Position] -> [Batch, Position, Embed].
 
-        Arguments:
         - `tokens`: integers [Batch, Position]
         - `positions`: integers [Batch, Position], each token's index in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
@@ -224,7 +223,6 @@ class Llama(eqx.Module):
 
         It also returns the caches of the layers, with `slots` slots each: stacked if the blocks are, else a tuple.
 
-        Arguments:
         - `tokens`: integers [Batch, Position]; tokens before a row's first token are padding, which no token sees
         - `first`: the index of each row's first token, integers [Batch]
         - `slots`: at least the number of tokens, or the width of the sliding window of all layers

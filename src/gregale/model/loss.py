@@ -39,7 +39,6 @@ def next_token_loss(
     over `model` for the softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each;
     nothing over `replica`.
 
-    Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)
@@ -78,8 +77,7 @@ class HeadLoss:
         tokens = layout.spec(self.tokens, layout.compute)
         hidden = layout.spec((*self.tokens, self.Embed), layout.compute)
         head = layout.spec((self.Embed, self.Vocab), layout.compute)
-        in_specs = (hidden, head, tokens, tokens)
-        return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return layout.shard_map(function, (hidden, head, tokens, tokens), out_specs)
 
     def cut(self, hidden, targets, weights):
         """Return a device's tokens, [groups, blocks, block, embed] and twice [groups, blocks, block]; padding has

@@ -20,56 +20,56 @@ class Sizes(ModelConfig):
         12,
         "number of layers",
         range=whole(1, 100_000),
-        aliases=("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
+        aliases=("num_hidden_layers", "depth"),
         fixed=SHAPE,
     )
     hidden: int = setting(
         768,
         "width of the residual stream",
         range=whole(1),
-        aliases=("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
+        aliases=("hidden_size", "dim", "d_model", "embed_dim", "width", "embed"),
         fixed=SHAPE,
     )
     heads: int = setting(
         12,
         "query heads",
         range=whole(1),
-        aliases=("num_heads", "n_heads", "n_head", "num_attention_heads"),
+        aliases=("num_attention_heads",),
         fixed=SHAPE,
     )
     kv_heads: int | None = setting(
         None,
         "key and value heads; null: as many as heads",
         range=whole(1),
-        aliases=("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+        aliases=("num_key_value_heads", "num_query_groups"),
         fixed=SHAPE,
     )
     head_size: int | None = setting(
         None,
         "width of a head; null: hidden / heads",
         range=whole(1),
-        aliases=("head_dim", "d_head", "d_kv"),
+        aliases=("d_head", "d_kv"),
         fixed=SHAPE,
     )
     mlp: int = setting(
         2048,
         "width of the gated layer",
         range=whole(1),
-        aliases=("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
+        aliases=("ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
         fixed=SHAPE,
     )
     vocabulary: int | None = setting(
         None,
         "rows of tables; null: the tokenizer's",
         range=whole(1),
-        aliases=("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
+        aliases=("vocab", "vocabulary_size", "n_vocab"),
         fixed=SHAPE,
     )
     row_multiple: int = setting(1, "rows are filled up to it, without logits", range=whole(1), fixed=SHAPE)
     tied_head: bool = setting(
         False,
         "the output head is the embedding table",
-        aliases=("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
+        aliases=("tied_embeddings", "weight_tying"),
         fixed=SHAPE,
     )
 

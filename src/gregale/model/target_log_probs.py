@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ def target_scores(
     tokens pass through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four
     numbers a token are sent over `model`.
 
-    Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocabulary)
@@ -43,9 +41,7 @@ def target_scores(
     by_token = layout.spec(tokens, layout.compute)
     in_specs = (*(layout.spec(axes, layout.compute) for axes in ((*tokens, Embed), (Embed, Vocab))), by_token)
     score = HeadScores(Vocab, vocabulary, layout, execution.loss_block, cap)
-    sharded: Callable = jax.shard_map(
-        score, mesh=layout.mesh, in_specs=in_specs, out_specs=(by_token, by_token), check_vma=False
-    )
+    sharded = layout.shard_map(score, in_specs, (by_token, by_token))
     scores, likeliest = sharded(hidden.array, head.array, targets.rearrange(tokens).array)
     names = tuple(axis.name for axis in tokens)
     return NamedArray(scores, names), NamedArray(likeliest, names)
@@ -53,16 +49,12 @@ def target_scores(
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The computation of one device.
-
-    - `vocabulary`: columns of the whole head that are tokens
-    - `block`: tokens whose logits are in memory at a time
-    """
+    """The computation of one device."""
 
     Vocab: Axis
-    vocabulary: int
+    vocabulary: int  # columns of the whole head that are tokens
     layout: Layout
-    block: int
+    block: int  # tokens whose logits are in memory at a time
     cap: float | None = None
 
     def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

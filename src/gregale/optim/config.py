@@ -60,7 +60,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     schedule: ScheduleConfig = setting(
         CosineSchedule(),
         "how the learning rate moves",
-        aliases=("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
+        aliases=("scheduler", "lr_scheduler", "lr_scheduler_type"),
     )
     weight_decay: float = setting(
         0.0, "weight decay, times the learning rate", range=at_least(0), aliases=("wd", "decay_rate", "l2")
@@ -70,7 +70,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         1.0,
         "largest gradient norm; null: no clipping",
         range=above(0),
-        aliases=("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
+        aliases=("grad_clip", "clip", "gradient_clipping", "clip_grad_norm", "gradient_clip"),
     )
 
     @classmethod
@@ -80,7 +80,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         """Return the optimizer for these parameters.
 
-        Arguments:
         - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read; untrained
           leaves are skipped
         - `steps`: length of the run, for the schedule
@@ -90,10 +89,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         """
         schedule = self.build_schedule(self.learning_rate, steps)
         sharded = optax.chain(
-            self.clip(),
-            self.direction(),
-            self.add_decay(parameters),
-            optax.scale_by_learning_rate(schedule),
+            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule)
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
@@ -139,7 +135,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
 
 BETAS = {"range": DECAY, "aliases": ("beta", "beta1", "beta2", "adam_betas")}
-EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon", "adam_eps")}
+EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon")}
 
 
 @OptimizerConfig.register_subclass("adamw")

@@ -86,7 +86,9 @@ class MuonConfig(OptimizerConfig):
         """Return `scale * orthogonal(leaf)` for every matrix of a stack."""
         sides = matrix_axes(leaf)
         assert sides is not None, "only matrices are labelled for Muon"
-        fan_in, fan_out = (prod(_size(leaf, axis) for axis in side) for side in sides)
+        names = leaf.axis_names if isinstance(leaf, NamedArray) else range(leaf.ndim)
+        sizes = dict(zip(names, jax.tree.leaves(leaf)[0].shape, strict=True))
+        fan_in, fan_out = (prod(sizes[axis] for axis in side) for side in sides)
         scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
         result = orthogonalise(leaf, sides, layout, self.iterations, self.epsilon)
         return jax.tree.map(lambda array: array * scale, result)
@@ -96,12 +98,6 @@ def _matrices(parameters) -> list[tuple[NamedArray, MatrixAxes]]:
     """Return the named matrices, which a mesh splits, with their sides."""
     leaves = [leaf for leaf in jax.tree.leaves(parameters, is_leaf=is_named) if isinstance(leaf, NamedArray)]
     return [(leaf, sides) for leaf in leaves if (sides := matrix_axes(leaf)) is not None]
-
-
-def _size(leaf: NamedArray | jax.Array, axis: str | int) -> int:
-    if isinstance(leaf, NamedArray):
-        return leaf.resolve_axis(str(axis)).size
-    return leaf.shape[int(axis)]
 
 
 def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:

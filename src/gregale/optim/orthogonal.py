@@ -28,7 +28,6 @@ def orthogonalise(
     Another all-to-all returns the shards. Nothing crosses `replica`. Without this, the partitioner splits each product
     over all free axes, including `replica`.
 
-    Arguments:
     - `leaf`: [*batch, *inputs, *outputs] in any order of axes
     - `sides`: the axes of inputs and outputs; all others are batch axes
     - `layout`: the mesh and the mappings; None outside of a mesh
@@ -51,10 +50,7 @@ def orthogonalise(
         back = _spread_again(done, split)[: stack.shape[0]]
         return back.reshape(ordered.shape).transpose([order.index(axis) for axis in range(len(order))])
 
-    if layout is None or not named:
-        result = shards(array)
-    else:
-        result = jax.shard_map(shards, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
+    result = shards(array) if layout is None or not named else layout.shard_map(shards, spec, spec)(array)
     return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
 
 

@@ -25,7 +25,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         0.0,
         "steps of warmup; below 1: a fraction of the run",
         range=between(0, LONGEST),
-        aliases=("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
+        aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
     )
 
     @classmethod
@@ -35,7 +35,6 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Return the schedule step -> learning rate.
 
-        Arguments:
         - `peak`: the learning rate after the warmup
         - `steps`: length of the whole run, warmup included
 
@@ -70,7 +69,7 @@ def _final(default: float):
         default,
         "learning rate at the end, divided by the peak",
         range=between(0, 1),
-        aliases=("min_lr_ratio", "min_ratio", "min_lr", "final_ratio"),
+        aliases=("min_ratio", "final_ratio"),
     )
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 class Command:
     """Declaration of a program; each command module in `gregale.programs` has one as `COMMAND`.
 
-    - `main`: takes the options, and the configuration if there is one; returns the exit code
-    - `options`: dataclass of the program's own options (`--fresh`)
-    - `config`: dataclass of the YAML file, whose dotted keys can be overridden; None if the program reads none
     - `reads`: the configuration keys that the program reads, or their common prefixes; empty: all keys. Help shows
       only these keys. The YAML file may have keys of other programs
     - `plugins`: whether `--plugins` imports modules first, for the configuration of a run
@@ -18,9 +15,9 @@ class Command:
       `options`. A field with a default is optional. The last field may be a tuple, which takes all remaining words
     """
 
-    main: Callable[..., int]
-    options: type
-    config: type | None = None
+    main: Callable[..., int]  # takes the options, and the configuration if there is one; returns the exit code
+    options: type  # dataclass of the program's own options (`--fresh`)
+    config: type | None = None  # dataclass of the YAML file, whose dotted keys can be overridden; None: it reads none
     reads: tuple[str, ...] = ()
     plugins: bool = False
     positional: tuple[str, ...] = ()

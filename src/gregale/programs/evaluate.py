@@ -24,7 +24,7 @@ from gregale.programs.runtime import sliding_window
 from gregale.programs.runtime.checkpointed import recorded
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, format_losses
 from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
-from gregale.programs.runtime.tasks import evaluation_on, start_of, task_figures
+from gregale.programs.runtime.tasks import evaluation_on, start_of, task_metrics
 from gregale.programs.runtime.trained_model import Trained, open_trained
 from gregale.settings import Settings, setting, whole
 from gregale.streams import say
@@ -79,32 +79,51 @@ class EvalOptions(Settings):
 
 def main(options: EvalOptions) -> int:
     """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
-    tasks = read_tasks(options.tasks)
+    read_tasks(options.tasks)  # rejects wrong files before the model is read
     trained = open_trained(options.run, options.step, devices=None)
+    with Console(sys.stderr if options.json else None) as console:
+        found = measured(trained, options, console)
+    if options.json:
+        metrics = found.metrics
+        print(json.dumps({"step": trained.step} | dict.fromkeys(metrics) | finite(metrics), allow_nan=False))
+    else:
+        print_metrics(f"{trained.run.path} at step {trained.step}", found)
+    return 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of text and of tasks; `words` is a sentence about those of text."""
+
+    of_text: dict[str, float]
+    words: str
+    tasks: Sequence[Task]
+    of_tasks: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.of_text | self.of_tasks
+
+
+def measured(trained: Trained, options: EvalOptions, console: Console) -> Measured:
+    """Return the metrics of a model on the text and the tasks of the options, or on the run's own."""
     config = trained.setup.config
     names_nothing = not (options.data or options.tasks)
-    if names_nothing:
-        tasks = read_tasks(config.evaluation.tasks)
+    tasks = read_tasks(config.evaluation.tasks if names_nothing else options.tasks)
     tokenizer = load_tokenizer(trained.run.path)
-    figures, words, scored = {}, "", {}
-    with Console(sys.stderr if options.json else None) as console:
-        # Before the text is evaluated, because it rejects questions that cannot be scored.
-        evaluation = None
-        if tasks:
-            parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
-            of_tasks = tokenizer.parsing_special() if parses else tokenizer
-            evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
-        if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
-            text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
-            figures, words = text_figures(trained, text, tokenizer, options, console)
-        if evaluation is not None:
-            scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
-    if options.json:
-        figures |= scored
-        print(json.dumps({"step": trained.step} | dict.fromkeys(figures) | finite(figures), allow_nan=False))
-    else:
-        print_figures(f"{trained.run.path} at step {trained.step}", words, tasks, scored)
-    return 0
+    metrics, words, scored = {}, "", {}
+    # Before the text is evaluated, because it rejects questions that cannot be scored.
+    evaluation = None
+    if tasks:
+        parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
+        of_tasks = tokenizer.parsing_special() if parses else tokenizer
+        evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
+    if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
+        text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
+        metrics, words = text_metrics(trained, text, tokenizer, options, console)
+    if evaluation is not None:
+        scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
+    return Measured(metrics, words, tasks, scored)
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,7 @@ class Text:
     streams: Mapping[str, Sequence[DocumentStream]]
 
 
-def text_figures(
+def text_metrics(
     trained: Trained, text: Text, tokenizer: Tokenizer, options: EvalOptions, console: Console
 ) -> tuple[dict[str, float], str]:
     """Return the metrics of text, and a sentence that reports them."""
@@ -129,32 +148,28 @@ def text_figures(
             trained.model, text.streams, lambda done, total: console.progress("windows", done, total, "windows")
         )
         whole = found.pop("") if "" in found else Documents.joined(list(found.values()))
-        figures = whole.figures()
+        metrics = whole.metrics()
         for name, documents in found.items():
-            figures |= {f"{figure}.{name}": value for figure, value in documents.figures().items()}
-        return figures, sliding_window.format_metrics(figures)
+            metrics |= {f"{metric}.{name}": value for metric, value in documents.metrics().items()}
+        return metrics, sliding_window.format_metrics(metrics)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches
     windows = text.windows()
-    figures = Evaluator(trained.setup, windows, tokenizer.token_bytes)(trained.model, batches)
-    return figures, format_losses(figures, held_out=windows.held_out is not None, bits_digits=4)
+    metrics = Evaluator(trained.setup, windows, tokenizer.token_bytes)(trained.model, batches)
+    return metrics, format_losses(metrics, held_out=windows.held_out is not None, bits_digits=4)
 
 
-def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping[str, float]) -> None:
-    """Print the metrics of text in a line and those of tasks in a table.
-
-    - `words`: the line about text
-    - `figures`: metrics of the tasks
-    """
-    if words:
-        say(f"{what}: {words}")
-    if tasks:
-        found = task_figures(figures)
-        names = list(dict.fromkeys(figure for its in found.values() for figure in its))
+def print_metrics(what: str, measured: Measured) -> None:
+    """Print the metrics of text in a line and those of tasks in a table."""
+    if measured.words:
+        say(f"{what}: {measured.words}")
+    if measured.tasks:
+        found = task_metrics(measured.of_tasks)
+        names = list(dict.fromkeys(metric for its in found.values() for metric in its))
         rows = [
             [task.name, f"{len(task.questions):,}", *(found[task.name].get(name, "") for name in names)]
-            for task in tasks
+            for task in measured.tasks
         ]
         headings = ["task", "questions", *names]
         print_table(Terminal(), f"{what}, ± the standard error", headings, rows)
@@ -199,7 +214,6 @@ def changed(key: str, trained: Trained) -> str:
 
 
 def other_text(trained: Trained, files: list[str], console: Console) -> Text:
-    """Return all text of the given files."""
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
     cache, workers = token_cache(config.data), config.data.workers or 1

@@ -20,7 +20,7 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.malloc_tuning import give_back_memory
+from gregale.distributed.malloc_tuning import release_memory
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.families import family_that_has
@@ -224,7 +224,7 @@ def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, 
         writer = Writer(plans, layout, written)
         for slot in slots:
             writer.write(slot, found.read(slot.path))
-            give_back_memory()
+            release_memory()
         writer.finish()
 
 

@@ -31,7 +31,6 @@ class LighthouseOptions(Settings):
 
 
 def main(options: LighthouseOptions) -> int:
-    """Serve until SIGINT or SIGTERM."""
     if options.token_file is None:
         raise UserError(
             "token_file is not set: a lighthouse takes requests of its own fleet only, which are signed with a secret. "

@@ -38,10 +38,14 @@ class RunsOptions(Settings):
 
 
 def main(options: RunsOptions) -> int:
-    """Print the runs as a table or as JSON."""
     found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
     if options.json:
-        print(json.dumps([_json_object(summary) for summary in found], indent=1, allow_nan=False))
+        values = [
+            # JSON lacks NaN and infinity.
+            {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in each}
+            for each in (asdict(summary).items() for summary in found)
+        ]
+        print(json.dumps(values, indent=1, allow_nan=False))
         return 0
     if not found:
         is_filtered = options.state or options.method or options.name
@@ -71,10 +75,7 @@ def chosen(found: list[Summary], options: RunsOptions) -> list[Summary]:
 
 
 def row(summary: Summary, now: float) -> tuple[str, ...]:
-    """Return the cells of a run's row.
-
-    - `now`: seconds since 1970
-    """
+    """Return the cells of a run's row; `now`: seconds since 1970."""
     steps = "" if summary.steps is None else f"/{summary.steps:,}"
     return (
         summary.name,
@@ -103,12 +104,6 @@ def ago(began: str, now: float) -> str:
 
 def _format_loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _json_object(summary: Summary) -> dict:
-    """Return a summary as a JSON object, with null in place of NaN and infinity."""
-    values = asdict(summary).items()
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values}
 
 
 COMMAND = Command(main=main, options=RunsOptions, positional=("folder",))

@@ -80,11 +80,7 @@ def check_length(config: SimulateConfig, workload: Workload) -> None:
 
 
 def main(config: SimulateConfig) -> int:
-    """Simulate and print tables or JSON; return 0.
-
-    Raises:
-        UserError: the simulation has too many events.
-    """
+    """Simulate and print tables or JSON; return 0; raise `UserError` if the simulation has too many events."""
     given = {each.name: getattr(config, each.name) for each in fields(Workload)}
     workload = replace(PRESETS[config.model], **{name: value for name, value in given.items() if value is not None})
     check_length(config, workload)

@@ -15,7 +15,6 @@ class TokenizeOptions:
 
 
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
-    """Build the stores that the cache lacks, check every byte, and print the sizes of all."""
     del options
     with Console() as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)

@@ -30,20 +30,20 @@ class BatchConfig(Settings):
         64,
         "number of sequences in a step, over all replicas",
         range=whole(1, 1_000_000),
-        aliases=("batch_size", "global_batch_size", "train_batch_size", "bs"),
+        aliases=("batch_size", "bs"),
     )
     sequence_length: int = setting(
         1024,
         "number of tokens in a sequence",
         range=whole(1),
-        aliases=("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
+        aliases=("context_length", "seq_length", "context", "n_ctx"),
         fixed=Fixed("examples are cut to this length, and others would repeat or leave out text"),
     )
     microbatches: int = setting(
         1,
         "number of parts of a step's batch, computed in sequence",
         range=whole(1),
-        aliases=("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
+        aliases=("grad_accum", "accumulation_steps", "gradient_accumulation"),
     )
 
     @property
@@ -71,13 +71,13 @@ class EvaluationConfig(Settings):
         None,
         "steps between evaluations; null: only at the end",
         range=whole(1),
-        aliases=("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
+        aliases=("eval_steps", "evaluation_steps"),
     )
     batches: int | None = setting(
         None,
         "number of held-out batches to evaluate on; null: all",
         range=whole(1),
-        aliases=("eval_batches", "eval_iters", "max_eval_batches"),
+        aliases=("eval_batches", "eval_iters"),
     )
     sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences to evaluate on", range=whole(1))
     by_position: bool = setting(False, "also the loss by a token's position in its document")
@@ -102,50 +102,35 @@ class InspectConfig(Settings):
 class TrainConfig(Settings):
     """A training run."""
 
-    name: str = field(
-        metadata={"help": "the run's name; its directory is runs/<name>", "aliases": ("run_name", "run_id")}
-    )
+    name: str = field(metadata={"help": "the run's name; its directory is runs/<name>", "aliases": ("run_id",)})
     steps: int = field(
         metadata={
             "help": "length of the run in optimizer steps",
             "range": whole(1),
-            "aliases": ("max_steps", "num_steps", "total_steps", "num_train_steps", "max_iters", "n_steps"),
+            "aliases": ("num_steps", "total_steps", "max_iters", "n_steps"),
         }
     )
     seed: int = setting(
         0,
         "seed of weights and data order",
         range=whole(0, 2**32 - 1),
-        aliases=("random_seed", "data_seed"),
+        aliases=("random_seed",),
         fixed=Fixed("it orders the data, and another order would repeat and leave out examples"),
     )
     start_from: str | None = setting(
         None,
         "run or imported model to start from; null: random",
-        aliases=(
-            "init_from",
-            "from_pretrained",
-            "pretrained",
-            "model_name_or_path",
-            "load_from",
-            "initialize_from",
-        ),
+        aliases=("init_from", "from_pretrained", "pretrained", "model_name_or_path", "load_from"),
     )
-    runs: str = setting(
-        "runs", "folder or URL of the run directories", aliases=("output_dir", "out_dir", "save_dir", "log_dir")
-    )
-    plugins: list[str] = setting(
-        list, "your modules to import first, such as my_package.my_module", aliases=("imports",)
-    )
+    runs: str = setting("runs", "folder or URL of the run directories", aliases=("output_dir", "save_dir", "log_dir"))
+    plugins: list[str] = setting(list, "your modules to import first", aliases=("imports",))
     cpu_devices: int | None = setting(None, "simulate this many CPU devices", range=whole(1, 4096))
-    compilation_cache: str | None = setting(
-        AUTO, "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"
-    )
+    compilation_cache: str | None = setting(AUTO, "compiled programs; auto: ~/.cache/gregale; null: none")
     log_every: int = setting(
         1,
         "number of steps between lines of metrics.jsonl",
         range=whole(1),
-        aliases=("logging_steps", "log_interval", "log_steps"),
+        aliases=("logging_steps", "log_steps"),
     )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
@@ -184,7 +169,11 @@ class TrainConfig(Settings):
         if self.compilation_cache is not None:
             check_path("compilation_cache", self.compilation_cache)
             if is_url(self.compilation_cache):
-                _check_store("compilation_cache", self.compilation_cache)
+                try:
+                    storage_path(self.compilation_cache)
+                except UserError as error:
+                    is_what = f"is {shown(self.compilation_cache)}"
+                    raise KeyedError("compilation_cache", is_what, f". {error}") from None
         if (size := len(self.name.encode())) > MAX_NAME_BYTES:
             raise KeyedError(
                 "name",
@@ -211,11 +200,3 @@ class TrainConfig(Settings):
                 f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
                 f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
             )
-
-
-def _check_store(key: str, url: str) -> None:
-    """Raise `KeyedError` for a URL that names no folder of a known store."""
-    try:
-        storage_path(url)
-    except UserError as error:
-        raise KeyedError(key, f"is {shown(url)}", f". {error}") from None

@@ -39,14 +39,10 @@ _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One metric of a run.
+    """One metric of a run."""
 
-    - `steps`: [point] int64, ascending
-    - `values`: [point] float64; NaN if the run wrote null
-    """
-
-    steps: np.ndarray
-    values: np.ndarray
+    steps: np.ndarray  # [point] int64, ascending
+    values: np.ndarray  # [point] float64; NaN if the run wrote null
 
     def at(self, step: int) -> float | None:
         """Return the value of a step; None if it has no number."""
@@ -56,15 +52,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Figures(Mapping[str, Column]):
-    """The metrics of a run by name, in the order of their first occurrence.
-
-    - `lines`: number of complete lines of the file
-    - `problems`: sentences about damage of the file
-    """
+    """The metrics of a run by name, in the order of their first occurrence."""
 
     columns: Mapping[str, Column]
-    lines: int = 0
-    problems: tuple[str, ...] = ()
+    lines: int = 0  # number of complete lines of the file
+    problems: tuple[str, ...] = ()  # sentences about damage of the file
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -91,26 +83,18 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The content of a run directory.
-
-    - `name`, `path`: name and path of the directory
-    - `config`: the configuration by dotted keys (`model.layers`); empty if it cannot be read
-    - `starts`, `changes`: the entries of starts.jsonl and changes.jsonl
-    - `rounds`: the entries of an island's rounds.jsonl
-    - `is_running`: whether a process trains the run now
-    - `problems`: sentences about damaged or absent files
-    """
+    """The content of a run directory."""
 
     name: str
     path: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # by dotted keys (`model.layers`); empty if it cannot be read
     figures: Figures
     samples: tuple[Sample, ...]
-    starts: tuple[Entry, ...]
-    changes: tuple[Entry, ...]
-    rounds: tuple[Entry, ...]
-    is_running: bool
-    problems: tuple[str, ...]
+    starts: tuple[Entry, ...]  # the entries of starts.jsonl
+    changes: tuple[Entry, ...]  # of changes.jsonl
+    rounds: tuple[Entry, ...]  # of an island's rounds.jsonl
+    is_running: bool  # whether a process trains the run now
+    problems: tuple[str, ...]  # sentences about damaged or absent files
 
 
 def read_history(run: RunPaths) -> History:

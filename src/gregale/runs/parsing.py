@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 def load(
     config_class: type[Config],
-    path: str | StoragePath | None,
+    path: str | StoragePath | Mapping[str, Any] | None,
     arguments: Sequence[str] = (),
 ) -> Config:
     """Load the configuration of a YAML file, with `--dotted.key value` arguments as overrides.
@@ -34,7 +35,7 @@ def load(
     Arguments:
     - `config_class`: a frozen dataclass, which may contain nested dataclasses, optional fields, lists, tuples, mappings
       of names and draccus registries (chosen by `type`)
-    - `path`: the YAML file or object, or None for the defaults
+    - `path`: the YAML file or object, a mapping as in a YAML file, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
       such as `{layers: 2}` keeps its other keys, unless it names another `type`
 
@@ -43,8 +44,8 @@ def load(
     Raises `UserError` that names the key and its origin: unknown key, wrong type, unknown choice, missing key,
     duplicate key, missing file, invalid YAML.
     """
-    file = Path(path) if isinstance(path, str) else path
-    raw, origins = ({}, {}) if file is None else read_yaml(file)
+    given, file = (path, None) if isinstance(path, Mapping) else ({}, Path(path) if isinstance(path, str) else path)
+    raw, origins = (deepcopy(dict(given)), {}) if file is None else read_yaml(file)
     words, pairs = split_arguments(arguments)
     if words:
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
@@ -67,16 +68,16 @@ def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
     for pair in arguments:
         _, equals, value = pair.partition("=")
         raw[plugins.KEY], origins[plugins.KEY] = Text(value) if equals else True, COMMAND_LINE
-    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, path and Path(path))
+    return _import_plugins(Decoder(plugins.PluginOptions, origins, _read_text), raw, Path(path) if path else None)
 
 
 def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | None) -> list[str]:
     if plugins.KEY not in raw:
         return []
-    names, origin = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY), decoder.origins[plugins.KEY]
+    names, origin = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY), decoder.origins.get(plugins.KEY)
     why = None if file is None or origin == COMMAND_LINE else plugins.elsewhere(file)
     if file is None or why is None:
-        plugins.import_plugins(names, f" ({origin})")
+        plugins.import_plugins(names, f" ({origin})" if origin else "")
     else:
         plugins.check_imported(names, file, why)
     return names

@@ -9,20 +9,24 @@ import hashlib
 import importlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import draccus
+
 import gregale
 from gregale.errors import UserError
-from gregale.settings import Settings, setting, shortened, shown
+from gregale.settings import Settings, setting, shown
 from gregale.settings.decoding import known_entries
 from gregale.storage import ObjectPath, StoragePath
 
 KEY = "plugins"
 LONGEST_MESSAGE = 300
-_OWN_CODE = (str(Path(gregale.__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
+TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
+_OTHER_CODE = (*(str(Path(each.__file__).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,12 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
 
     - `origin`: where the names stand, for messages
 
-    Raises `UserError` for a module that does not exist or raises an exception.
+    Raises `UserError` for a module that does not exist, raises an exception, or uses a device.
     """
     folder = str(Path.cwd())
     if names and folder not in sys.path:
         sys.path.append(folder)
+    importlib.invalidate_caches()  # a notebook may just have written a module
     for name in names:
         if name in sys.modules:
             continue
@@ -52,10 +57,16 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
                 f"`{KEY}`{origin}: {shown(name)} is no name of a module. Write it as `import` has it, without .py and "
                 "with dots between folders: my_package.my_module."
             )
+        before = _uses_devices()
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             raise UserError(f"`{KEY}`{origin}: {_problem(name, error, folder)}") from error
+        if _uses_devices() and not before:
+            raise UserError(
+                f"`{KEY}`{origin}: {shown(name)} computes with JAX when it is imported, before the devices are set up. "
+                "Make its arrays in a function."
+            )
         known_entries.cache_clear()
 
 
@@ -64,7 +75,7 @@ def elsewhere(path: StoragePath) -> str | None:
     if isinstance(path, ObjectPath):
         return "it is in a store"
     owner, user = path.stat().st_uid, os.geteuid()
-    return None if owner in (user, 0) else f"it belongs to another user ({owner}, you are {user})"
+    return None if owner in (user, *TRUSTED) else f"it belongs to another user ({owner}, you are {user})"
 
 
 def check_imported(names: Sequence[str], path: StoragePath, why: str) -> None:
@@ -87,6 +98,12 @@ def code_digests(names: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _uses_devices() -> bool:
+    """Return whether JAX has started a backend in this process; JAX has no public function for it."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
 def _problem(name: str, error: BaseException, folder: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         return (
@@ -96,8 +113,10 @@ def _problem(name: str, error: BaseException, folder: str) -> str:
     if isinstance(error, SyntaxError):
         file, line = error.filename, error.lineno
     else:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN_CODE)]
+        frames = [
+            each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OTHER_CODE)
+        ]
         file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
     place = f" ({file}, line {line})" if file else ""
-    message = shortened(" ".join(str(error).split()), LONGEST_MESSAGE)
-    return f"{shown(name)} could not be imported{place}: {type(error).__name__}: {message}"
+    message = textwrap.shorten(str(error), LONGEST_MESSAGE, placeholder="...")
+    return f"{shown(name)} could not be imported{place}: {type(error).__name__}{f': {message}' if message else '.'}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
 import gregale
@@ -146,20 +147,14 @@ class RunDirectory(RunPaths):
         """Rename an existing run directory to the first free `<name>.old-<n>`; return the new path."""
         if not self.path.exists():
             return None
-        path, name = self.path, _free_name(self.path)
+        path, names = self.path, (f"{self.path.name}.old-{number}" for number in count(1))
+        name = next(name for name in names if not path.with_name(name).exists())
         if isinstance(path, ObjectPath):
             _move(path, path.with_name(name))
         else:
             path.rename(path.with_name(name))
             (path.with_name(name) / LOCK).unlink(missing_ok=True)
         return path.with_name(name)
-
-
-def _free_name(path: StoragePath) -> str:
-    number = 1
-    while path.with_name(f"{path.name}.old-{number}").exists():
-        number += 1
-    return f"{path.name}.old-{number}"
 
 
 def _move(folder: ObjectPath, to: ObjectPath) -> None:

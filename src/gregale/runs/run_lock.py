@@ -125,7 +125,6 @@ def training(
     - `beat_seconds`: time between two renewals of the lease
 
     A process that loses the lock to another host gets SIGTERM; it was stopped for so long that its lease expired.
-
     Raises `Busy`, with host, process id and start time of the holder, if another process holds the lock.
     """
     with _locked(directory) as file:

@@ -44,34 +44,24 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run; None for a value that does not exist (yet).
-
-    - `problem`: a sentence about damage
-    - `step`, `steps`: the last logged step, and the configured number of steps
-    - `loss`, `tokens`, `tokens_per_second`, `mfu`: metrics of the last logged step
-    - `eval_loss`, `bits_per_byte`: metrics of the last evaluation
-    - `method`: the method (`sync.type`), and the codec if averages are quantised
-    - `bytes_sent`: bytes sent by a device over `replica`, or by an island over the network since its last start
-    - `saved`: the step of the newest checkpoint
-    - `began`: time of the first start, ISO 8601
-    """
+    """The summary of a run; None for a value that does not exist (yet)."""
 
     name: str
     path: str
     state: State
-    problem: str | None = None
-    step: int = 0
-    steps: int | None = None
-    loss: float | None = None
-    eval_loss: float | None = None
-    bits_per_byte: float | None = None
-    method: str | None = None
+    problem: str | None = None  # a sentence about damage
+    step: int = 0  # the last logged one
+    steps: int | None = None  # as configured
+    loss: float | None = None  # as all metrics: of the last logged step
+    eval_loss: float | None = None  # of the last evaluation
+    bits_per_byte: float | None = None  # likewise
+    method: str | None = None  # `sync.type`, and the codec if averages are quantised
     tokens: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    bytes_sent: float | None = None
-    saved: int | None = None
-    began: str | None = None
+    bytes_sent: float | None = None  # by a device over `replica`, or by an island since its last start
+    saved: int | None = None  # the step of the newest checkpoint
+    began: str | None = None  # time of the first start, ISO 8601
 
 
 def summaries(folder: StoragePath) -> list[Summary]:
@@ -105,7 +95,6 @@ def _summary_in(folder: StoragePath) -> Summary | None:
 
 
 def summary_of(run: RunPaths) -> Summary:
-    """Return the present summary of a run."""
     is_running = is_being_trained(run.path)  # before the reads, so that a run that ends now has written its last files
     config, problem = _config(run)
     step, evaluation, damage = last_entries(run.metrics)

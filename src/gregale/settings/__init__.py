@@ -137,7 +137,9 @@ def check(settings: Any) -> None:
     for each in fields(settings):
         for key, value in _values(each.name, getattr(settings, each.name)):
             if (wanted := each.metadata.get("range")) is not None and value not in wanted:
-                raise KeyedError(key, f"is {shown(value)}", f"; it has to be {_needed(wanted, value, each)}.")
+                _, _, null = str(each.metadata.get("help", "")).partition("null: ")  # what null means, if it is valid
+                needed = wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
+                raise KeyedError(key, f"is {shown(value)}", f"; it has to be {needed}.")
             if (choices := each.metadata.get("choices")) is not None and value not in choices:
                 near = did_you_mean(get_close_matches(str(value), choices))
                 raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
@@ -187,29 +189,19 @@ def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _needed(wanted: Range, value: float, each: Any) -> str:
-    """Format a range, with the meaning of null if null is valid."""
-    _, _, null = str(each.metadata.get("help", "")).partition("null: ")
-    return wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
-
-
 def shown(value: float | str) -> str:
     """Format a number or a text for a message; shorten it if it is too long (Python rejects 4,300 digits)."""
     if isinstance(value, str):
         return repr(shortened(value))
-    return _shown_number(value)
+    if isinstance(value, int):
+        digits = 1 + int(abs(value).bit_length() * math.log10(2))
+        return str(value) if digits <= 40 else f"a whole number of about {digits} digits"
+    return repr(value).removesuffix(".0")
 
 
-def shortened(text: str, max_length: int = 60) -> str:
+def shortened(text: str) -> str:
     """Return a text shortened for a message."""
-    return text if len(text) <= max_length else f"{text[: max_length - 20]}...{text[-10:]}"
-
-
-def _shown_number(number: float) -> str:
-    if isinstance(number, int):
-        digits = 1 + int(abs(number).bit_length() * math.log10(2))
-        return str(number) if digits <= 40 else f"a whole number of about {digits} digits"
-    return repr(number).removesuffix(".0")
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 
 def _bound(number: float) -> str:

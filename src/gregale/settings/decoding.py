@@ -31,6 +31,7 @@ from gregale.settings.config_schema import (
     type_name,
     types_of,
 )
+from gregale.settings.other_projects import names_of, rows_at, sentences
 
 COMMAND_LINE = "on the command line"  # where a key of an argument stands
 _ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
@@ -111,7 +112,8 @@ class Decoder:
             if removed := getattr(registry, "earlier", {}).get(f"{TYPE} {name}"):
                 raise UserError(f"{found} was removed: {removed.instead}")
             near = did_you_mean(get_close_matches(str(name), known))
-            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
+            own = " One of your own needs its module in `plugins`." if "plugins" in _field_names(self.root) else ""
+            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.{'' if near else own}")
         return known[name]
 
     def _translate_earlier(self, kind: Any, given: dict, key: str) -> None:
@@ -158,8 +160,14 @@ class Decoder:
             others = [other for other, choice in kind.get_known_choices().items() if name in _field_names(choice)]
             if others:
                 return f" `{name}` belongs to {TYPE} {' or '.join(others)}."
+        known = known_entries(self.root)
+        rows = [row for row in rows_at(key, value) if not row.ours or _has(known, row.ours)]
+        if rows and isinstance(value, dict):
+            return sentences(rows)
         beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # includes groups of keys
-        return did_you_mean(suggestions(key, beside, known_entries(self.root)))
+        near = suggestions(key, beside, known)
+        rows = [row for row in rows if row.note or row.ours not in near]
+        return sentences(rows) + did_you_mean(each for each in near if each not in [row.ours for row in rows])
 
     def _mapping(self, kind: Any, raw: Any, key: str) -> dict:
         if not isinstance(raw, dict):
@@ -253,17 +261,28 @@ class Decoder:
 
 @cache
 def known_entries(root: type) -> dict[str, Entry]:
-    """Return every key of a configuration; if several choices have a key, the entry of the first one."""
+    """Return every key of a configuration; if several choices have a key, the entry of the first one.
+
+    Its aliases have the key's names in other projects, unless a key beside it has such an alias of its own.
+    """
     found: dict[str, Entry] = {}
     for entry in entries(root):
         found.setdefault(entry.key, entry)
+    own = {join(key.rpartition(".")[0], alias) for key, entry in found.items() for alias in entry.aliases}
+    for key, entry in found.items():
+        others = (name for name in names_of(key) if join(key.rpartition(".")[0], name) not in own)
+        found[key] = replace(entry, aliases=(*entry.aliases, *others))
     return found
+
+
+def _has(known: Mapping[str, Entry], key: str) -> bool:
+    """Return whether a key or a section is known."""
+    return key in known or any(other.startswith(f"{key}.") for other in known)
 
 
 def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list[str]:
     """Return likely corrections of `key`: keys with this alias, the same name in other sections, similar names.
 
-    Arguments:
     - `beside`: the valid keys of the same section
     - `known`: all keys of the configuration
     """

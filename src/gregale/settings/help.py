@@ -24,9 +24,7 @@ def render(config_class: type, topic: str | None = None, only: Collection[str] =
 
     Keys that only some choices of a `type` have are listed under these choices. With `topic`, a dotted key, the text
     has all choices below that key; without it, only the default choices. `only` limits the text to these keys and the
-    keys below them.
-
-    Raises `UserError` if no key is below the topic.
+    keys below them. Raises `UserError` if no key is below the topic.
     """
     listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
     groups: dict[tuple[str, str], list[Entry]] = {}

@@ -40,14 +40,10 @@ _STATUS_FIELDS = {"HttpError": "code", "ClientResponseError": "status"}  # field
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The limits of retries.
+    """The limits of retries."""
 
-    - `seconds`: time from the first failure of a request to its last retry
-    - `silence_seconds`: maximum time without data on a connection before it has failed
-    """
-
-    seconds: float = 120.0
-    silence_seconds: float = 30.0
+    seconds: float = 120.0  # time from the first failure of a request to its last retry
+    silence_seconds: float = 30.0  # maximum time without data on a connection before it has failed
     first_delay_seconds: float = 0.2
 
     def delays(self) -> Iterator[float]:

@@ -21,42 +21,27 @@ PAYLOADS = {
 
 @dataclass(frozen=True)
 class Transfer:
-    """Layers that are averaged over the sites after one pass.
+    """Layers that are averaged over the sites after one pass."""
 
-    Attributes:
-        step: the step whose backward pass yields the values.
-        layers: the layers, one reduction each.
-        bytes_per_parameter: size on the wire, the mean of the reduction's two halves (scatter and gather).
-        delay_steps: tau; the forward of a layer at step + 1 + tau waits for its reduction.
-        microbatch: the pass of that step, from 1.
-        after_pass: released at the end of the backward pass instead of after the layer's own node.
-    """
-
-    step: int
-    layers: tuple[int, ...]
-    bytes_per_parameter: float
-    delay_steps: int = 0
-    microbatch: int = 1
-    after_pass: bool = False
+    step: int  # the step whose backward pass yields the values
+    layers: tuple[int, ...]  # the layers, one reduction each
+    bytes_per_parameter: float  # size on the wire, the mean of the reduction's two halves (scatter and gather)
+    delay_steps: int = 0  # tau; the forward of a layer at step + 1 + tau waits for its reduction
+    microbatch: int = 1  # the pass of that step, from 1
+    after_pass: bool = False  # released at the end of the backward pass instead of after the layer's own node
 
 
 @dataclass(frozen=True)
 class Cadence:
     """The communication steps of a method.
 
-    Attributes:
-        period_steps: H, steps between two reductions of one parameter (DiLoCo and streaming).
-        fragment_layers: layers of one streaming fragment.
-        overlap_steps: tau of the overlapped streaming methods.
-
-    Raises:
-        UserError: a delay is not below the period.
+    Raises `UserError` if a delay is not below the period.
     """
 
     steps: int = 100
-    period_steps: int = 100
-    fragment_layers: int = 3
-    overlap_steps: int = 1
+    period_steps: int = 100  # H, steps between two reductions of one parameter (DiLoCo and streaming)
+    fragment_layers: int = 3  # layers of one streaming fragment
+    overlap_steps: int = 1  # tau of the overlapped streaming methods
 
     def __post_init__(self):
         if not 0 <= self.overlap_steps < self.period_steps:
@@ -108,10 +93,8 @@ def streaming(workload: Workload, cadence: Cadence, bytes_per_parameter: float) 
     """Send one strided fragment at a time (arXiv 2501.18512).
 
     Of P = ceil(layers / fragment_layers) fragments, fragment i holds the layers l with (l - 1) mod P = i and is sent at
-    the steps that are (i + 1) * floor(H / (P + 1)) into a period.
-
-    Raises:
-        UserError: a period is too short for all fragments.
+    the steps that are (i + 1) * floor(H / (P + 1)) into a period. Raises `UserError` if a period is too short for all
+    fragments.
     """
     fragments = -(-workload.layers // cadence.fragment_layers)
     spacing = cadence.period_steps // (fragments + 1)
@@ -151,19 +134,12 @@ def islands(workload: Workload, cadence: Cadence, bytes_per_parameter: float) ->
 
 @dataclass(frozen=True)
 class Method:
-    """A schedule with its default codec.
+    """A schedule with its default codec."""
 
-    Attributes:
-        schedule: the transfers, from a workload, a cadence and the bytes per parameter.
-        codec: wire format, a name in `PAYLOADS`.
-        label: name for tables.
-        gather_codec: wire format of the second half, if it differs from the codec's.
-    """
-
-    schedule: Schedule
-    codec: str
-    label: str
-    gather_codec: str | None = None
+    schedule: Schedule  # the transfers, from a workload, a cadence and the bytes per parameter
+    codec: str  # wire format, a name in `PAYLOADS`
+    label: str  # name for tables
+    gather_codec: str | None = None  # wire format of the second half, if it differs from the codec's
 
     def bytes_per_parameter(self, codec: str | None = None) -> float:
         """Return the mean bytes of a parameter in the two halves of its reduction, with a codec or the default."""

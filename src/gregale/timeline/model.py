@@ -16,14 +16,11 @@ class Workload:
     node_seconds = step_seconds / (3 * layers * microbatches)
 
     Since layer 1 has one node fewer, a step computes for (1 - 1 / (3 * layers)) * step_seconds.
-
-    - `parameters`: of the whole model, spread evenly over the layers
-    - `step_seconds`: nominal compute time of one optimizer step
     """
 
-    parameters: float
+    parameters: float  # of the whole model, spread evenly over the layers
     layers: int
-    step_seconds: float
+    step_seconds: float  # nominal compute time of one optimizer step
     microbatches: int = 1
 
     @property
@@ -33,7 +30,6 @@ class Workload:
 
     @property
     def nodes_per_pass(self) -> int:
-        """Return the nodes of one forward and backward pass."""
         return 3 * self.layers - 1
 
 
@@ -56,12 +52,10 @@ class Ring:
 
     The links are busy for link_seconds and the result arrives delay_seconds later. During the delay the links carry the
     next payload.
-
-    - `latency_seconds`: delay of one message over one link
     """
 
     sites: int
-    latency_seconds: float = 0.0
+    latency_seconds: float = 0.0  # delay of one message over one link
 
     def sent_bytes(self, payload_bytes: float) -> float:
         """Return the bytes that each site sends to average a payload."""

@@ -22,13 +22,10 @@ UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one site for every bandwidth.
-
-    - `total_seconds`: [bandwidth] until the last compute ends and the last reduction arrives
-    """
+    """The result of one site for every bandwidth."""
 
     compute_seconds: float
-    total_seconds: np.ndarray
+    total_seconds: np.ndarray  # [bandwidth] until the last compute ends and the last reduction arrives
     sent_bytes: float
 
     @property
@@ -38,8 +35,6 @@ class Run:
 
 
 class _Timeline:
-    """The current times of compute and link."""
-
     def __init__(self, workload: Workload, ring: Ring, gbit_per_second: np.ndarray):
         self.workload, self.ring = workload, ring
         self.bits_per_second = np.asarray(gbit_per_second, dtype=float) * 1e9
@@ -102,29 +97,18 @@ def simulate(
 
 
 def run_method(
-    name: str,
-    workload: Workload,
-    ring: Ring,
-    cadence: Cadence,
-    gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
-    bytes_per_parameter: float | None = None,
+    name: str, workload: Workload, ring: Ring, cadence: Cadence, gbit_per_second: np.ndarray, bytes_per_parameter: float
 ) -> Run:
-    """Simulate a method by name.
+    """Simulate a method by name; raise `UserError` if the schedule does not fit.
 
-    - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves; None: the method's own
-
-    Raises:
-        UserError: the schedule does not fit.
+    - `bytes_per_parameter`: on the wire, the mean of a reduction's two halves
     """
-    method = METHODS[name]
-    transfers = method.schedule(workload, cadence, bytes_per_parameter or method.bytes_per_parameter())
+    transfers = METHODS[name].schedule(workload, cadence, bytes_per_parameter)
     return simulate(workload, transfers, ring, gbit_per_second, cadence.steps)
 
 
-def needed_bandwidths(
-    utilisation: np.ndarray, gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND, goals: Sequence[float] = UTILISATIONS
-) -> list[float | None]:
+def needed_bandwidths(utilisation: np.ndarray, goals: Sequence[float] = UTILISATIONS) -> list[float | None]:
     """Return, for each goal, the grid's first bandwidth that reaches this utilisation; None if none does."""
     # A run without waits reaches 1 only up to rounding.
     reached = [np.flatnonzero(utilisation >= goal - 1e-12) for goal in goals]
-    return [float(gbit_per_second[at[0]]) if at.size else None for at in reached]
+    return [float(GRID_GBIT_PER_SECOND[at[0]]) if at.size else None for at in reached]

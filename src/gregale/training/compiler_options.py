@@ -70,11 +70,7 @@ def sums_behind(options: CompilerOptions) -> bool:
 
 
 def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
-    """Check the options by compiling a trivial program.
-
-    Raises:
-        UserError: the compiler rejects the options.
-    """
+    """Check the options by compiling a trivial program; raise `UserError` if the compiler rejects the options."""
     number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(number).compile()

@@ -44,17 +44,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over an axis.
-
-    - `unit`: unit of y: "", "bytes", "seconds", "share" (shown in percent)
-    - `axis`: name and unit of x; None: the axis of the page, which the reader chooses
-    """
+    """Lines over an axis."""
 
     key: str
     title: str
     series: Sequence[Series]
-    unit: str = ""
-    axis: tuple[str, str] | None = None
+    unit: str = ""  # unit of y: "", "bytes", "seconds", "share" (shown in percent)
+    axis: tuple[str, str] | None = None  # name and unit of x; None: the axis of the page, which the reader chooses
     help: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -78,19 +74,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Spans:
-    """Rows of spans over an axis.
-
-    - `kinds`: names of the kinds; later kinds are drawn over earlier ones
-    - `thin`: numbers of the kinds that are thinner than a row
-    """
+    """Rows of spans over an axis."""
 
     key: str
     title: str
     rows: Sequence[Row]
-    kinds: Sequence[str]
+    kinds: Sequence[str]  # names of the kinds; later kinds are drawn over earlier ones
     axis: tuple[str, str] = ("Seconds", "seconds")
     help: str = ""
-    thin: Sequence[int] = ()
+    thin: Sequence[int] = ()  # numbers of the kinds that are thinner than a row
 
     def to_json(self) -> dict[str, Any]:
         rows = [

@@ -38,10 +38,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run whose lines are drawn over the page's axes.
-
-    - `axes`: key of an `Axis` -> steps and their values on that axis, which are interpolated
-    """
+    """A run whose lines are drawn over the page's axes; `axes`: by `Axis.key`, steps and their values on that axis."""
 
     label: str
     axes: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

@@ -1,22 +1,23 @@
 import dataclasses
+import hashlib
 import os
 import sysconfig
+from pathlib import Path
 
 import draccus
 import pytest
 
 from gregale.data.config import DataConfig
-from gregale.data.sources import JsonLinesSource, SourceConfig, TextSource
-from gregale.data.sources.base import encodable, expand, ranges
+from gregale.data.sources import SourceConfig, TextSource
+from gregale.data.sources.base import code_of, expand
 from gregale.errors import UserError
 
 
 def test_every_choice_parses_from_a_mapping():
     text = {"type": "text", "files": ["a/*.txt"], "exclude": ["*/b/*"], "weight": 2}
-    config = draccus.decode(DataConfig, {"sources": {"x": text, "y": {"type": "jsonl", "field": "body"}}})
+    config = draccus.decode(DataConfig, {"sources": {"x": text}})
     assert config.sources["x"] == TextSource(files=("a/*.txt",), exclude=("*/b/*",), weight=2.0)
-    assert config.sources["y"] == JsonLinesSource(field="body")
-    assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "parquet", "tokens", "huggingface"}
+    assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "csv", "tsv", "parquet", "tokens", "huggingface"}
     for choice in SourceConfig.get_known_choices().values():
         assert all(field.metadata["help"] for field in dataclasses.fields(choice))
 
@@ -80,11 +81,10 @@ def test_fields_out_of_range_are_refused():
         TextSource(on_bad_document="ignore")
 
 
-def test_ranges_cover_the_whole():
-    assert [ranges(total, 3) for total in (7, 6, 0)] == [[(0, 3), (3, 6), (6, 7)], [(0, 3), (3, 6)], []]
+class Own(TextSource):
+    """A source of one's own."""
 
 
-def test_half_a_surrogate_pair_is_refused():
-    assert encodable("fine \U0001f600", "here") == "fine \U0001f600"
-    with pytest.raises(UserError, match=r"here: character 2 of the text is U\+D83D"):
-        encodable("ab\ud83d", "here")
+def test_documents_of_ones_own_code_are_others_with_other_code():
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    assert (code_of(Own), code_of(TextSource)) == ({"code": code}, {})

@@ -9,15 +9,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from gregale.data.sources import (
-    JsonLinesSource,
-    ParquetSource,
-    TextSource,
-    TokensSource,
-    jsonl,
-    text,
-    tokens,
-)
+from gregale.data.sources import JsonLinesSource, ParquetSource, TextSource, TokensSource, jsonl, text, tokens
 from gregale.data.sources.files import files_of
 from gregale.errors import UserError
 

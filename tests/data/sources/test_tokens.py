@@ -20,9 +20,6 @@ def test_raw_files_and_npy_files_read_alike(tmp_path, contents, dtype):
         source = TokensSource(files=(str(tmp_path / name),), dtype=dtype, end_of_document=0)
         assert contents(source) == [[5, 6], [7], [], [8, 9]]
         assert contents(TokensSource(files=(str(tmp_path / name),), dtype=dtype)) == [TOKENS]
-    np.array([1] * 5000 + [0] + [2] * 3000, dtype).tofile(tmp_path / "long")
-    source = TokensSource(files=(str(tmp_path / "long"),), dtype=dtype, end_of_document=0)
-    assert list(map(len, contents(source))) == [5000, 3000]
 
 
 @settings(deadline=None)

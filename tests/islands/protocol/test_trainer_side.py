@@ -58,6 +58,10 @@ def test_a_round_is_due_once_after_its_steps(side):
     side.stepped()
     assert side.says_due(0)
     assert not side.says_due(0)
+    starved = Side()
+    assert starved.says_due(0, starved=True)
+    starved.sends(0, weight=0.0)
+    assert not starved.says_due(0, starved=True)
 
 
 @pytest.mark.parametrize(("weight", "steps"), [(0.0, 5), (1.0, 5 + 2)])
@@ -78,15 +82,12 @@ def test_in_lockstep_no_message_is_replaced_by_one_of_more_steps():
     assert not side.says_due(0)
 
 
-def test_a_round_without_data_is_due_once(side):
-    assert side.says_due(0, starved=True)
-    side.sends(0, weight=0.0)
-    assert not side.says_due(0, starved=True)
-
-
 def test_nothing_is_mixed_in_before_tau_steps(side):
-    side.sends(0)
-    side.commits(0)
+    leaver = Side()
+    for each in (side, leaver):
+        each.sends(0)
+        each.commits(0)
+    assert leaver.arrival(is_last=True) == ApplyRound(0, 1.0), "for it nothing is early"
     side.stepped()
     assert side.arrival(is_last=False) is None
     assert not side.must_wait(1, 0.0)  # it may make the step that is missing
@@ -108,11 +109,6 @@ def test_no_message_is_sent_before_the_previous_round_is_mixed_in(side):
     assert side.take(1) == SendMessage(1)
 
 
-def test_for_a_leaver_nothing_is_early(side):
-    side.commits(0)
-    assert side.arrival(is_last=True) == ApplyRound(0, 1.0)
-
-
 def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
     side = Side(lockstep=True)
     side.sends(0)
@@ -127,6 +123,7 @@ def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
 
 def test_in_lockstep_an_island_without_data_hands_over_its_message():
     side = Side(lockstep=True)
+    assert side.must_wait(-1, 0.0), "before the start"
     side.handover.want()
     assert side.take(0) is None
     assert side.take(0, is_last=True) == SendMessage(0)
@@ -186,7 +183,3 @@ def test_a_peers_state_replaces_queued_rounds_and_resets_the_steps(side):
     assert side.arrival(is_last=False) == LoadOuterState(7)
     assert side.all_arrived()
     assert not side.says_due(7)
-
-
-def test_the_trainer_waits_before_the_start(side):
-    assert side.must_wait(-1, 0.0)

@@ -43,33 +43,6 @@ def build(make_server) -> Iterator[Build]:
         group.drop()
 
 
-def failures_of(groups: list[Group], then: Callable[[], None]) -> list[tuple[float, str]]:
-    """For each wait of each member for each other: seconds after `then`, and why it failed."""
-    failures: list[tuple[float, str]] = []
-    begun = threading.Barrier(sum(group.size - 1 for group in groups) + 1)
-    moment = [0.0]
-
-    def wait(group: Group, peer: int) -> None:
-        work = group.recv(peer, np.zeros(5, np.uint8), tag=9)
-        begun.wait()
-        with pytest.raises(GroupFailed) as failed:
-            work.wait(20.0)
-        failures.append((time.monotonic() - moment[0], str(failed.value)))
-
-    pairs = [(group, peer) for group in groups for peer in range(group.size) if peer != group.rank]
-    threads = [threading.Thread(target=wait, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    time.sleep(0.1)
-    moment[0] = time.monotonic()
-    then()
-    for thread in threads:
-        thread.join()
-    assert len(failures) == len(pairs)
-    return failures
-
-
 def test_messages_arrive_by_tag_and_in_order(build):
     groups = build(3)
     random = np.random.default_rng(0)
@@ -107,9 +80,15 @@ def test_many_large_messages_in_flight(build):
 
 def test_all_members_notice_when_one_drops_the_group(build):
     groups = build(4)
-    failures = failures_of(groups, groups[2].drop)
-    assert max(seconds for seconds, _ in failures) < 10.0
-    reasons = {reason for _, reason in failures}
+    pairs = [(group, peer) for group in groups for peer in range(4) if peer != group.rank]
+    works = [group.recv(peer, np.zeros(5, np.uint8), tag=9) for group, peer in pairs]
+    with ThreadPoolExecutor(len(works)) as threads:
+        waits = [threads.submit(work.wait, 20.0) for work in works]
+        time.sleep(0.1)
+        begin = time.monotonic()
+        groups[2].drop()
+        reasons = {str(wait.exception()) for wait in waits}
+    assert time.monotonic() - begin < 10.0
     assert "the group was dropped here" in reasons
     assert all("\n" not in reason and len(reason) < 300 for reason in reasons)
     for group in groups:
@@ -144,8 +123,9 @@ def test_a_silent_member_fails_the_group(build):
 
 
 def test_a_dropped_group_leaves_no_sockets_or_threads(build):
-    for group in build(2):
+    for group in (*build(1), *build(2)):
         group.drop()
+        assert group.failure
     groups = build(3)
     before = len(os.listdir("/proc/self/task"))
     for group in groups:
@@ -185,12 +165,6 @@ def test_a_cancelled_group_returns_at_once_although_gloo_waits(make_server, monk
     for connecting in list(CONNECTING):
         connecting.join()
     assert not server.mailbox.is_cancelled("key"), "it is forgotten when nothing is under way any more"
-
-
-def test_a_group_of_one(build):
-    (group,) = build(1)
-    group.drop()
-    assert group.failure == "the group was dropped here"
 
 
 def test_unknown_connections_to_gloo_do_no_harm(build):

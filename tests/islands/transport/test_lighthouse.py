@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.transport import listener
 from gregale.islands.transport.client import PeerClient, PeerUnreachable
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
@@ -20,7 +19,7 @@ from gregale.islands.transport.coordinator import (
     View,
 )
 from gregale.islands.transport.lighthouse import ALIAS, Quorum, serve
-from tests.islands.transport.conftest import TOKEN, exchange
+from tests.islands.transport.conftest import TOKEN
 
 QUORUM = Quorum(minimum=1, join_seconds=0.3, heartbeat_seconds=1.0)
 WAIT_SECONDS = 20.0
@@ -137,23 +136,6 @@ def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
         reasons.append(str(failed.value))
     assert "refuses a request" in reasons[-1]
     assert "it has another token" in reasons[-1]
-
-
-def test_unauthenticated_clients_neither_read_nor_slow_a_fleet(fleet):
-    """Eight invented members send heartbeats, unsigned or wrongly signed, while one of three islands is stopped."""
-    fleet.join("a", "b", "c")
-    fleet.ask_all("abc")
-    fleet.members.pop("c")._closed.set()
-    answers = [exchange(fleet.lighthouse.address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")]
-    for number in range(8):
-        body = b'{"kind":"beat","name":"ghost%d","session":"s","round":9,"stalled":""}' % number
-        for path in (b"/message", b"/status", b"/", b"/manifest"):
-            head = b"POST %s HTTP/1.1\r\nX-Signature: 00\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
-            answers.append(exchange(fleet.lighthouse.address, head + body))
-    assert set(answers) == {b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"}
-    assert seen(fleet.ask_all("ab", 1)[0]) == [("a", 1), ("b", 1)]
-    assert not any("ghost" in line for line in fleet.said)
-    assert sum("was refused" in line for line in fleet.said) <= listener.LINES_AT_ONCE
 
 
 def test_the_name_that_all_lighthouses_have_is_of_no_use_but_for_the_status(fleet):

@@ -12,13 +12,12 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 
-from gregale.distributed.signing import read_token, sign
+from gregale.distributed.signing import digest, read_token, sign
 from gregale.errors import UserError
 from gregale.islands.transport import listener, snapshot_store
 from gregale.islands.transport import server as module
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, call
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.signing import digest
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from tests.islands.transport.conftest import TOKEN, exchange
 
@@ -56,21 +55,20 @@ def test_neither_side_believes_another_token(make_server):
         with pytest.raises(PeerUnreachable, match="it has another token"):
             call(address, token, {"kind": "due"}, 5.0)
     assert [line.startswith(UNSIGNED) for line in server.complaints] == [True]
+    for path in (b"/message", b"/status", b"/", b"/manifest", b"/store"):
+        for number in range(5):
+            head = b"POST %s HTTP/1.1\r\nX-Signature: 0%d\r\nContent-Length: 2\r\n\r\n" % (path, number)
+            assert exchange(server.address, head + b"{}") == NOTHING
+    assert len(server.complaints) <= listener.LINES_AT_ONCE, "strangers do not fill a log"
 
 
 def signed(server: Server, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
     """A request for a server as it is on the wire, with `more` headers in place of the right ones."""
     hashed = digest(body)
     parts = server.recipient, "POST", "/message", f"{moment:.3f}", nonce, hashed
-    headers = {
-        "X-Nonce": nonce,
-        "X-Time": f"{moment:.3f}",
-        "X-Body": hashed,
-        "X-Signature": sign(TOKEN, *(part.encode() for part in parts)),
-        "Content-Length": str(len(body)),
-        "Connection": "close",
-        **more,
-    }
+    headers = {"X-Nonce": nonce, "X-Time": f"{moment:.3f}", "X-Body": hashed, "Content-Length": str(len(body))}
+    headers["X-Signature"] = sign(TOKEN, *(part.encode() for part in parts))
+    headers |= {"Connection": "close"} | more
     text = "POST /message HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return text.encode() + b"\r\n" + body
 

@@ -6,18 +6,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from gregale.distributed.signing import canonical
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
 from gregale.islands.transport.server import Handler, Server
-from gregale.islands.transport.signing import canonical
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed, fetch
+from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed
 from tests.islands.transport.conftest import TOKEN
 
 CHUNK_BYTES = 1 << 16
@@ -47,6 +48,11 @@ def leaves(seed: int = 0, version: int = 4) -> dict[str, ServedArray]:
 STATE = leaves()
 TOTAL = sum(leaf.array.nbytes for leaf in STATE.values())
 EXPECTED = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in STATE.items()}
+
+
+def fetch(sources, token, expected, timeout_seconds, held=None) -> Fetched:
+    with closing(Fetcher(token, expected, held)) as fetcher:
+        return fetcher.fetch(sources, timeout_seconds)
 
 
 def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
@@ -279,7 +285,8 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
 
 
 @pytest.mark.usefixtures("no_allocation")
-def test_a_reply_that_never_ends_is_not_read(make_server):
+def test_a_reply_that_never_ends_is_not_read(make_server, monkeypatch):
+    monkeypatch.setattr(transfer, "STALL_SECONDS", 20.0)  # a busy machine takes long to make such a reply
     endless = make_server()
     endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):

@@ -40,11 +40,7 @@ def value_and_gradients(function: Callable, arguments: tuple) -> list[np.ndarray
 
 
 def assert_equal(
-    form: Callable[[Kernels], Callable],
-    kernels: Kernels,
-    arguments: tuple,
-    dtype,
-    rounding: float = BFLOAT16_ROUNDING,
+    form: Callable[[Kernels], Callable], kernels: Kernels, arguments: tuple, dtype, rounding: float = BFLOAT16_ROUNDING
 ) -> None:
     """In float32 it is the plain form; in bfloat16 it is as near to float32's as the plain form is, but for rounding.
 

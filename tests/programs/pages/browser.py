@@ -179,21 +179,12 @@ def figure_of(chart: str) -> str:
     return f"document.querySelector('figure[data-chart=\"{chart}\"]')"
 
 
-def check_looks(browser: Browser, path: Path, pictures: Path | None = None) -> dict[str, Any]:
-    """Opens a page on a desk and on a phone, in light and dark; returns what its charts show.
-
-    - `pictures`: a folder for screenshots
-    """
+def check_looks(browser: Browser, path: Path) -> dict[str, Any]:
+    """Opens a page on a desk and on a phone, in light and dark; returns what its charts show."""
     for size, dark in ((DESK, False), (PHONE, True)):
         with browser.open(path, size, dark) as tab:
             charts = drawn(tab)
             assert tab.value(CONTRAST) == []
-            if pictures is not None:
-                for fold in ("", "-end"):
-                    name = f"{path.stem}-{size[0]}-{'dark' if dark else 'light'}{fold}.png"
-                    tab.page.screenshot(path=pictures / name)
-                    tab.value("scrollTo(0, document.body.scrollHeight)")
-                    tab.settle()
             widest = tab.value("[document.documentElement.scrollWidth, innerWidth]")
             assert widest[0] <= widest[1], widest
             tab.choose("theme", "light" if dark else "dark")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+
+from tests.runs.runs import write_run as write_run_files
 
 CONFIG: dict[str, Any] = {
     "name": "made-up",
@@ -21,14 +22,9 @@ STREAMING = {"type": "streaming_diloco", "period": 40, "fragments": 3, "delay": 
 
 def write_run(folder: Path, steps: int = 400, seed: int = 0, **more: Any) -> Path:
     """A run's folder; `more` are further keys of its configuration, `sync` and the like."""
-    folder.mkdir(parents=True)
-    config = CONFIG | {"name": folder.name, "steps": max(steps, 1)} | more
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    write_run_files(folder, 0, **CONFIG | {"name": folder.name, "steps": max(steps, 1)} | more)
     write_metrics(folder, figures(steps, seed))
     (folder / "samples.txt").write_text("--- step 200\nearly text\n--- step 400\nlate text\n", encoding="utf-8")
-    start = {"step": 0, "time": "2026-11-22T14:20:37+00:00", "gregale": "0.1.0", "jax": "0.10.2", "devices": 8}
-    start |= {"device_kind": "cpu", "mesh": {"replica": 2, "data": 4}, "kernels": {"rules": "cpu"}}
-    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return folder
 
 

@@ -45,8 +45,8 @@ def one(tmp_path_factory):
     return folder / "small.html"
 
 
-def test_a_page_of_one_run_is_seen_on_a_desk_and_on_a_phone(browser, one, tmp_path):
-    charts = check_looks(browser, one, tmp_path)
+def test_a_page_of_one_run_is_seen_on_a_desk_and_on_a_phone(browser, one):
+    charts = check_looks(browser, one)
     assert len(charts) >= 8
     assert all(type(pixels) is int and pixels > 30 for pixels in charts.values()), charts
 
@@ -147,9 +147,8 @@ def test_islands_show_their_rounds(browser, tmp_path):
         write_run(tmp_path / name, sync=STREAMING)
         write_rounds(tmp_path / name, names, late=0.3 * place)
     (tmp_path / "fleet.html").write_text(page_of(tmp_path / "a", tmp_path / "b"), encoding="utf-8")
-    charts = check_looks(browser, tmp_path / "fleet.html")
-    assert charts["rounds"] > 300
     with browser.open(tmp_path / "fleet.html") as tab:
+        assert drawn(tab)["rounds"] > 300
         left, top, width, height = box(tab, "rounds")
         told = "document.querySelector('figure[data-chart=rounds] output').textContent"
         tab.hover(left + 2, top + height * 0.25)
@@ -189,7 +188,7 @@ def test_texts_of_users_stay_texts(browser, tmp_path):
 
 def test_a_time_of_any_length_has_ticks_on_a_phone(browser, tmp_path):
     page, axis = Page("ticks"), ("Steps", "")
-    for power in range(-8, 7):
+    for power in range(-8, 7, 2):
         for first in (1.1, 2.3, 5.5, 9.5):
             name = f"{first}e{power}"
             line = Series("time", np.arange(2), np.array([0.0, float(name)]))
@@ -210,7 +209,7 @@ def test_an_injected_script_would_not_run(browser, one, tmp_path):
         assert "Content Security Policy" in tab.errors[0]
 
 
-def test_damage_gaps_and_a_run_without_a_step_are_told(browser, tmp_path):
+def test_damage_gaps_and_a_run_without_a_step_are_told(tmp_path):
     folder = write_run(tmp_path / "odd", steps=100)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n{"step": 101, "loss": null}\n{"step": 102, "loss": NaN}\n{"step": 103, "lo')
@@ -223,8 +222,6 @@ def test_damage_gaps_and_a_run_without_a_step_are_told(browser, tmp_path):
     assert "not readable as YAML" in text
     assert "young has no metrics yet" in text
     assert "odd: `loss` is no number at 2 of its 102 steps, first at step 101." in text
-    (tmp_path / "odd.html").write_text(page, encoding="utf-8")
-    check_looks(browser, tmp_path / "odd.html")
 
 
 def test_figures_have_charts_with_their_names_units_and_meaning(tmp_path):

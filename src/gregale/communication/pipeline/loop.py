@@ -16,19 +16,12 @@ IO, OUTPUTS = "pipeline_io", "pipeline_outputs"
 
 
 class Loop(NamedTuple):
-    """The loop state.
+    """The loop state; microbatch m of `io` enters at (m div (M/S), m mod (M/S))."""
 
-    - `io`: [stage, M / S, ...] inputs, replaced by the outputs; microbatch m enters at (m div (M/S), m mod (M/S))
-    - `shift`: [stage, ...] each stage's input from the stage before it; for stage 0 from the last
-    - `held`: [stage, ...] outputs in transfer with delayed forwarding, else None
-    - `waiting`: [stage, M - F S, ...] outputs of the last stage that wait at stage 0 for the next repeat; None if none
-      wait
-    """
-
-    io: jax.Array
-    shift: jax.Array
-    held: jax.Array | None
-    waiting: jax.Array | None
+    io: jax.Array  # [stage, M / S, ...] inputs, replaced by the outputs
+    shift: jax.Array  # [stage, ...] each stage's input from the stage before it; for stage 0 from the last
+    held: jax.Array | None  # [stage, ...] outputs in transfer with delayed forwarding
+    waiting: jax.Array | None  # [stage, M - F S, ...] the last stage's outputs until the next repeat
 
 
 def started(io: jax.Array, schedule: Schedule) -> Loop:

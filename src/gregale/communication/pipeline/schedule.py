@@ -20,15 +20,14 @@ class Schedule:
     """A circular pipeline: each microbatch passes all stages `repeats` times.
 
     At iteration t stage s works on item n = t - F s, which is microbatch n mod M in repeat n div M, and idles if n is
-    not one of the M R items. After M R + F (S - 1) iterations the last stage has finished the last item.
+    not one of the M R items. After M R + F (S - 1) iterations the last stage has finished the last item. Raises
+    `UserError` for numbers that do not fit together.
 
     - `stages`: S, at least 2
     - `microbatches`: M, a multiple of S; at least F S, so that an item is back at stage 0 when its next repeat starts
     - `repeats`: R; stage s holds the layers of (0, s), (1, s), ... (R - 1, s)
     - `forwarding`: F, iterations from a stage's output to the next stage's use of it: 1, or 2 when forwarding is
       delayed so that the transfer runs beside the next iteration's compute
-
-    Raises `UserError` for numbers that do not fit together.
     """
 
     stages: int

@@ -33,19 +33,15 @@ MICROBATCH = "microbatch"
 class Pipeline:
     """The settings of a pipelined stack of layers.
 
-    - `schedule`: stages, microbatches, repeats, forwarding
-    - `layout`: mesh and mappings as one replica sees them
-    - `gather`: when weights are gathered over `data`: `per_repeat`, `per_iteration`, or `once` for the whole pass
-    - `saved`: names (`jax.ad_checkpoint.checkpoint_name`) of values that an iteration keeps for the backward pass
-      besides the stages' inputs; other values are recomputed
-    - `dtype`: of gathered weights
+    An iteration keeps the stages' inputs for the backward pass, and the values named by `saved`
+    (`jax.ad_checkpoint.checkpoint_name`); it recomputes others.
     """
 
     schedule: Schedule
-    layout: Layout
-    gather: GatherLevel = "per_repeat"
+    layout: Layout  # mesh and mappings as one replica sees them
+    gather: GatherLevel = "per_repeat"  # of weights over `data`: also `per_iteration`, or `once` for the whole pass
     saved: tuple[str, ...] = ()
-    dtype: jnp.dtype = jnp.float32
+    dtype: jnp.dtype = jnp.float32  # of gathered weights
 
     @property
     def inside(self) -> Layout:
@@ -59,8 +55,8 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     In each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
     pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
     never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
+    Raises `UserError` if the schedule does not divide the layers or the rows.
 
-    Arguments:
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
     - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are not floats (a
@@ -68,8 +64,6 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     - `inputs`: [batch, ...]
     - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
       they are not differentiated
-
-    Raises `UserError` if the schedule does not divide the layers or the rows.
     """
     schedule, layout = pipeline.schedule, loop_layout(pipeline.layout)
     inputs = inputs.rearrange((BATCH, ...))

@@ -34,34 +34,24 @@ def loop_layout(layout: Layout) -> Layout:
 
 
 class Fixed(NamedTuple):
-    """The inputs of layers that are not differentiated.
+    """The inputs of layers that are not differentiated."""
 
-    - `extras`: [microbatch, data, batch, ...], travel with their rows
-    - `constants`: [repeat, stage, layer, ...], stay with their layers; None where the tree of weights has a weight
-    """
-
-    extras: Tree
-    constants: Tree
+    extras: Tree  # [microbatch, data, batch, ...], travel with their rows
+    constants: Tree  # [repeat, stage, layer, ...], stay with their layers; None where the tree of weights has a weight
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The compute of the stages in an iteration.
+    """The compute of the stages in an iteration."""
 
-    - `layer`: one layer of the stack
-    - `layout`: see `loop_layout`
-    - `saved`: names of the values that the forward pass keeps for the backward pass
-    """
-
-    layer: Layer
+    layer: Layer  # one layer of the stack
     schedule: Schedule
-    layout: Layout
-    saved: tuple[str, ...]
+    layout: Layout  # see `loop_layout`
+    saved: tuple[str, ...]  # names of the values that the forward pass keeps for the backward pass
 
     def forward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array) -> tuple[NamedArray, list[jax.Array]]:
         """Return the outputs of all stages, and the values kept by name for `backward`.
 
-        Arguments:
         - `weights`: gathered, [stage, layer, ...]
         - `x`: [stage, data, batch, ...]
         """

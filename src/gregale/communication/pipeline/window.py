@@ -28,16 +28,14 @@ class Slots(NamedTuple):
 class Window:
     """Gathers weights over `data` at a given level of the pipeline, and reduces their gradients.
 
-    - `level`: `once`: all weights, before the first repeat; `per_repeat`: one repeat's, when its slot is filled;
-      `per_iteration`: the weights in use, in every iteration
-    - `layout`: see `gregale.communication.pipeline.stage.loop_layout`
-    - `dtype`: of gathered weights, and of gradients on the wire
+    The level `once` gathers all weights before the first repeat, `per_repeat` one repeat's when its slot is filled, and
+    `per_iteration` the weights in use in every iteration.
     """
 
     level: GatherLevel
     schedule: Schedule
-    layout: Layout
-    dtype: jnp.dtype
+    layout: Layout  # see `gregale.communication.pipeline.stage.loop_layout`
+    dtype: jnp.dtype  # of gathered weights, and of gradients on the wire
 
     def ready(self, weights: Tree) -> Tree:
         """Return [repeat, stage, layer, ...], gathered if the level is `once`."""

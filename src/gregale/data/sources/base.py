@@ -3,8 +3,10 @@
 import dataclasses
 import fnmatch
 import glob
+import hashlib
 import os
 import re
+import sys
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -90,9 +92,8 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         """Yield the documents that begin in a range, in order, and a `BadDocument` for each invalid one.
 
-        Raises:
-            BadDocument: the rest of the range cannot be read, because of its content.
-            UserError: the range contradicts the configuration, or the system cannot read it; names the file.
+        Raises `BadDocument` if the rest of the range cannot be read, because of its content; `UserError` if the range
+        contradicts the configuration, or the system cannot read it; names the file.
         """
 
     @abstractmethod
@@ -102,8 +103,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def read(self, part: SourceRange, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents that begin in a range, in order; count those that are left out in `skipped`.
 
-        Raises:
-            UserError: the range is damaged or contradicts the configuration; names the file and the location.
+        Raises `UserError` if the range is damaged or contradicts the configuration; names the file and the location.
         """
         try:
             for found in self.scan(part):
@@ -148,8 +148,7 @@ class FileSource(SourceConfig):
     def found(self) -> dict[str, Status]:
         """Return the files, by pattern and then by name. A file that several links or patterns reach appears once.
 
-        Raises:
-            UserError: no file matches, or an exclusion leaves none.
+        Raises `UserError` if no file matches, or an exclusion leaves none.
         """
         if not self.files:
             raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
@@ -168,14 +167,13 @@ class FileSource(SourceConfig):
     def split(self, path: str, size: int) -> list[SourceRange]:
         """Return the ranges of one file; a single one unless the format can be read from the middle.
 
-        Raises:
-            BadDocument: the file is damaged.
+        Raises `BadDocument` if the file is damaged.
         """
         return [SourceRange(path, 0, size, size)]
 
     def identity(self) -> dict:
         files = [identity_of(path, found) for path, found in self.found().items()]
-        return {"type": self.get_choice_name(type(self)), "files": files, **options(self)}
+        return {"type": self.get_choice_name(type(self)), "files": files, **options(self), **code_of(type(self))}
 
 
 def identity_of(path: str, found: Status) -> list:
@@ -183,6 +181,14 @@ def identity_of(path: str, found: Status) -> list:
     if is_url(path):
         return [path, found.size, found.identity]
     return [str(Path(path).absolute()), found.size, Path(path).stat().st_mtime_ns]
+
+
+def code_of(kind: type) -> dict[str, str]:
+    """Return a digest of a class's file if the class is the user's own: with other code its documents may be others."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None or kind.__module__.startswith("gregale."):
+        return {}
+    return {"code": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 
 def options(source: SourceConfig) -> dict:

@@ -72,8 +72,6 @@ def readable(path: str) -> Iterator[None]:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a readable file."""
-
     def __init__(self, remote: ObjectPath):
         super().__init__()
         found = remote.status()

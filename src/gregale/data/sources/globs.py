@@ -38,7 +38,11 @@ def each_once(paths: Iterable[str]) -> list[str]:
     names: dict[object, list[str]] = {}
     for path in paths:
         names.setdefault(_identity(path), []).append(path)
-    kept = {min(each, key=_detour) if len(each) > 1 else each[0] for each in names.values()}
+
+    def detour(path: str) -> tuple[bool, int]:
+        return os.path.realpath(path) != os.path.abspath(path), path.count("/")
+
+    kept = {min(each, key=detour) if len(each) > 1 else each[0] for each in names.values()}
     return [path for each in names.values() for path in each if path in kept]
 
 
@@ -66,7 +70,3 @@ def _identity(path: str) -> object:
     except OSError:
         return path
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _detour(path: str) -> tuple[bool, int]:
-    return os.path.realpath(path) != os.path.abspath(path), path.count("/")

@@ -70,7 +70,8 @@ class JsonLinesSource(FileSource):
 def parsed(line: bytes, location: object) -> Any:
     """Return the value of a line of JSON; raise `BadDocument` if it is invalid."""
     try:
-        return json.loads(line.decode("utf-8").rstrip(), parse_int=short_whole)
+        # Python refuses whole numbers of thousands of digits.
+        return json.loads(line.decode("utf-8").rstrip(), parse_int=lambda digits: int(digits[:20]))
     except UnicodeDecodeError as error:
         raise BadDocument(
             f"{location}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
@@ -79,11 +80,6 @@ def parsed(line: bytes, location: object) -> Any:
         raise BadDocument(f"{location}: not JSON ({error.msg} at column {error.colno}).") from error
     except RecursionError as error:
         raise BadDocument(f"{location}: the JSON is nested too deeply.") from error
-
-
-def short_whole(digits: str) -> int:
-    """Return an integer; of an extremely long one only the first digits, since Python refuses thousands."""
-    return int(digits[:20])
 
 
 def is_compressed(path: str) -> bool:

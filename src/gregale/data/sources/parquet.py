@@ -42,7 +42,6 @@ class ParquetSource(FileSource):
             raise BadDocument(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
 
     def document(self, value, path: str, row: int) -> Document | BadDocument:
-        """Return the document of one `pyarrow.Scalar`."""
         try:
             return in_column(value.as_py(), self.column, path, row)
         except UnicodeDecodeError:

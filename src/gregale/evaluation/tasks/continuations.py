@@ -19,22 +19,16 @@ from gregale.evaluation.tasks.kinds import Pair
 
 
 class Continuation(NamedTuple):
-    """Tokens to score.
+    """Tokens to score."""
 
-    Attributes:
-        tokens: int32 [token].
-        scored: the number of last tokens to score, each given all tokens before it.
-    """
-
-    tokens: np.ndarray
-    scored: int
+    tokens: np.ndarray  # int32 [token]
+    scored: int  # the number of last tokens to score, each given all tokens before it
 
 
 class Continuations(Protocol):
     """Continuations by index.
 
-    Attributes:
-        lengths: input tokens of each, one less than all its tokens, int64 [continuation].
+    - `lengths`: input tokens of each, one less than all its tokens, int64 [continuation].
     """
 
     @property
@@ -54,8 +48,7 @@ class InMemory(list[Continuation]):
 def encoded(pairs: Sequence[Pair], tokenizer: Tokenizer, start: Sequence[int]) -> InMemory:
     """Return the tokens of each pair; a continuation has none if the context's last token contains all its characters.
 
-    Args:
-        start: tokens before every context.
+    - `start`: tokens before every context.
     """
     pairs = [with_space_moved(pair) for pair in pairs]
     texts = list(dict.fromkeys(text for pair in pairs for text in (pair.context, pair.context + pair.continuation)))

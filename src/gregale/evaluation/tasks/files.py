@@ -25,33 +25,25 @@ SETTINGS = tuple(each.name for each in fields(Form))
 
 @dataclass(frozen=True)
 class Task:
-    """The questions of one file.
+    """The questions of one file."""
 
-    Attributes:
-        name: the file's name without its ending.
-        kind: a name of `KINDS`.
-        questions: one at least.
-        path: of the file.
-    """
+    name: str  # the file's name without its ending
+    kind: str  # a name of `KINDS`
+    questions: tuple[Question, ...]  # one at least
+    path: str  # of the file
 
-    name: str
-    kind: str
-    questions: tuple[Question, ...]
-    path: str
-
-    def figures(self, scores: Sequence[Score]) -> dict[str, float]:
+    def metrics(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the metrics of the questions' scores by name; all NaN if any log-likelihood is NaN."""
-        figures = KINDS[self.kind].figures(self.questions, scores)
+        metrics = KINDS[self.kind].metrics(self.questions, scores)
         sound = all(abs(score.log_likelihoods).max() < float("inf") for score in scores)
-        return figures if sound else dict.fromkeys(figures, float("nan"))
+        return metrics if sound else dict.fromkeys(metrics, float("nan"))
 
 
 def read_tasks(patterns: Sequence[str]) -> list[Task]:
     """Return the tasks in the files that match glob patterns, on a disk or in an object store, in their order.
 
-    Raises:
-        UserError: a pattern matches no file, two files have one name, or a file is invalid; names the file and the
-            line.
+    Raises `UserError` if a pattern matches no file, two files have one name, or a file is invalid; names the file and
+    the line.
     """
     paths = dict.fromkeys(path for pattern in patterns for path in matching(pattern))
     tasks: dict[str, Task] = {}

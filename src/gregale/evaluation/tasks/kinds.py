@@ -15,19 +15,12 @@ KEYS_SHOWN = 20
 
 @dataclass(frozen=True)
 class Form:
-    """The first line of a file, if it has a `kind`: the common settings of all its questions.
+    """The first line of a file, if it has a `kind`: the common settings of all its questions."""
 
-    Attributes:
-        kind: a name of `KINDS`.
-        prefix: text before every context, such as solved questions.
-        delimiter: text between a context and a choice or an answer.
-        gap: the mark that the choices of a cloze replace.
-    """
-
-    kind: str = "multiple_choice"
-    prefix: str = ""
-    delimiter: str = " "
-    gap: str = "_"
+    kind: str = "multiple_choice"  # a name of `KINDS`
+    prefix: str = ""  # text before every context, such as solved questions
+    delimiter: str = " "  # text between a context and a choice or an answer
+    gap: str = "_"  # the mark that the choices of a cloze replace
 
 
 class Pair(NamedTuple):
@@ -39,44 +32,30 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a file.
+    """One line of a file."""
 
-    Attributes:
-        pairs: one for each choice.
-        answer: the index of the right one.
-        place: the file and the line, for messages.
-        sizes: the divisors of the log-likelihoods, one for each choice.
-    """
-
-    pairs: tuple[Pair, ...]
-    answer: int
-    place: str
-    sizes: tuple[int, ...] = ()
+    pairs: tuple[Pair, ...]  # one for each choice
+    answer: int  # the index of the right one
+    place: str  # the file and the line, for messages
+    sizes: tuple[int, ...] = ()  # the divisors of the log-likelihoods, one for each choice
 
 
 class Score(NamedTuple):
-    """The score of a question's choices by a model.
+    """The score of a question's choices by a model."""
 
-    Attributes:
-        log_likelihoods: in nats, float64 [choice].
-        greedy: whether each token is the model's likeliest, given all before it, bool [choice].
-    """
-
-    log_likelihoods: np.ndarray
-    greedy: np.ndarray
+    log_likelihoods: np.ndarray  # in nats, float64 [choice]
+    greedy: np.ndarray  # whether each token is the model's likeliest, given all before it, bool [choice]
 
 
 @dataclass(frozen=True)
 class Kind:
     """The content of a file of tasks.
 
-    Attributes:
-        read: a line's object, the file's form and the location -> the question; raises `UserError` for a wrong line.
-        figures: questions and their scores -> metrics by name; those of `..._stderr` are standard errors.
+    `read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line.
     """
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
-    figures: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]
+    metrics: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]  # by the name of the metric
 
 
 def read_multiple_choice(line: Mapping[str, Any], form: Form, location: str) -> Question:

@@ -18,16 +18,14 @@ class SlidingWindows:
     second window on every scored token has at least length - stride + 1 tokens before it. A stride of `length` computes
     least; lm-evaluation-harness uses it. The token that ends a document is not scored.
 
-    Args:
-        streams: of documents.
-        length: L, input tokens of a window.
-        stride: tokens that a window scores, from 1 to L.
-        start: tokens before the first of every document; at least one, and not scored.
-        end: the token that ends a document in a stream.
+    - `streams`: of documents.
+    - `length`: L, input tokens of a window.
+    - `stride`: tokens that a window scores, from 1 to L.
+    - `start`: tokens before the first of every document; at least one, and not scored.
+    - `end`: the token that ends a document in a stream.
 
-    Attributes:
-        documents: the index of each window's document, int64 [window].
-        sizes: scored tokens of each document, int64 [document].
+    - `documents`: the index of each window's document, int64 [window].
+    - `sizes`: scored tokens of each document, int64 [document].
     """
 
     def __init__(self, streams: Sequence[DocumentStream], length: int, stride: int, start: Sequence[int], end: int):

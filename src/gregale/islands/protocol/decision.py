@@ -55,7 +55,6 @@ SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or f
 
 
 def decide(view: View, rules: Rules) -> Decision:
-    """Return the decision that follows from a view."""
     return replace(_decide(view, rules), headers={header.identity: header for header in view.headers})
 
 
@@ -102,15 +101,11 @@ def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
             refused[header.identity] = f"the fleet runs Gregale {version} and this island {header.version}"
         elif header.agreement != agreement:
             fleet = next(each for each in states if (each.agreement, each.version) == (agreement, version))
-            refused[header.identity] = _disagreement(fleet, header)
+            both = {"the fleet": from_text(fleet.agreement), "this island": from_text(header.agreement)}
+            refused[header.identity] = difference(both)
         else:
             admitted.append(header)
     return admitted, refused
-
-
-def _disagreement(fleet: Header, own: Header) -> str:
-    """Return why an island disagrees with the fleet: the key, and both values."""
-    return difference({"the fleet": from_text(fleet.agreement), "this island": from_text(own.agreement)})
 
 
 def fingerprint(view: View) -> str:
@@ -128,9 +123,7 @@ def _start(view: View, headers: list[Header], refused: dict[str, str], rules: Ru
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=StartFleet(
-            generation=Generation(1, fingerprint(view)),
-            voters=len(right),
-            reports=tuple(_report(h) for h in right),
+            generation=Generation(1, fingerprint(view)), voters=len(right), reports=tuple(_report(h) for h in right)
         ),
         top=right[0],
         current=frozenset(header.identity for header in right),
@@ -284,7 +277,9 @@ def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
     group, failures = list(current), max(header.failures for header in current)
     failing = {header.name for header in current if header.failures >= EXCLUDE_AFTER}
     pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in failing}
-    while len(group) > minimum and (pairs := _inside(pairs, group)):
+    while len(group) > minimum:
+        names = {header.name for header in group}
+        pairs = {pair for pair in pairs if names.issuperset(pair)}
         last = [header.name for header in group if header.voter]
         blame = Counter(name for pair in pairs for name in pair if name in failing and [name] != last)
         if not blame:
@@ -295,11 +290,6 @@ def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
         group = _without_some(current, (failures - SPLIT_AFTER) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
     return group if 2 * voters > current[0].voters or (voters and failures >= SPLIT_AFTER) else list(current)
-
-
-def _inside(pairs: set[tuple[str, str]], group: list[Header]) -> set[tuple[str, str]]:
-    names = {header.name for header in group}
-    return {pair for pair in pairs if names.issuperset(pair)}
 
 
 def _without_some(current: list[Header], more: int, ballot: int, minimum: int) -> list[Header]:

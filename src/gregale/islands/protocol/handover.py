@@ -36,7 +36,6 @@ class Handover:
         return self.count
 
     def arrive(self, snapshot: MessageReady) -> None:
-        """Store the message."""
         self._is_on_its_way, self.snapshot = False, snapshot
 
     @property

@@ -26,20 +26,15 @@ NO_GENERATION = Generation(0, "")
 
 @dataclass(frozen=True, slots=True)
 class OuterRecord:
-    """The agreed facts about a committed outer state; joiners and checkpoints receive it with the state.
-
-    `digest` is that of the parameters and optimizer state; `last` is the key of the reduce that made the round;
-    `voters` is the number of members that began the reduce of the round (or the generation) and stayed; `sizes` are
-    those of the messages of the last rounds (`outliers`).
-    """
+    """The agreed facts about a committed outer state; joiners and checkpoints receive it with the state."""
 
     generation: Generation
     round: int
-    digest: str
-    last: str
-    voters: int
+    digest: str  # of the parameters and optimizer state
+    last: str  # the key of the reduce that made the round
+    voters: int  # members that began the reduce of the round (or the generation) and stayed
     ledger: Ledger
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[Size, ...] = ()  # of the messages of the last rounds (`outliers`)
 
     def fingerprint(self) -> str:
         """Return the digest of the state and of all other agreed facts, by which members compare records."""
@@ -89,65 +84,40 @@ class AcceptedResult:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The public state of a member, which it sends with each request for a view.
-
-    name, session       the identity; `session` is random, new for every start of the process
-    asked               the number of this request in the session
-    agreement, version  values that must be equal in all islands: settings and text (`agreement`), version
-    hosts               addresses of the servers of the island's hosts, host 0 first
-    batch               examples of a batch, the unit of its leases
-    round, generation   of its outer state; NO_ROUND: it has only the state of the common seed
-    digest, last        of its outer state: `OuterRecord.fingerprint` and the key that made it
-    voter, voters       whether it took part in the reduce of its round, and how many members did
-    ballot, held        newest ballot that it began for the next round, and the result that it holds, if any
-    failures, unreachable   failed reduces of the next round here, and the names that did not answer in the last one
-    ready, weight       its message is available; the message's tokens
-    norm                of its message, as `outliers` compares it; None: it is not finite
-    usual               median norm and weight of the messages of the last rounds; None: there were none
-    starved             it makes no more steps, because no data is leased to it
-    seen                id of the newest view in which it was current; 0: none
-    healing             it is fetching a state, so there is a fleet that has one
-    hold_rounds         rounds were faster than its healing so far, and must now wait for it
-    wait_expired        it has waited `turnover_seconds` for missing members, or knows that they are dead
-    from_checkpoint     its state is a checkpoint's: it has not been in a fleet since its process began
-    retried             its last view lacked voters too, and the grace for slow steps is over
-    leaving             it leaves after this round
-    step_seconds        of its last steps, from which others learn their grace
-    holder, used        data: the session that holds its lease (its own, or the restored one), and the used examples
-    """
+    """The public state of a member, which it sends with each request for a view."""
 
     name: str
-    session: str
-    asked: int
-    agreement: str
-    version: str
-    hosts: tuple[str, ...]
-    round: int = NO_ROUND
-    generation: Generation = NO_GENERATION
-    digest: str = ""
-    last: str = ""
-    voter: bool = False
-    voters: int = 0
-    ballot: int = 0
-    held: AcceptedResult | None = None
-    failures: int = 0
-    unreachable: tuple[str, ...] = ()
-    ready: bool = False
-    weight: float = 0.0
-    norm: float | None = 0.0
-    usual: Size | None = None
-    starved: bool = False
-    seen: int = 0
-    healing: bool = False
-    hold_rounds: bool = False
-    wait_expired: bool = False
-    from_checkpoint: bool = False
-    retried: bool = False
-    leaving: bool = False
-    batch: int = 1
-    holder: str = ""
-    used: int = 0
-    step_seconds: float = 0.0
+    session: str  # random, new for every start of the process; with the name, the identity
+    asked: int  # the number of this request in the session
+    agreement: str  # settings and text that must be equal in all islands
+    version: str  # must be equal too
+    hosts: tuple[str, ...]  # addresses of the servers of the island's hosts, host 0 first
+    round: int = NO_ROUND  # of its outer state; NO_ROUND: it has only the state of the common seed
+    generation: Generation = NO_GENERATION  # of its outer state
+    digest: str = ""  # of its outer state: `OuterRecord.fingerprint`
+    last: str = ""  # the key of the reduce that made its outer state
+    voter: bool = False  # whether it took part in the reduce of its round
+    voters: int = 0  # how many members took part
+    ballot: int = 0  # newest ballot that it began for the next round
+    held: AcceptedResult | None = None  # the result that it holds, if any
+    failures: int = 0  # failed reduces of the next round here
+    unreachable: tuple[str, ...] = ()  # the names that did not answer in the last one
+    ready: bool = False  # its message is available
+    weight: float = 0.0  # the message's tokens
+    norm: float | None = 0.0  # of its message, as `outliers` compares it; None: it is not finite
+    usual: Size | None = None  # median norm and weight of the messages of the last rounds; None: there were none
+    starved: bool = False  # it makes no more steps, because no data is leased to it
+    seen: int = 0  # id of the newest view in which it was current; 0: none
+    healing: bool = False  # it is fetching a state, so there is a fleet that has one
+    hold_rounds: bool = False  # rounds were faster than its healing so far, and must now wait for it
+    wait_expired: bool = False  # it has waited `turnover_seconds` for missing members, or knows that they are dead
+    from_checkpoint: bool = False  # it has not been in a fleet since its process began
+    retried: bool = False  # its last view lacked voters too, and the grace for slow steps is over
+    leaving: bool = False  # it leaves after this round
+    batch: int = 1  # examples of a batch, the unit of its leases
+    holder: str = ""  # the session that holds its lease: its own, or the restored one
+    used: int = 0  # examples of that lease
+    step_seconds: float = 0.0  # of its last steps, from which others learn their grace
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -179,8 +149,6 @@ class View:
 
 
 class Peer(NamedTuple):
-    """A member of a reduce, or a source of a state."""
-
     name: str
     session: str
     hosts: tuple[str, ...]

@@ -36,17 +36,13 @@ class LeasePolicy(NamedTuple):
 
 
 class LeaseReport(NamedTuple):
-    """A member's report about its data.
-
-    - `leaving`: it returns its unused examples
-    - `batch`: examples of one of its batches; batch sizes of islands may differ
-    """
+    """A member's report about its data."""
 
     name: str
     holder: str
     used: int
-    leaving: bool = False
-    batch: int = 1
+    leaving: bool = False  # it returns its unused examples
+    batch: int = 1  # examples of one of its batches; batch sizes of islands may differ
 
 
 class Lease(NamedTuple):
@@ -84,11 +80,9 @@ class Ledger:
     skipped: int = 0
 
     def lease(self, name: str, holder: str) -> Lease | None:
-        """Return the lease of an island, if it has one."""
         return next((lease for lease in self.leases if (lease.name, lease.holder) == (name, holder)), None)
 
     def digest(self) -> str:
-        """Return a digest of the whole ledger."""
         return digest_of(asdict(self))
 
 

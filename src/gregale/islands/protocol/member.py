@@ -207,7 +207,10 @@ class Member(MemberState):
         if isinstance(plan, FormGroup):
             self._form(view, plan)
         elif isinstance(plan, CommitAccepted):
-            self._commit_accepted(view, plan)
+            if self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest):
+                self._commit(view)
+            else:
+                self._seen = 0  # it lacks the committed result: the next view names the sources for healing
         elif isinstance(plan, NewGeneration):
             self._begin_generation(view, plan)
         else:
@@ -240,15 +243,6 @@ class Member(MemberState):
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
             self._pause_if_excluded()
-
-    def _commit_accepted(self, view: View, plan: CommitAccepted) -> None:
-        if self._holds(plan):
-            self._commit(view)
-        else:
-            self._seen = 0  # it lacks the committed result: the next view names the sources for healing
-
-    def _holds(self, plan: CommitAccepted) -> bool:
-        return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
 
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None

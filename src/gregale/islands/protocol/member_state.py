@@ -16,17 +16,14 @@ MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 time
 
 @dataclass(frozen=True)
 class Identity:
-    """An island's name, session (random at every start), agreement with the others, and hosts' addresses.
-
-    - `batch`: examples of a batch
-    """
+    """An island's name, session (random at every start), agreement with the others, and hosts' addresses."""
 
     name: str
     session: str
     agreement: str
     version: str
     hosts: tuple[str, ...]
-    batch: int = 1
+    batch: int = 1  # examples of a batch
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,7 @@ class MemberState:
     """The state of a member; `member.Member` documents it."""
 
     def __init__(
-        self,
-        identity: Identity,
-        outer: OuterRecord,
-        timing: Timing,
-        rules: Rules,
-        holder: str = "",
-        used: int = 0,
+        self, identity: Identity, outer: OuterRecord, timing: Timing, rules: Rules, holder: str = "", used: int = 0
     ):
         self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
         self.holder = holder or identity.session
@@ -100,7 +91,6 @@ class MemberState:
 
     @property
     def header(self) -> Header:
-        """The header of this member at this moment."""
         own, outer, message = self.identity, self.outer, self.handover.snapshot
         return Header(
             name=own.name,
@@ -151,7 +141,6 @@ class MemberState:
         return self._now < self._paused_until and not waits
 
     def _is_wait_expired(self) -> bool:
-        """Return whether waiting for the members of the last round has expired."""
         if self._waiting_since is None:
             return False
         dead = bool(self._missing) and self._missing <= self._dead

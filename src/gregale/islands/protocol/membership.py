@@ -35,18 +35,13 @@ BEATS_PER_TIMEOUT = 5
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ask:
-    """A member's request for a view.
-
-    - `number`: increases with the requests of one session
-    - `header`: this member's header, for all members of the view
-    - `until`: the time at which the member stops waiting
-    """
+    """A member's request for a view."""
 
     name: str
     session: str
-    number: int
-    header: Any
-    until: float = math.inf
+    number: int  # increases with the requests of one session
+    header: Any  # this member's header, for all members of the view
+    until: float = math.inf  # the time at which the member stops waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,6 @@ class Membership:
         return {name: owner.session for name, owner in self._owners.items()}
 
     def beat(self, name: str, session: str, now: float) -> None:
-        """Record a heartbeat."""
         owner = self._heard(name, session, now)
         rival = owner.rival
         if owner.session == session and rival and now - rival.since >= self._heartbeat_seconds / BEATS_PER_TIMEOUT:
@@ -176,7 +170,6 @@ class Membership:
             self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
 
     def _form(self, now: float) -> Formed | None:
-        """Return the view that can be formed now."""
         if not self.pending:
             return None
         if self.last is None or not self.last <= self.pending.keys():

@@ -69,7 +69,6 @@ class News:
         return [f"Rounds go on: round {round} after {now - began:.0f} s."] if was_stalled else []
 
     def leave(self, name: str) -> None:
-        """Record that an island ends."""
         self._left.add(name)
 
     def changes(self, healthy: Mapping[str, str], now: float) -> list[str]:

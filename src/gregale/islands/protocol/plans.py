@@ -79,19 +79,13 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class Wait:
-    """Do nothing, for this `reason`:
-
-    - `lacking`: voters are missing, perhaps only late
-    - `missing`: too many voters are missing to continue
-    - `idle`: no island wants a round
-    - `names`: the names of the missing islands, as far as the view has them
-    """
+    """Do nothing, for this `reason`."""
 
     reason: str
-    names: tuple[str, ...] = ()
-    lacking: bool = False
-    missing: bool = False
-    idle: bool = False
+    names: tuple[str, ...] = ()  # the names of the missing islands, as far as the view has them
+    lacking: bool = False  # voters are missing, perhaps only late
+    missing: bool = False  # too many voters are missing to continue
+    idle: bool = False  # no island wants a round
 
 
 Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait
@@ -99,23 +93,15 @@ Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision that follows from a view.
+    """The decision that follows from a view."""
 
-    plan      for the members in `current` (identities)
-    top       a header with the newest state; None: no member has a state
-    sources   the members that have that state
-    refused   reasons by identity
-    differ    identities that have another state for the same round
-    headers   of the view, by identity
-    """
-
-    plan: Plan
-    top: Header | None
-    current: frozenset[str]
-    sources: tuple[Peer, ...]
-    refused: dict[str, str]
-    differ: frozenset[str] = frozenset()
-    headers: dict[str, Header] = field(default_factory=dict)
+    plan: Plan  # for the members in `current`
+    top: Header | None  # a header with the newest state; None: no member has a state
+    current: frozenset[str]  # identities
+    sources: tuple[Peer, ...]  # the members that have that state
+    refused: dict[str, str]  # reasons by identity
+    differ: frozenset[str] = frozenset()  # identities that have another state for the same round
+    headers: dict[str, Header] = field(default_factory=dict)  # of the view, by identity
 
     @property
     def slowest(self) -> float:

@@ -8,28 +8,17 @@ from gregale.runs.islands import IslandsConfig
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. The defaults are those of `LAN`.
+    """Seconds. The defaults are those of `LAN`."""
 
-    heartbeat_seconds   silence after which an island is out of the fleet (the coordinator's rule)
-    join_seconds        how long the coordinator waits for the others after the first request
-    reduce_seconds      the limit of one reduce
-    grace_seconds       how long a round waits for a member's step to end; None: the longest step that members report
-    max_grace_seconds   the limit of the learned grace, and its value before any is learned
-    ping_seconds        interval of the announcements to peers that a round is due
-    retry_seconds       pause before an unsuccessful request is repeated
-    turnover_seconds    how long half of the fleet or less waits for the others, which may have continued alone
-    leave_seconds       how long a leaver waits for its last round
-    """
-
-    heartbeat_seconds: float = 2.0
-    join_seconds: float = 2.0
-    reduce_seconds: float = 5.0
-    grace_seconds: float | None = None
-    max_grace_seconds: float = 10.0
-    ping_seconds: float = 0.2
-    retry_seconds: float = 0.2
-    turnover_seconds: float = 8.0
-    leave_seconds: float = 20.0
+    heartbeat_seconds: float = 2.0  # silence after which an island is out of the fleet (the coordinator's rule)
+    join_seconds: float = 2.0  # how long the coordinator waits for the others after the first request
+    reduce_seconds: float = 5.0  # the limit of one reduce
+    grace_seconds: float | None = None  # a round's wait for a member's step; None: the longest step that members report
+    max_grace_seconds: float = 10.0  # the limit of the learned grace, and its value before any is learned
+    ping_seconds: float = 0.2  # interval of the announcements to peers that a round is due
+    retry_seconds: float = 0.2  # pause before an unsuccessful request is repeated
+    turnover_seconds: float = 8.0  # wait of half of the fleet or less for the others, which may have continued alone
+    leave_seconds: float = 20.0  # how long a leaver waits for its last round
 
     @property
     def ask_seconds(self) -> float:
@@ -64,23 +53,15 @@ def timing_of(config: IslandsConfig) -> Timing:
 
 
 def heal_seconds(config: IslandsConfig) -> float:
-    """Return the limit of a joiner's transfer."""
     return config.heal_seconds or HEAL_SECONDS[config.network]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The parameters that must agree, so that the same view leads to the same decision: part of the agreement.
+    """The parameters that must agree, so that the same view leads to the same decision: part of the agreement."""
 
-    minimum        the smallest number of members in a view that make a round
-    lease_policy   the size of data leases
-    start          the smallest number of members with which a fleet begins, anew or from checkpoints
-    lockstep       a round waits until all live members have their messages
-    outlier        a message with a norm above this multiple of the expected norm contributes nothing (`outliers`)
-    """
-
-    minimum: int = 1
-    lease_policy: LeasePolicy = field(default_factory=LeasePolicy)
-    start: int = 1
-    lockstep: bool = False
-    outlier: float = 10.0
+    minimum: int = 1  # the smallest number of members in a view that make a round
+    lease_policy: LeasePolicy = field(default_factory=LeasePolicy)  # the size of data leases
+    start: int = 1  # the smallest number of members with which a fleet begins, anew or from checkpoints
+    lockstep: bool = False  # a round waits until all live members have their messages
+    outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing

@@ -35,7 +35,6 @@ class TrainerSide:
         self._steps, self._stepped_at = 0, now  # since the last measurement of the step time
 
     def stepped(self) -> None:
-        """Count a step."""
         self._since += 1
         self._steps += 1
 

@@ -9,8 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from gregale.atomic_files import os_error_text
-from gregale.distributed.signing import is_signed, sign
-from gregale.islands.transport.signing import canonical, digest
+from gregale.distributed.signing import canonical, digest, is_signed, sign
 
 LARGEST_REPLY_BYTES = 1 << 20
 STATUS_PATH = "/status"

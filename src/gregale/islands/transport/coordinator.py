@@ -16,11 +16,11 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
+from gregale.distributed.signing import canonical
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.wire import NO_ROUND
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
-from gregale.islands.transport.signing import canonical
 
 CONNECT_SECONDS = 2.0
 NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
@@ -46,14 +46,10 @@ class CoordinatorTimeout(Exception):
 
 
 class View(NamedTuple):
-    """The coordinator's answer, the same for all its members.
+    """The coordinator's answer, the same for all its members."""
 
-    - `id`: increases when the *membership* changes, not with each answer; arbitrary after a restart
-    - `headers`: of all members, sorted by `name`
-    """
-
-    id: int
-    headers: list[dict]
+    id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
+    headers: list[dict]  # of all members, sorted by `name`
 
 
 class CoordinatorClient:
@@ -166,17 +162,13 @@ class ConnectionPool:
         recipient = self._recipient
         if recipient is None:
             self.close()
-            recipient = self._recipient = self._fetch_recipient()
+            # The random name that the server drew at its start.
+            recipient = str(ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient"))
+            self._recipient, self.has_met = recipient, True
         with self._lock:
             if self._kept:
                 return self._kept.popleft()
         return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
-
-    def _fetch_recipient(self) -> str:
-        """Return the random name that the server drew at its start."""
-        recipient = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient")
-        self.has_met = True
-        return str(recipient)
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.signing import canonical
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
@@ -57,12 +57,13 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
+        self._server = Server(
+            bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
+        )
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         self._closed.set()
         self._server.close()
         with self._lock:
@@ -70,11 +71,7 @@ class Lighthouse:
         for each in waiting:
             each.answered.set()
 
-    def _status(self) -> dict:
-        return {"recipient": self._server.recipient}
-
     def _take(self, message: dict) -> dict | bytes:
-        """Handle a member's message; return the reply."""
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
         if message.get("kind") == "ask":
             return self._ask(name, session, message)

@@ -25,10 +25,7 @@ class RateLimitedLines:
     """A rate limit for lines to the user: `at_once` lines, then one in `seconds_per_line`."""
 
     def __init__(
-        self,
-        say: Callable[[str], None],
-        at_once: int = LINES_AT_ONCE,
-        seconds_per_line: float = SECONDS_PER_LINE,
+        self, say: Callable[[str], None], at_once: int = LINES_AT_ONCE, seconds_per_line: float = SECONDS_PER_LINE
     ):
         self._say, self._lock = say, threading.Lock()
         self._max_left, self._per_second = float(at_once), 1 / seconds_per_line
@@ -141,7 +138,6 @@ class Listener(ThreadingHTTPServer):
             shut(request)
 
     def end_all(self) -> None:
-        """End all connections."""
         with self._lock:
             requests = [*self._unidentified, *self._identified]
         for request in requests:

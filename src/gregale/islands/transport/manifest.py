@@ -17,10 +17,7 @@ LARGEST_FACTS_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A source's manifest that matches the expected arrays; `chunks`: chunk hashes by name of the array.
-
-    - `settled`: no round in progress would replace this state
-    """
+    """A source's manifest that matches the expected arrays; `chunks`: chunk hashes by name of the array."""
 
     source: str
     generation: int
@@ -28,7 +25,7 @@ class StateManifest:
     versions: dict[str, int]
     chunks: dict[str, tuple[str, ...]]
     facts: dict
-    settled: bool
+    settled: bool  # no round in progress would replace this state
 
     @property
     def content(self) -> str:

@@ -25,17 +25,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
 from typing import Any, cast
 
-from gregale.distributed.signing import is_signed, sign
+from gregale.distributed.signing import canonical, digest, is_signed, sign
 from gregale.errors import UserError
 from gregale.islands.transport.client import STATUS_PATH, RequestRejected
 from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
-from gregale.islands.transport.signing import canonical, digest
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10
@@ -48,7 +48,8 @@ LARGEST_HEAD_BYTES = 8 << 10
 class Server:
     """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
 
-    `outer` serves the outer state, `inner` the inner optimizer for a joining island.
+    `outer` serves the outer state, `inner` the inner optimizer for a joining island. Raises UserError if it cannot
+    listen at the address.
 
     - `on_message`: called in a thread of the server with a peer's JSON object; returns the reply, or raises
       RequestRejected
@@ -56,8 +57,6 @@ class Server:
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
     - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
-
-    Raises UserError if it cannot listen at the address.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Server:
         self.nonces, self.complain = Nonces(), RateLimitedLines(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
-            self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
+            self._http = Listener((self.host, int(port or 0)), partial(Handler, owner=self), self.complain)
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
@@ -85,11 +84,7 @@ class Server:
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
 
-    def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
-        return Handler(request, client_address, listener, self)
-
     def close(self) -> None:
-        """Stop listening, and end the open connections."""
         self._http.shutdown()
         self._http.server_close()
         self._http.end_all()
@@ -111,8 +106,6 @@ class Head:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
     timeout = IDLE_SECONDS

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.islands.transport.signing import digest
+from gregale.distributed.signing import digest
 
 CHUNK_BYTES = 4 << 20
 # A joiner may finish a previous snapshot; after this time without a request it has gone.
@@ -39,7 +39,6 @@ class Snapshot:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gregale.distributed.signing import digest
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
-from gregale.islands.transport.signing import digest
 from gregale.islands.transport.snapshot_store import CHUNK_BYTES, bytes_of, chunk_hashes, chunk_span, leaf_hash
 
 STREAMS = 2
@@ -42,11 +42,7 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A complete state of one round.
-
-    - `complaints`: one line for each source that was abandoned
-    - `settled`: no round in progress at the sources would replace the state
-    """
+    """A complete state of one round."""
 
     generation: int
     round: int
@@ -54,8 +50,8 @@ class Fetched:
     versions: dict[str, int]
     facts: dict
     received_bytes: int
-    complaints: list[str]
-    settled: bool
+    complaints: list[str]  # one line for each source that was abandoned
+    settled: bool  # no round in progress at the sources would replace the state
 
 
 class Fetcher:
@@ -109,22 +105,6 @@ class Fetcher:
         """Close the connections."""
         for peer in (peer for peers in self._links.values() for peer in peers):
             peer.close()
-
-
-def fetch(
-    sources: Sequence[str],
-    token: bytes,
-    expected: Expected,
-    timeout_seconds: float,
-    held: Mapping[str, np.ndarray] | None = None,
-    manifest: str = "/manifest",
-) -> Fetched:
-    """Fetch a state once (see `Fetcher`). Raises TransferFailed."""
-    fetcher = Fetcher(token, expected, held)
-    try:
-        return fetcher.fetch(sources, timeout_seconds, manifest)
-    finally:
-        fetcher.close()
 
 
 def ask_for_offers(

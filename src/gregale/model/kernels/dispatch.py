@@ -21,22 +21,14 @@ from gregale.model.kernels.tpu.splash import Splash
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The inputs of the choice of operations.
+    """The inputs of the choice of operations."""
 
-    - `device`: a device of the computation, of JAX or described by a topology
-    - `rules`: `auto` (the platform's own, if it has any) or `plain`
-    - `dtype`: of activations
-    - `head_size`: width of a head of attention
-    - `cap`: the limit of its scores; None: no limit
-    - `context`: devices that share a sequence
-    """
-
-    device: Any
-    rules: str
-    dtype: jnp.dtype
-    head_size: int
-    cap: float | None = None
-    context: int = 1
+    device: Any  # a device of the computation, of JAX or described by a topology
+    rules: str  # `auto` (the platform's own, if it has any) or `plain`
+    dtype: jnp.dtype  # of activations
+    head_size: int  # width of a head of attention
+    cap: float | None = None  # the limit of its scores; None: no limit
+    context: int = 1  # devices that share a sequence
 
     @property
     def platform(self) -> str:

@@ -21,7 +21,6 @@ class Attend(Protocol):
     key/value head n // (heads / kv_heads). The form names its output, and small residuals that avoid a second forward
     pass, `ATTENTION_NAME` for remat policies.
 
-    Arguments:
     - `q`: [batch, position, heads, head_size]
     - `k`, `v`: [batch, position, kv_heads, head_size]
     - `segments`: integers [batch, position]; None: one segment

@@ -54,16 +54,14 @@ def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def attend(q, k, v, segments: jax.Array | None, window: int | None, cap: float | None = None) -> jax.Array:
-    attended = _attend(q, k, v, segments, window) if cap is None else _attend_capped(q, k, v, segments, window, cap)
-    return checkpoint_name(attended, ATTENTION_NAME)
-
-
-def _attend(q, k, v, segments, window: int | None) -> jax.Array:
+    if cap is not None:
+        return checkpoint_name(_attend_capped(q, k, v, segments, window, cap), ATTENTION_NAME)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
+    attended = jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="xla"
     )
+    return checkpoint_name(attended, ATTENTION_NAME)
 
 
 def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Array:

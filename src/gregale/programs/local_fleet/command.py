@@ -29,8 +29,6 @@ SHORT_RETRIES = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # so that signals
 
 @dataclass(frozen=True)
 class IslandsOptions(Settings):
-    """Options of the command, beside the configuration."""
-
     count: int = setting(2, "number of islands", range=whole(1, 64))
     fresh: bool = setting(False, "do not resume: set existing runs aside and start anew")
 
@@ -147,7 +145,6 @@ class Fleet:
         self._report_ended(reported)
 
     def _show(self, is_last: bool = False) -> None:
-        """Show the runs that have begun."""
         for member in self._members:
             path = replace(member.run, retry_policy=SHORT_RETRIES) if isinstance(member.run, ObjectPath) else member.run
             run = RunPaths(path)
@@ -158,7 +155,6 @@ class Fleet:
             self._screen.show(snapshots, is_last)
 
     def _report_ended(self, reported: set[str]) -> None:
-        """Report once how each island has ended."""
         for member in self._members:
             code = member.process.poll()
             if code is None or member.name in reported:

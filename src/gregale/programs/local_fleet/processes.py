@@ -26,16 +26,11 @@ _KILL_AFTER_SECONDS = 60.0
 
 @dataclass
 class Member:
-    """An island's process.
+    """An island's process."""
 
-    - `name`: of the island
-    - `run`: its run directory
-    - `output`: the file with its standard output and error
-    """
-
-    name: str
-    run: StoragePath
-    output: Path
+    name: str  # of the island
+    run: StoragePath  # its run directory
+    output: Path  # the file with its standard output and error
     process: subprocess.Popen
 
 

@@ -32,12 +32,10 @@ class Candidate:
     gather: str
 
     def of(self, config: TrainConfig) -> TrainConfig:
-        """Return a configuration with these settings."""
         compute = replace(config.compute, remat=self.remat, unroll=self.unroll, gather=self.gather)
         return replace(config, compute=compute, batch=replace(config.batch, microbatches=self.microbatches))
 
     def yaml(self) -> str:
-        """Return the keys to set as YAML."""
         compute = {"remat": self.remat, "gather": self.gather, "unroll": self.unroll}
         return yaml.safe_dump({"batch": {"microbatches": self.microbatches}, "compute": compute}, sort_keys=False)
 

@@ -1,9 +1,7 @@
 """Provides `gregale plan`, which estimates a run's memory, traffic and time from the programs that it would compile."""
 
 import json
-import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from gregale.atomic_files import write_bytes
@@ -19,7 +17,7 @@ from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, setting, whole
-from gregale.streams import ResilientStream, say
+from gregale.streams import say_beside
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
@@ -30,8 +28,7 @@ WIDTH = 110  # width of tables without a terminal
 class PlanOptions(Settings):
     """Options of the command, besides the configuration.
 
-    Raises:
-        UserError: options exclude one another, or a number is invalid.
+    Raises `UserError` if options exclude one another, or a number is invalid.
     """
 
     topology: str | None = setting(None, "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8")
@@ -93,8 +90,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
     """Search and print the result; return whether a candidate fits."""
-    progress = partial(say, file=ResilientStream(sys.stderr), flush=True)
-    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, progress))
+    found = search(config, tokens, target, SearchOptions(options.link_gbit_per_second, options.count, say_beside))
     report = {"name": config.name, "chip": target.chip.name, **found.to_dict()}
     if options.json:
         print(json.dumps(report, indent=2))

@@ -39,29 +39,20 @@ _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+
 
 @dataclass(frozen=True)
 class DoesNotFit:
-    """The reason why the compiler rejects a program.
+    """The reason why the compiler rejects a program; a buffer holds several arrays at different times."""
 
-    - `offered`: bytes of a device that the compiler can use for programs
-    - `largest`: bytes and shapes of the largest buffers; one buffer holds several arrays at different times
-    """
-
-    offered: int
-    largest: list[tuple[int, str]] = field(default_factory=list)
+    offered: int  # bytes of a device that the compiler can use for programs
+    largest: list[tuple[int, str]] = field(default_factory=list)  # bytes and shapes of the largest buffers
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The compiler's report about a program.
+    """The compiler's report about a program."""
 
-    - `text`: the scheduled program; it has estimates of cycles only after code generation
-    - `flops`: on a device, each loop's body once; None without code generation, and on GPUs
-    - `shortage`: None: the program fits
-    """
-
-    text: str
+    text: str  # the scheduled program; it has estimates of cycles only after code generation
     memory: CompilerMemory
-    flops: float | None
-    shortage: DoesNotFit | None
+    flops: float | None  # on a device, each loop's body once; None without code generation, and on GPUs
+    shortage: DoesNotFit | None  # None: the program fits
 
 
 def compiled_for(
@@ -72,8 +63,7 @@ def compiled_for(
     - `arguments`: bytes of the program's arguments on a device
     - `options`: compiler options
 
-    Raises:
-        UserError: the compiler rejects the program for another reason than the devices' memory.
+    Raises `UserError` if the compiler rejects the program for another reason than the devices' memory.
     """
     try:
         compiled = lowered.compile(compiler_options=options)
@@ -109,8 +99,7 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
     - `message`: the compiler's error for a rejected program; None: it accepted the program
     - `name`: name of the program
 
-    Raises:
-        UserError: the compiler rejected the program for another reason than memory, or its files are incomplete.
+    Raises `UserError` if the compiler rejected the program for another reason than memory, or its files are incomplete.
     """
     shortage, needed = None, 0
     text, report = (_written(folder, end) for end in (SCHEDULE, REPORT))

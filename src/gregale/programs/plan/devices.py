@@ -25,20 +25,14 @@ WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 @dataclass(frozen=True)
 class Target:
-    """The devices of a plan.
-
-    - `devices_a_chip`: JAX devices of a chip
-    - `simulated`: they are simulated CPU devices, for which XLA:CPU compiles
-    - `topology`: the TPU topology and its number of slices, as for `topology_target`
-    - `share`: the share of the chip's memory that JAX uses
-    """
+    """The devices of a plan."""
 
     devices: list[Device]
     chip: Chip
-    devices_a_chip: int
-    simulated: bool
-    topology: tuple[str, int] | None = None
-    share: float = 1.0
+    devices_a_chip: int  # JAX devices of a chip
+    simulated: bool  # they are simulated CPU devices, for which XLA:CPU compiles
+    topology: tuple[str, int] | None = None  # the TPU topology and its number of slices, as for `topology_target`
+    share: float = 1.0  # the share of the chip's memory that JAX uses
 
     @property
     def backend(self) -> Backend:
@@ -60,8 +54,7 @@ class Target:
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
     """Return simulated CPU devices; call it before any use of a device.
 
-    Raises:
-        UserError: neither `count` nor the configuration has the number of devices.
+    Raises `UserError` if neither `count` nor the configuration has the number of devices.
     """
     count = count or config.cpu_devices or _mesh_size(config)
     if config.cpu_devices is not None:  # The run uses CPU devices too, so that the plan has the programs of `train`.
@@ -90,10 +83,7 @@ def _mesh_size(config: TrainConfig) -> int:
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     """Return the devices of a topology with one or more slices; call it before any use of a device.
 
-    A slice of GPUs is a box.
-
-    Raises:
-        UserError: the compiler is not installed, or it does not know the topology.
+    A slice of GPUs is a box. Raises `UserError` if the compiler is not installed, or it does not know the topology.
     """
     family, _, shape = name.partition(":")
     sizes = shape.split("x")

@@ -20,23 +20,16 @@ CUDNN = 9
 
 @dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`.
-
-    - `kind`: JAX's name of the device
-    - `capability`: the compute capability's number before the point
-    - `cores`: streaming multiprocessors, each with its `adders` for float32 and its `shared_bytes` of memory
-    - `cache_bytes`: size of the second-level cache
-    - `clock_ghz`: maximum clock
-    """
+    """Properties of a GPU for the compiler, besides those in `gregale.audit.chips`."""
 
     chip: str
-    kind: str
-    capability: int
-    cores: int
+    kind: str  # JAX's name of the device
+    capability: int  # the compute capability's number before the point
+    cores: int  # streaming multiprocessors, each with its `adders` for float32 and its `shared_bytes` of memory
     adders: int
     shared_bytes: int
-    cache_bytes: int
-    clock_ghz: float
+    cache_bytes: int  # size of the second-level cache
+    clock_ghz: float  # maximum clock
 
 
 GPUS = {
@@ -54,8 +47,7 @@ GPUS = {
 def described(family: str, boxes: int, each: int) -> list[Device]:
     """Return the devices of `boxes` boxes with `each` GPUs.
 
-    Raises:
-        UserError: the compiler is not installed, or it rejects the description.
+    Raises `UserError` if the compiler is not installed, or it rejects the description.
     """
     cuda = next((version for plugin, version in PLUGINS.items() if find_spec(plugin)), None)
     if cuda is None:

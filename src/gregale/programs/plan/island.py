@@ -24,15 +24,11 @@ def as_island(config: TrainConfig, count: int | None) -> TrainConfig:
 
 @dataclass(frozen=True)
 class IslandPlan:
-    """One island of a fleet of equal islands, all of which are members.
-
-    - `hosts`: hosts of the island; each sends its own shards over its own link
-    - `lockstep`: see `IslandTraffic.period_seconds`
-    """
+    """One island of a fleet of equal islands, all of which are members."""
 
     traffic: IslandTraffic
-    hosts: int
-    lockstep: bool
+    hosts: int  # hosts of the island; each sends its own shards over its own link
+    lockstep: bool  # see `IslandTraffic.period_seconds`
 
     def to_dict(self, bound: Roofline | None, gbit_per_second: float | None) -> dict[str, Any]:
         """Return all estimates for JSON; without a roofline of the step they have no times.

@@ -37,17 +37,12 @@ _PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
 
 @dataclass(frozen=True)
 class Request:
-    """Input of the compiling process.
+    """Input of the compiling process."""
 
-    - `config`: configuration of the run
-    - `tokens`: the tokenizer's vocabulary size
-    - `topology`, `slices`: as for `gregale.programs.plan.devices.topology_target`
-    """
-
-    config: TrainConfig
-    tokens: int
-    topology: str
-    slices: int
+    config: TrainConfig  # of the run
+    tokens: int  # the tokenizer's vocabulary size
+    topology: str  # as for `gregale.programs.plan.devices.topology_target`
+    slices: int  # likewise
 
 
 def reported(request: Request, program: str, arguments: int) -> Outcome:
@@ -97,7 +92,9 @@ def crashed(status: int, log: str, program: str) -> UserError:
     with open(number, "w", encoding="utf-8") as file:
         file.write(log)
     shown_lines = " / ".join(last_lines(log)).rstrip(".") or "none"
-    how = f"with exit status {status}" if status > 0 else f"by {_signal_name(-status)}"
+    how = f"with exit status {status}" if status > 0 else f"by signal {-status}"
+    if -status in set(signal.Signals):
+        how = f"by {signal.Signals(-status).name} (signal {-status})"
     advice = (
         "This is a fault of the compiler or of Gregale, not of the devices' memory. Other "
         "compute.compiler_options, or another compute.remat or compute.attention, may avoid it."
@@ -117,8 +114,3 @@ def last_lines(log: str) -> list[str]:
     lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
     fatal = [line for line in lines if _FATAL.match(line)]
     return [*dict.fromkeys(_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
-
-
-def _signal_name(number: int) -> str:
-    known = number in set(signal.Signals)
-    return f"{signal.Signals(number).name} (signal {number})" if known else f"signal {number}"

@@ -32,23 +32,16 @@ MOVES = (
 class Remedy:
     """A change of the configuration.
 
-    Attributes:
-        change: the keys to set.
-        peak_bytes: the new peak on a device of the largest program: the compiler's present peak, changed by the
-            difference or by the factor of the closed form, whichever gives more. For several keys together, which
-            change most of the program, it is the closed form.
-        fits: whether the new peak is within the chip's memory.
-        step_time: of the roofline without overlap, as a multiple of the present one.
-        config: the configuration with the change.
-        compiled: the peak is the compiler's.
+    The new peak is the compiler's present one, changed by the difference or by the factor of the closed form, whichever
+    gives more. For several keys together, which change most of the program, it is the closed form.
     """
 
-    change: str
-    peak_bytes: int
-    fits: bool
-    step_time: float
-    config: TrainConfig
-    compiled: bool = False
+    change: str  # the keys to set
+    peak_bytes: int  # on a device, of the largest program
+    fits: bool  # whether it is within the chip's memory
+    step_time: float  # of the roofline without overlap, as a multiple of the present one
+    config: TrainConfig  # with the change
+    compiled: bool = False  # the peak is the compiler's
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "config"}

@@ -89,10 +89,11 @@ def bound_to_dict(bound: Roofline) -> dict[str, Any]:
 def kernels_of(setup: Setup) -> dict[str, str]:
     """Return the variants of the model's operations: differentiation rules, attention, and embedding traffic.
 
-    The embedding is known for models with closed forms.
+    The embedding is known for models with closed forms, the attention for models with heads.
     """
-    kernels = execution(setup.config.compute, setup.layout, setup.config.model).kernels
-    found = {"rules": kernels.rules, "attention": kernels.attention}
+    model = setup.config.model
+    kernels = execution(setup.config.compute, setup.layout, model).kernels
+    found = {"rules": kernels.rules} | ({"attention": kernels.attention} if model.head_width else {})
     if not has_closed_forms(setup):
         return found
     return {**found, "embedding": "rows" if step_shape(setup).exchanges_rows else "table"}

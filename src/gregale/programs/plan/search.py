@@ -35,25 +35,16 @@ UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    - `scored`: all candidates, the fastest by the closed form first; unrolled ones last
-    - `best`: the fastest that fits; None: no compiled candidate fits
-    - `configured`: the candidate of the configuration
-    - `memory`: bytes of a device for programs
-    - `left_out`: reasons why candidates are impossible, each once
-    - `remedies`: if nothing fits, changes that need less memory than the smallest candidate
-    """
-
-    scored: list[ScoredCandidate]
-    best: ScoredCandidate | None
-    configured: Candidate
-    memory: int
-    left_out: list[str]
-    remedies: list[Remedy]
+    scored: list[ScoredCandidate]  # all candidates, the fastest by the closed form first; unrolled ones last
+    best: ScoredCandidate | None  # the fastest that fits; None: no compiled candidate fits
+    configured: Candidate  # the candidate of the configuration
+    memory: int  # bytes of a device for programs
+    left_out: list[str]  # reasons why candidates are impossible, each once
+    remedies: list[Remedy]  # if nothing fits, changes that need less memory than the smallest candidate
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         return {
             "memory": self.memory,
             "fits": self.best is not None,
@@ -68,23 +59,18 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of a search besides the configuration.
+    """Options of a search besides the configuration."""
 
-    - `link_gbit_per_second`: a replica's link to the others; None: its chips' share of the network
-    - `count`: number of islands, if the run is an island; see `gregale.programs.plan.island.island_of`
-    - `report`: takes a line before and after each compilation
-    """
-
-    link_gbit_per_second: float | None
-    count: int | None
-    report: Callable[[str], object]
+    link_gbit_per_second: float | None  # a replica's link to the others; None: its chips' share of the network
+    count: int | None  # number of islands, if the run is an island; see `gregale.programs.plan.island.island_of`
+    report: Callable[[str], object]  # takes a line before and after each compilation
 
 
 def search(config: TrainConfig, tokens: int, target: Target, options: SearchOptions) -> Found:
     """Return the fastest candidate that fits.
 
-    Raises:
-        UserError: the configuration does not fit the devices, has a pipeline, or has a model without closed forms.
+    Raises `UserError` if the configuration does not fit the devices, has a pipeline, or has a model without closed
+    forms.
     """
     if config.pipeline is not None:
         raise UserError(

@@ -41,26 +41,19 @@ UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the 
 
 @dataclass(frozen=True)
 class Program(Outcome):
-    """A compiled program with its audit.
-
-    - `expected`: its transfers in closed form
-    """
+    """A compiled program with its audit."""
 
     audit: Audit
-    expected: list[Transfer]
+    expected: list[Transfer]  # its transfers in closed form
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A program to compile.
-
-    - `lower`: traces the program from shapes alone
-    - `expected`: its transfers in closed form
-    """
+    """A program to compile."""
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
-    expected: list[Transfer]
+    lower: Callable[[], jax.stages.Lowered]  # traces the program from shapes alone
+    expected: list[Transfer]  # its transfers in closed form
 
 
 Compile = Callable[[Lowering], Outcome]
@@ -80,7 +73,6 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
 
 
 def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
-    """Yield the programs that `programs_of` compiles."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
     sent, step = step_transfers(setup, backend), stepper.program.lower
@@ -114,16 +106,12 @@ def known_trips(setup: Setup) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The compiled programs of a run.
-
-    - `programs`: programs by name, see `programs_of`; always includes `step`
-    - `until`: last compiler stage, one of `UNTIL`
-    """
+    """The compiled programs of a run."""
 
     setup: Setup
     target: Target
-    programs: dict[str, Program]
-    until: str = CODE
+    programs: dict[str, Program]  # programs by name, see `programs_of`; always includes `step`
+    until: str = CODE  # last compiler stage, one of `UNTIL`
 
     @property
     def step(self) -> Program:
@@ -136,7 +124,6 @@ class Plan:
 
     @property
     def memory(self) -> CompilerMemory:
-        """Return the memory of the largest program."""
         return self.programs[self.largest].memory
 
     @property
@@ -182,8 +169,7 @@ def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = COD
 
     - `until`: last compiler stage, one of `UNTIL`
 
-    Raises:
-        UserError: the configuration does not fit the devices.
+    Raises `UserError` if the configuration does not fit the devices.
     """
     setup = setup_for(config, tokens, target)
     return Plan(setup, target, programs_of(setup, target, _compiler(setup, tokens, target, until)), until)
@@ -198,7 +184,6 @@ def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
 
 
 def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
-    """Return the function that compiles a program to the requested stage."""
     arguments = tree_bytes(setup).arguments
     if until == MEMORY and target.topology is not None:
         request = Request(setup.config, tokens, *target.topology)

@@ -28,7 +28,6 @@ HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step
 
 
 def size(count: float | None) -> str:
-    """Return bytes in binary units."""
     if count is None:
         return "unknown"
     unit = 0
@@ -64,12 +63,12 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
     kernels = report["kernels"]
-    embedding = f"; embedding: {kernels['embedding']}" if "embedding" in kernels else ""
+    others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{_flops(report)}\n"
-        f"Rules of differentiation: {kernels['rules']}; attention: {kernels['attention']}{embedding}"
+        f"Rules of differentiation: {others}"
     )
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
@@ -111,7 +110,6 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
 
 
 def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
-    """Print each remedy with its effect."""
     if remedies:
         console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
@@ -166,7 +164,6 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
 
 
 def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
-    """Print the time of each program with a compiler estimate."""
     keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
     rows = [
         (name, *(f"{found[key]:.4g} s" for key in keys), _percent(found["utilisation"]))
@@ -224,7 +221,6 @@ def _methods(report: dict[str, Any], console: Console) -> None:
 
 
 def _island(island: dict[str, Any], console: Console) -> None:
-    """Print an island's traffic and memory."""
     hidden = island["hidden_gbit_per_second"]
     rows = [
         ("sent in a round, at most", size(island["bytes_per_round"])),

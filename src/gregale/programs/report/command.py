@@ -36,7 +36,6 @@ class ReportOptions(Settings):
 
 
 def main(options: ReportOptions) -> int:
-    """Write the page and print its address."""
     found, notes = distinct_runs([run for name in options.runs for run in runs_of(name)])
     plans = [read_plan(path) for path in options.plan]
     text = report_page([read_history(run) for run in found], plans, notes)

@@ -21,17 +21,13 @@ Value = Callable[[ReportRun], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the table, or a card of a single run.
-
-    - `better`: returns the best of the runs' values; None: no value is best
-    - `loss`: the cell has four decimal places and no unit
-    """
+    """A column of the table, or a card of a single run."""
 
     heading: str
     of: Value
     unit: str = ""
-    better: Callable[[list[float]], float] | None = None
-    loss: bool = False
+    better: Callable[[list[float]], float] | None = None  # returns the best of the runs' values; None: no value is best
+    loss: bool = False  # the cell has four decimal places and no unit
 
     def cells(self, runs: Sequence[ReportRun]) -> list[object]:
         """Return a cell for each run, with a mark on the best unless all values are equal."""
@@ -102,7 +98,6 @@ def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def method(run: ReportRun) -> str:
-    """Return the method with its period, as configured."""
     kind, period = run.config("sync.type"), run.config("sync.period")
     name = NONE if kind is None else str(kind)
     islands = "islands, " if run.history.rounds else ""
@@ -170,7 +165,6 @@ def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool
 
 
 def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
-    """Return the step of a run at a point of an axis."""
     over = run.axes.get(axis)
     if axis == "steps" or over is None:
         return point if axis == "steps" else None

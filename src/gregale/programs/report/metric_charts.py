@@ -20,19 +20,14 @@ DOTS = 200  # a line with fewer points shows dots
 
 @dataclass(frozen=True)
 class Kind:
-    """A chart of metrics.
-
-    - `names`: a pattern that matches the full metric names
-    - `unit`: unit of y; None: from the name's suffix
-    - `alone`: with several runs, each metric has its own chart
-    """
+    """A chart of metrics."""
 
     group: str
     title: str
-    names: str
-    unit: str | None = None
+    names: str  # a pattern that matches the full metric names
+    unit: str | None = None  # unit of y; None: from the name's suffix
     help: str = ""
-    alone: bool = False
+    alone: bool = False  # with several runs, each metric has its own chart
     stairs: bool = False
 
 
@@ -75,6 +70,7 @@ LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and the me
 OF_A_PART = "/"  # in the names of metrics of a layer or an array
 OF_A_START = r".*_seconds|network_bytes_.*"  # counts that restart at 0 with each start
 SHARES = ("_share", "_fraction", "_ratio")
+TITLES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
 
 
 def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
@@ -95,7 +91,7 @@ def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
         left = [name for name in left if name not in names]
         split = kind.alone and len(runs) > 1
         for some in [[name] for name in names] if split else [names] if names else []:
-            titled = replace(kind, title=_title(some[0])) if split else kind
+            titled = replace(kind, title=TITLES.get(some[0], some[0])) if split else kind
             found.setdefault(kind.group, []).append(_chart(titled, some, runs))
     for name in left:
         found.setdefault("More", []).append(_chart(Kind("More", name, name), [name], runs))
@@ -145,7 +141,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines
                 continue
             if re.fullmatch(OF_A_START, name) and name != "step_seconds":
                 column = accumulated(column, run.starts)
-            label = _short(name) if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
+            short = name.partition(OF_A_PART)[2] or name  # the chart's heading has the rest of a layer's metric
+            label = short if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
             series.append(
                 line(
                     run,
@@ -176,11 +173,6 @@ def _by_position(names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
     return Lines("figures-by-position", title, series, axis=axis, help="Nats per token, of the last evaluation.")
 
 
-def _short(name: str) -> str:
-    """Return the layer's name for a layer's metric, because the chart's heading has the metric's name."""
-    return name.partition(OF_A_PART)[2] or name
-
-
 def _meaning(names: Sequence[str]) -> str:
     """Return the meaning of a chart's only metric as a sentence; else empty."""
     metric = metric_of(names[0]) if len(names) == 1 else None
@@ -188,10 +180,6 @@ def _meaning(names: Sequence[str]) -> str:
         return ""
     words = metric.meaning.replace("`", "")
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _title(name: str) -> str:
-    return {"loss": "Training loss", "eval_loss": "Held-out loss"}.get(name, name)
 
 
 def _unit(name: str) -> str:

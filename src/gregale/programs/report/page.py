@@ -69,7 +69,12 @@ def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
 
 
 def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[str, Any]]) -> None:
-    beside = [run_panels.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
+    beside = [
+        run_panels.beside_plan(run, plan)
+        for run in runs
+        for plan in plans  # a plan for the run: it has the configuration's name, or there is only one run
+        if len(runs) == 1 or plan.get("name") == run.config("name", run.history.name)
+    ]
     page.add(section("Plan and run", *beside))
     for what, of in (
         ("Samples", run_panels.samples_of),
@@ -82,8 +87,3 @@ def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[st
             own = [part for part in of(run) if part is not None]
             parts += [*([element("h3", comparison.labelled(run))] if own and len(runs) > 1 else []), *own]
         page.add(section(what, *parts))
-
-
-def is_of(plan: Mapping[str, Any], run: ReportRun, runs: int) -> bool:
-    """Return whether a plan is for a run: it has the configuration's name, or there is only one run."""
-    return runs == 1 or plan.get("name") == run.config("name", run.history.name)

@@ -62,10 +62,11 @@ def machine(run: ReportRun) -> Html | None:
 def changes(run: ReportRun) -> Html | None:
     """Return a table of the settings that changed at a resumption."""
     rows = [
-        [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *_before_and_now(change)]
+        [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *map(format_setting, both)]
         for entry in run.history.changes
         if isinstance(entry.get("changes"), Mapping)
         for key, change in entry["changes"].items()
+        for both in [change if isinstance(change, list) and len(change) == 2 else [None, change]]
     ]
     return table(["after step", "time", "setting", "before", "since"], rows, label="changes") if rows else None
 
@@ -85,17 +86,17 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     compared = [
         ("time of a step", estimated, seconds, "seconds"),
         ("tokens a second", estimated_tokens, median("tokens_per_second")(run), ""),
-        (
-            "model FLOPs utilisation",
-            estimate.get("utilisation") or bound.get("mfu_bound"),
-            median("mfu")(run),
-            "share",
-        ),
+        ("model FLOPs utilisation", estimate.get("utilisation") or bound.get("mfu_bound"), median("mfu")(run), "share"),
         ("memory of a device at the peak", (plan.get("memory") or {}).get("peak"), memory, "bytes"),
         ("sent over the slow link in a step", bytes_a_step, sent_a_step, "bytes"),
     ]
     rows = [
-        [name, format_quantity(planned, unit), format_quantity(found, unit), _ratio(found, planned)]
+        [
+            name,
+            format_quantity(planned, unit),
+            format_quantity(found, unit),
+            f"{found / planned:.2f}" if found and planned else NONE,
+        ]
         for name, planned, found, unit in compared
     ]
     on = (
@@ -106,10 +107,6 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
         table(["", "plan", "measured, median", "measured / plan"], rows, numbers=True, label="plan beside run"),
         element("p", f"Of the run {run.label}; {on}.", class_="help"),
     )
-
-
-def _ratio(measured: float | None, estimated: float | None) -> str:
-    return NONE if not measured or not estimated else f"{measured / estimated:.2f}"
 
 
 def _sample(sample: Sample, opened: bool) -> Html:
@@ -130,8 +127,3 @@ def _pairs(found: Any) -> str:
     return ", ".join(
         f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in found.items()
     )
-
-
-def _before_and_now(change: Any) -> list[str]:
-    both = change if isinstance(change, list) and len(change) == 2 else [None, change]
-    return [format_setting(each) for each in both]

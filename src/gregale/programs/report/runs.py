@@ -23,14 +23,10 @@ AXES = (
 
 @dataclass(frozen=True, eq=False)
 class ReportRun:
-    """A run on the page.
+    """A run on the page."""
 
-    - `label`: its name or, if the name is not unique, its path
-    - `place`: its index on the page, from 0
-    """
-
-    label: str
-    place: int
+    label: str  # its name or, if the name is not unique, its path
+    place: int  # its index on the page, from 0
     history: History
 
     def column(self, name: str) -> Column | None:
@@ -61,7 +57,6 @@ class ReportRun:
 
 
 def shown(histories: Sequence[History]) -> list[ReportRun]:
-    """Return the runs with distinct labels."""
     names = Counter(history.name for history in histories)
     return [
         ReportRun(history.name if names[history.name] == 1 else history.path, place, history)

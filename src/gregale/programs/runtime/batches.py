@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import haliax as hax
 import jax
@@ -12,8 +13,13 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import Layout
 from gregale.axes.position_order import position_order
 from gregale.data.examples import ExampleBatch, Examples
-from gregale.data.loader import batches
 from gregale.data.mixtures import ReplicaExamples
+
+if TYPE_CHECKING:
+    import grain
+
+THREADS = 4
+BATCHES_AHEAD = 8  # prepared in advance; limits the memory
 
 
 class Placement:
@@ -28,15 +34,14 @@ class Placement:
         indices = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
         here = [index for index in indices.values() if index]
         self._rows, self._columns = (
-            np.unique([place for index in here for place in range(*index[along].indices(axes[along].size))])
-            for along in (0, 1)
+            np.concatenate([np.arange(*part) for part in sorted({index[along].indices(size)[:2] for index in here})])
+            for along, size in enumerate(axis.size for axis in axes)
         )
         self._positions = position_order(axes[1].size, layout.context)[self._columns]
         self._is_split = layout.context > 1
 
     @property
     def size(self) -> int:
-        """Return the number of rows of a batch."""
         return self._axes[0].size
 
     @property
@@ -86,3 +91,36 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+if TYPE_CHECKING:
+    import grain
+
+
+def batches(
+    examples: Examples | ReplicaExamples,
+    batch_size: int,
+    rows: Sequence[int] | None = None,
+    first: int = 0,
+    part: Callable[[ExampleBatch], ExampleBatch] = lambda rows: rows,
+) -> grain.DatasetIterator[ExampleBatch]:
+    """Return an iterator over the rows of consecutive batches that one process needs, arrays [row, L].
+
+    Blank rows pad the last batch of a finite set. Threads prepare batches until the iterator's `close` is called.
+
+    - `examples`: the source of the batches.
+    - `batch_size`: B, rows of a whole batch over all processes.
+    - `rows`: the indices in 0 to B - 1 of the rows that this process needs; by default all.
+    - `first`: the first example of the first batch; a resumed run needs nothing else.
+    - `part`: selects what this process needs of the rows.
+    """
+    import grain
+
+    rows = range(batch_size) if rows is None else rows
+
+    def batch(number: int) -> ExampleBatch:
+        return part(examples.batch(first + number * batch_size, batch_size, rows))
+
+    reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)
+    numbers = grain.MapDataset.range(examples.batches_from(first, batch_size))
+    return iter(numbers.map(batch).to_iter_dataset(reading))

@@ -19,8 +19,8 @@ def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> 
     """Return the state after `step` steps as stored, with joined parameters for an evaluation that has no replicas."""
     if not method.needs_full_state(step):
         return state
-    join = jax.jit(lambda state: method.to_psdp(state).parameters, compiler_options=setup.compiler_options)
-    return state._replace(joined=join(state.method))
+    assert method is setup.method
+    return state._replace(joined=setup.joined_parameters(state.method))
 
 
 def checkpoint_metadata(
@@ -53,8 +53,7 @@ def recorded(metadata: dict, key: str):
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:
-    """Return the method of this setup whose state a checkpoint holds."""
-    return setup.method_named(recorded(metadata, "method"))
+    return setup.psdp if recorded(metadata, "method") == setup.psdp.name else setup.method
 
 
 def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
@@ -102,7 +101,6 @@ def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
 
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:
-    """Return whether a checkpoint was written on the mesh of this setup."""
     return recorded(metadata, "mesh") == dict(setup.layout.mesh.shape)
 
 

@@ -28,16 +28,11 @@ FIRST_POSITIONS = 64  # in the first range of positions whose losses are average
 
 
 class EvaluationText(NamedTuple):
-    """Text of an evaluation, which scores each example once.
+    """Text of an evaluation, which scores each example once."""
 
-    - `held_out`: examples held out of the training sources, or None
-    - `validation`: examples of the validation sources, by name
-    - `lengths`: the same text as sequences of other lengths
-    """
-
-    held_out: Examples | None
-    validation: Mapping[str, Examples] = {}
-    lengths: Mapping[int, Examples] = {}
+    held_out: Examples | None  # examples held out of the training sources, or None
+    validation: Mapping[str, Examples] = {}  # examples of the validation sources, by name
+    lengths: Mapping[int, Examples] = {}  # the same text as sequences of other lengths
 
     @property
     def first(self) -> Examples | None:
@@ -100,16 +95,16 @@ class Evaluator:
             whole = np.sum(list(validation.values()), axis=0)
         else:
             whole = self._total(model, self._text.held_out, batches, at_batch)
-        figures = figures_of(whole)
+        metrics = metrics_of(whole)
         lengths = {self._setup.config.batch.sequence_length: whole}
         for length, text in self._text.lengths.items():
             lengths[length] = self._total(model, text, batches, at_batch)
-            figures[f"eval_loss_length.{length}"] = figures_of(lengths[length])["eval_loss"]
+            metrics[f"eval_loss_length.{length}"] = metrics_of(lengths[length])["eval_loss"]
         longest = max(lengths)
-        figures |= losses_by_position(lengths[longest], longest)
+        metrics |= losses_by_position(lengths[longest], longest)
         for name, total in validation.items():
-            figures |= {f"{figure}.{name}": value for figure, value in figures_of(total).items()}
-        return figures
+            metrics |= {f"{metric}.{name}": value for metric, value in metrics_of(total).items()}
+        return metrics
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3].
@@ -159,21 +154,21 @@ def losses_by_position(total: np.ndarray, length: int) -> dict[str, float]:
     return {f"{POSITION_LOSS}{first}": loss / weight for first, loss, weight in parts if weight}
 
 
-def format_losses(figures: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
+def format_losses(metrics: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
     """Return the losses in a line; `held_out`: whether the metrics without a name are of held-out text."""
     sentences = []
-    for key, loss in figures.items():
-        figure, _, name = key.partition(".")
-        if figure == "eval_loss":
-            bits = figures[key.replace(figure, "bits_per_byte", 1)]
+    for key, loss in metrics.items():
+        metric, _, name = key.partition(".")
+        if metric == "eval_loss":
+            bits = metrics[key.replace(metric, "bits_per_byte", 1)]
             label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
             sentences.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
-        elif figure == "eval_loss_length":
+        elif metric == "eval_loss_length":
             sentences.append(f"in sequences of {name} tokens {loss:.4f} nats a token")
     return "; ".join(sentences)
 
 
-def figures_of(total: np.ndarray) -> dict[str, float]:
+def metrics_of(total: np.ndarray) -> dict[str, float]:
     """Return the metrics of sums [loss, targets, bytes]; NaN if nothing was scored."""
     loss, weight, scored = total[:3].tolist()
     return {

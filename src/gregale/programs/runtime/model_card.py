@@ -13,16 +13,11 @@ from gregale.programs.runtime.setup import Setup
 from gregale.runs.history import Figures
 from gregale.runs.run_directory import RunDirectory
 
-FIGURES = {
-    "eval_loss": ("held-out loss", "{:.4f} nats a token"),
-    "bits_per_byte": ("held-out bits per byte", "{:.4f}"),
-}
+FIGURES = {"eval_loss": ("held-out loss", "{:.4f} nats a token"), "bits_per_byte": ("held-out bits per byte", "{:.4f}")}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An export of a run: the model of a step, in the format of a family, in a dtype."""
-
     run: RunDirectory
     setup: Setup
     step: int
@@ -31,10 +26,7 @@ class Exported:
 
 
 def model_card(exported: Exported, figures: Figures) -> str:
-    """Return README.md: the hub's header, and a table of facts.
-
-    - `figures`: of the run
-    """
+    """Return README.md: the hub's header, and a table of facts; `figures`: of the run."""
     config, step = exported.run.read_config(), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "

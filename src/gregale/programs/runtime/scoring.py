@@ -25,14 +25,10 @@ IN_FLIGHT = 2  # batches that the devices have before the host waits for the res
 
 
 class Scored(NamedTuple):
-    """Scores of continuations.
+    """Scores of continuations."""
 
-    - `log_likelihoods`: sums over the tokens that are scored, nats, float64 [continuation]
-    - `greedy`: whether each of these tokens is the likeliest, bool [continuation]
-    """
-
-    log_likelihoods: np.ndarray
-    greedy: np.ndarray
+    log_likelihoods: np.ndarray  # sums over the tokens that are scored, nats, float64 [continuation]
+    greedy: np.ndarray  # whether each of these tokens is the likeliest, bool [continuation]
 
 
 class Shape(NamedTuple):

@@ -25,6 +25,7 @@ from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.runs.config import TrainConfig
+from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, call
 from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
@@ -37,23 +38,15 @@ MAX_PARAMETERS = 10**15
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that a configuration describes, on a mesh.
-
-    - `layout`: mesh and mappings
-    - `Vocab`: the model's vocabulary, padded
-    - `model`: the abstract model, which allocates no arrays
-    - `psdp`: the method of the warm-up; a conversion between two methods' states goes through its state
-    - `method`: the synchronisation method
-    - `callbacks`: of `callbacks` in the configuration; the step computes their metrics
-    """
+    """The objects that a configuration describes, on a mesh."""
 
     config: TrainConfig
-    layout: Layout
-    Vocab: Axis
-    model: object
-    psdp: Psdp
-    method: Method
-    callbacks: tuple[Callback, ...] = ()
+    layout: Layout  # mesh and mappings
+    Vocab: Axis  # the model's vocabulary, padded
+    model: object  # the abstract model, which allocates no arrays
+    psdp: Psdp  # the method of the warm-up; a conversion between two methods' states goes through its state
+    method: Method  # the synchronisation method
+    callbacks: tuple[Callback, ...] = ()  # of the configuration; the step computes their metrics
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
@@ -69,10 +62,6 @@ class Setup:
         """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
 
-    def method_named(self, name: str) -> Method:
-        """Return the method with this name, one of the two of a run."""
-        return self.psdp if name == self.psdp.name else self.method
-
     def initial_state(self) -> TrainState:
         """Return the state before the first step; each device makes its shards."""
         method, options = self.method_after(0), self.compiler_options
@@ -83,15 +72,12 @@ class Setup:
         return initial_state(self.method_after(0), same, self.compiler_options, model)
 
     def init_model(self, key):
-        """Return the model with its initial weights."""
         return self.config.model.init(self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
-        """Return the abstract state of the configured method."""
         return abstract_state(self.method, self.model)
 
     def stepper(self, method: Method | None = None) -> Stepper:
-        """Return the stepper of the configured method, or of another method."""
         return Stepper(method or self.method, self.model, self.compiler_options)
 
     @cached_property
@@ -102,6 +88,11 @@ class Setup:
         if given and options:
             check_compiler_options(options, mesh)
         return options
+
+    @cached_property
+    def joined_parameters(self) -> Callable[[Any], Any]:
+        """Return the program that joins the parameters of a state of `method`; all saves of a run share it."""
+        return jax.jit(lambda state: self.method.to_psdp(state).parameters, compiler_options=self.compiler_options)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -115,6 +106,7 @@ class Setup:
             "mesh": dict(mesh.shape),
             "kernels": {"rules": kernels.rules, "attention": kernels.attention},
             "compiler_options": self.compiler_options or {},
+            **({"plugins": code_digests(self.config.plugins)} if self.config.plugins else {}),
         }
 
     def learning_rate(self, update: int) -> float:
@@ -136,7 +128,6 @@ class Setup:
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
-        """Return the pipeline's schedule; None without a pipeline."""
         pipeline = self.config.pipeline
         return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 
@@ -244,7 +235,6 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     """Return the setup of a configuration, without allocation or compilation.
 
-    Arguments:
     - `tokens`: the tokenizer's vocabulary size
     - `mesh`: default: the configured mesh on all devices
 

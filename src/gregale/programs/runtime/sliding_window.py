@@ -15,7 +15,7 @@ from gregale.evaluation.tasks.windows import SlidingWindows
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
 
-FIGURES = {"eval_loss": "nats a token", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+METRICS = {"eval_loss": "nats a token", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
 class Documents(NamedTuple):
@@ -27,10 +27,9 @@ class Documents(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[Documents]) -> Documents:
-        """Return the documents of all parts."""
         return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return `eval_loss` (nats per token), `perplexity` and `bits_per_byte`, each with its standard error."""
         loss, loss_error = ratio(self.losses, self.tokens)
         bits, bits_error = ratio(self.losses / math.log(2), self.sizes)
@@ -102,16 +101,15 @@ def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     return float(value), float(math.sqrt(spread) / below.sum())
 
 
-def format_metrics(figures: Mapping[str, float]) -> str:
-    """Return the metrics of texts in a line."""
+def format_metrics(metrics: Mapping[str, float]) -> str:
     sentences = []
-    for name in dict.fromkeys(key.partition(".")[2] for key in figures):
-        its = {figure: f"{figure}.{name}" if name else figure for figure in FIGURES}
-        words = ", ".join(shown(figures, key, figure) for figure, key in its.items())
+    for name in dict.fromkeys(key.partition(".")[2] for key in metrics):
+        its = {metric: f"{metric}.{name}" if name else metric for metric in METRICS}
+        words = ", ".join(shown(metrics, key, metric) for metric, key in its.items())
         sentences.append(f"{name}: {words}" if name else words)
     return "; ".join(sentences)
 
 
-def shown(figures: Mapping[str, float], key: str, figure: str) -> str:
-    error = figures[key.replace(figure, f"{figure}_stderr", 1)]
-    return f"{figures[key]:.4f}{f' ± {error:.4f}' if math.isfinite(error) else ''} {FIGURES[figure]}"
+def shown(metrics: Mapping[str, float], key: str, metric: str) -> str:
+    error = metrics[key.replace(metric, f"{metric}_stderr", 1)]
+    return f"{metrics[key]:.4f}{f' ± {error:.4f}' if math.isfinite(error) else ''} {METRICS[metric]}"

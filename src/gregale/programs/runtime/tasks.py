@@ -48,12 +48,12 @@ class TaskEvaluation:
         - `at_batch(done, total)`: called for each batch
         """
         found = self._scorer(model, self._continuations, at_batch)
-        figures = {}
+        metrics = {}
         for task in self._tasks:
             numbers = [[self._numbers[pair] for pair in question.pairs] for question in task.questions]
             scores = [Score(found.log_likelihoods[its], found.greedy[its]) for its in numbers]
-            figures |= {f"{figure}.{task.name}": value for figure, value in task.figures(scores).items()}
-        return figures
+            metrics |= {f"{metric}.{task.name}": value for metric, value in task.metrics(scores).items()}
+        return metrics
 
     @property
     def cut(self) -> dict[str, int]:
@@ -112,21 +112,21 @@ def evaluation_on(
     return evaluation
 
 
-def format_tasks(figures: Mapping[str, float | None]) -> str:
+def format_tasks(metrics: Mapping[str, float | None]) -> str:
     """Return the metrics of tasks in a line; empty if there are none."""
     sentences = [
-        f"{task} {', '.join(f'{figure} {words}' for figure, words in its.items())}"
-        for task, its in task_figures(figures).items()
+        f"{task} {', '.join(f'{metric} {words}' for metric, words in its.items())}"
+        for task, its in task_metrics(metrics).items()
     ]
     return f"tasks: {'; '.join(sentences)}" if sentences else ""
 
 
-def task_figures(figures: Mapping[str, float | None]) -> dict[str, dict[str, str]]:
+def task_metrics(metrics: Mapping[str, float | None]) -> dict[str, dict[str, str]]:
     """Return the task metrics among all metrics, by task and metric, formatted: `0.312 ± 0.013`."""
     found: dict[str, dict[str, str]] = {}
-    for key, value in figures.items():
-        figure, _, task = key.partition(".")
-        if figure + ERROR + "." + task in figures:
-            error = figures[f"{figure}{ERROR}.{task}"]
-            found.setdefault(task, {})[figure] = f"{value:.4g}" + (f" ± {error:.2g}" if error == error else "")
+    for key, value in metrics.items():
+        metric, _, task = key.partition(".")
+        if metric + ERROR + "." + task in metrics:
+            error = metrics[f"{metric}{ERROR}.{task}"]
+            found.setdefault(task, {})[metric] = f"{value:.4g}" + (f" ± {error:.2g}" if error == error else "")
     return found

@@ -34,8 +34,6 @@ from gregale.training.state import TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """A model from a checkpoint."""
-
     run: RunDirectory
     setup: Setup
     model: object
@@ -44,14 +42,12 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """Return the directory of the run that `run_paths.find_run` finds."""
     return RunDirectory(run_paths.find_run(name).path)
 
 
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
     """Return the model of a run, from its newest valid checkpoint or that of a step; read only parameters.
 
-    Arguments:
     - `devices`: the number of devices, or their mesh; None: the run's own mesh. An evaluation of DiLoCo's replicas
       always uses the run's mesh
 
@@ -130,14 +126,10 @@ def no_checkpoint(run: RunDirectory, setup: Setup) -> UserError:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model of a run.
+    """A model of a run."""
 
-    - `step`: the checkpoint's step; 0 for an imported model
-    - `read`: returns a parameter by its path, on the mesh of the setup
-    """
-
-    step: int
-    read: Callable[[str], NamedArray]
+    step: int  # the checkpoint's step; 0 for an imported model
+    read: Callable[[str], NamedArray]  # returns a parameter by its path, on the mesh of the setup
 
 
 @contextmanager
@@ -165,14 +157,10 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
 
     def template(metadata: dict) -> TrainState:
         return jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: leaf if not is_named(leaf) or _ends_with(path_of(keys), path) else None,
+            lambda keys, leaf: leaf if not is_named(leaf) or f".{path_of(keys)}".endswith(f".{path}") else None,
             evaluation_template(setup, metadata),
             is_leaf=is_named,
         )
 
     restored = checkpoints.read(step, template, partial=True)
     return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
-
-
-def _ends_with(leaf_path: str, path: str) -> bool:
-    return f".{leaf_path}".endswith(f".{path}")

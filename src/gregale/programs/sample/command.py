@@ -15,13 +15,13 @@ from gregale.inference.generate import BLOCK, Prompt, multiple_of
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
-from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to, say
+from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to
 from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
 from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting, shown, whole
-from gregale.streams import ResilientStream
+from gregale.streams import ResilientStream, say_beside
 from gregale.terminal import Console
 
 ONE_DEVICE = MeshConfig(data=1)
@@ -73,13 +73,9 @@ def main(options: SampleOptions) -> int:
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in requests]
     context = context_of(run)
     for each, prompt in zip(requests, prompts, strict=True):
-        if len(prompt.tokens) > context:
-            raise UserError(
-                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
-                "saw a longer text. Shorten it."
-            )
+        check_length(each.source, len(prompt.tokens), context)
     if note := taken_as_text([each.prompt for each in requests], form.tokenizer, "prompts"):
-        say(note)
+        say_beside(note)
     if options.prompts is None:
         counts = [show(options, form, prompts[0])]
     else:
@@ -87,11 +83,20 @@ def main(options: SampleOptions) -> int:
             counts = continue_all(options, form, requests, prompts, results)
     lengths = [len(prompt.tokens) + count for prompt, count in zip(prompts, counts, strict=True)]
     if longer := sum(length > context for length in lengths):
-        say(
+        say_beside(
             f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
             "never saw a longer one: what stands behind may be poor."
         )
     return 0
+
+
+def check_length(source: str, tokens: int, context: int) -> None:
+    """Raise `UserError` for a prompt that is longer than the model's context."""
+    if tokens > context:
+        raise UserError(
+            f"{source} has {tokens:,} tokens, and the model's context is {context:,}: it never saw a longer text. "
+            "Shorten it."
+        )
 
 
 def context_of(run: RunDirectory) -> int:
@@ -133,7 +138,7 @@ def show(options: SampleOptions, form: TextFormat, prompt: Prompt) -> int:
         screen.write(text.finish(INTERRUPTED) + "\n")
         raise
     screen.write("\n")
-    say(str(meter))
+    say_beside(str(meter))
     return text.tokens
 
 
@@ -161,7 +166,7 @@ def continue_all(
                 drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended, "seed": request.seed}
                 results.add(number, {**request.named, "prompt": request.prompt, **drawn})
                 counts[number] = text.tokens
-    say(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {meter}")
+    say_beside(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {meter}")
     return counts
 
 

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.storage import is_url
-from gregale.streams import ResilientStream, printable
 
 # Control characters that a terminal would execute, with their visible symbols; tabs and line ends stay.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -62,9 +61,7 @@ def results_to(out: str | None) -> Iterator[Results]:
     """Yield a writer of results to a file or to standard output; an interrupt keeps the complete results.
 
     Before the end the file has a temporary name (`.partial-` and a number at its end). It keeps that name if the
-    command fails or the process is killed.
-
-    Raises `UserError` if the file exists, or cannot be made.
+    command fails or the process is killed. Raises `UserError` if the file exists, or cannot be made.
     """
     if out is None:
         results = Results(sys.stdout)
@@ -107,8 +104,7 @@ def results_to(out: str | None) -> Iterator[Results]:
 class ThroughputMeter:
     """Measures throughput: the time until the first tokens, which includes compilation, and the rate after them.
 
-    Attributes:
-        tokens: the number of tokens so far.
+    - `tokens`: the number of tokens so far.
     """
 
     def __init__(self):
@@ -126,10 +122,3 @@ class ThroughputMeter:
         later, later_s = self.tokens - self._first_tokens, self._s - self._first_s
         rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
         return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
-
-
-def say(words: str) -> None:
-    """Write a line to standard error; ignore a closed stream."""
-    stream = ResilientStream(sys.stderr)
-    stream.write(f"{printable(words)}\n")
-    stream.flush()

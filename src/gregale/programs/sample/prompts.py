@@ -18,24 +18,19 @@ KEYS = ("prompt", "seed", "id")
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A prompt of the user.
-
-    - `source`: file and line of the prompt, for messages
-    - `named`: keys that the result repeats: `id`, if the prompt has one
-    """
+    """A prompt of the user."""
 
     prompt: str
     seed: int
-    source: str
-    named: dict[str, Any]
+    source: str  # file and line of the prompt, for messages
+    named: dict[str, Any]  # keys that the result repeats: `id`, if the prompt has one
 
 
 def read_prompts(path: str, seed: int) -> list[PromptRequest]:
     """Return the prompts of a file, one per line: JSON (`.jsonl`), or text.
 
-    `seed`: seed of prompts without one
-
-    Raises `UserError` for a missing or empty file, and for a line that is no prompt.
+    `seed`: seed of prompts without one Raises `UserError` for a missing or empty file, and for a line that is no
+    prompt.
     """
     path = expand(path, "prompts")
     if path.endswith(".json"):

@@ -27,14 +27,10 @@ MAX_BATCH = 8  # texts of a training run in a batch, whose caches share memory w
 
 @dataclass(frozen=True)
 class SamplerPlacement:
-    """The devices that sample a model.
+    """The devices that sample a model."""
 
-    - `layout`: layout of parameters and activations, which may split the batch
-    - `whole`: each device keeps the gathered weights of its index on `model`; else it gathers layer by layer
-    """
-
-    layout: Layout
-    whole: bool
+    layout: Layout  # layout of parameters and activations, which may split the batch
+    whole: bool  # each device keeps the gathered weights of its index on `model`; else it gathers layer by layer
 
     @property
     def rows(self) -> int:
@@ -82,10 +78,12 @@ class Sampler:
         model = model if mesh == self._trained_on else on_one_device(model, self._trained_on, mesh.devices.flat[0])
         return self._prepare(model) if self._placement.whole else self._formed(model)
 
-    def texts(self, model, prompts: Sequence[str], count: int, sampling: Sampling) -> list[str]:
+    def texts(
+        self, model, prompts: Sequence[str], count: int, sampling: Sampling, stops: Sequence[str] = ()
+    ) -> list[str]:
         """Return the continuations of prompts, all with the same seed. All processes of a run make this call."""
         encoded = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
-        texts, rows = [Continuation(self._form, count) for _ in encoded], min(len(encoded), MAX_BATCH)
+        texts, rows = [Continuation(self._form, count, stops) for _ in encoded], min(len(encoded), MAX_BATCH)
         for numbers in batches_of([len(prompt.tokens) for prompt in encoded], rows):
             batch, chosen = [encoded[number] for number in numbers], [texts[number] for number in numbers]
             for _ in self.pieces(model, self.filled_up(batch, rows), chosen, sampling, repeat(BLOCK)):
@@ -97,16 +95,10 @@ class Sampler:
         return [*prompts, *[Prompt(self._form.ids(""))] * (rows - len(prompts))]
 
     def pieces(
-        self,
-        model,
-        prompts: Sequence[Prompt],
-        texts: Sequence[Continuation],
-        sampling: Sampling,
-        sizes: Iterator[int],
+        self, model, prompts: Sequence[Prompt], texts: Sequence[Continuation], sampling: Sampling, sizes: Iterator[int]
     ) -> Iterator[list[str]]:
         """Yield the new text of each continuation after each block, until all have ended.
 
-        Arguments:
         - `prompts`: one for each row; prompts beyond the number of texts are padding
         - `texts`: the continuations of the first prompts, which this method extends
         - `sizes`: see `Generator.blocks`; with several processes it must not depend on a clock

@@ -14,15 +14,11 @@ END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # reason
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Begin and end of a model's texts.
-
-    - `beginning`: tokens before each prompt
-    - `others`: tokens that end a text, besides the tokenizer's own
-    """
+    """Begin and end of a model's texts."""
 
     tokenizer: Tokenizer
-    beginning: tuple[int, ...] = ()
-    others: tuple[int, ...] = ()
+    beginning: tuple[int, ...] = ()  # tokens before each prompt
+    others: tuple[int, ...] = ()  # tokens that end a text, besides the tokenizer's own
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -67,15 +63,13 @@ class StopStrings:
             end, _, self.found = min(complete)
             return self._released(end - len(self.found))
         longest = min(len(self._held), max(map(len, self._strings), default=0))
-        kept = (size for size in range(longest, 0, -1) if self._may_begin(self._held[-size:]))
+        ends = ((size, self._held[-size:]) for size in range(longest, 0, -1))
+        kept = (size for size, end in ends if any(each.startswith(end) for each in self._strings))
         return self._released(len(self._held) - next(kept, 0))
 
     def finish(self) -> str:
         """Return the text that was held back, if no stop string was found."""
         return "" if self.found is not None else self._released(len(self._held))
-
-    def _may_begin(self, end: str) -> bool:
-        return any(each.startswith(end) for each in self._strings)
 
     def _released(self, size: int) -> str:
         piece, self._held = self._held[:size], self._held[size:]
@@ -85,10 +79,9 @@ class StopStrings:
 class Continuation:
     """A text as it comes, token by token, until a token or a stop string ends it or it has `count` tokens.
 
-    Attributes:
-        text: what is certain of it; neither the token nor the string that ended it is part of it.
-        tokens: how many were drawn for it, but for the one that ended it.
-        ended: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
+    - `text`: what is certain of it; neither the token nor the string that ended it is part of it.
+    - `tokens`: how many were drawn for it, but for the one that ended it.
+    - `ended`: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
     """
 
     def __init__(self, form: TextFormat, count: int, stops: Sequence[str] = ()):

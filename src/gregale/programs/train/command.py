@@ -93,7 +93,7 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
     # Rejects contradictory values before the data are read.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)

@@ -128,14 +128,13 @@ def poll_all(pollers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
 class Screen:
     """Output that redraws a view on a terminal; other streams get a plain line after each change, rate-limited."""
 
-    def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):
+    def __init__(self, file: TextIO | None = None):
         stream = ResilientStream(file or sys.stdout)
         self._console = Console(file=cast(TextIO, stream))
         self._live: Live | None = None
         if stream.isatty() and self._console.is_interactive:
             self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
             self._live.start()
-        self._plain_seconds = plain_seconds
         self._printed: dict[str, tuple[str, float]] = {}
 
     def show(self, snapshots: Sequence[RunStatus], is_last: bool = False) -> None:
@@ -147,8 +146,8 @@ class Screen:
             return
         for each in snapshots:
             name, line, now = each.summary.path, plain_line(each), time.monotonic()
-            printed, when = self._printed.get(name, ("", -self._plain_seconds))
-            if line != printed and (is_last or now - when >= self._plain_seconds):
+            printed, when = self._printed.get(name, ("", -PLAIN_SECONDS))
+            if line != printed and (is_last or now - when >= PLAIN_SECONDS):
                 self._printed[name] = line, now
                 self.message(line)
                 if not printed and each.summary.state in (State.STOPPED, State.DAMAGED):

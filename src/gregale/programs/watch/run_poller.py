@@ -21,18 +21,13 @@ WINDOW = 200  # newest lines that determine the speed
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run at one time.
-
-    - `starts`: the entries of starts.jsonl
-    - `silent_seconds`: time since the poller saw a new line; None before the first one
-    - `stalled`: an island's message while its fleet commits no round; else empty
-    """
+    """State of a run at one time."""
 
     summary: Summary
     figures: Figures
-    starts: tuple[Entry, ...] = ()
-    silent_seconds: float | None = None
-    stalled: str = ""
+    starts: tuple[Entry, ...] = ()  # the entries of starts.jsonl
+    silent_seconds: float | None = None  # time since the poller saw a new line; None before the first one
+    stalled: str = ""  # an island's message while its fleet commits no round; else empty
 
     @property
     def start(self) -> Entry:
@@ -67,10 +62,7 @@ def seconds_a_step(figures: Figures) -> float | None:
 
 
 class RunPoller:
-    """Polls one run.
-
-    - `clock`: the time in seconds
-    """
+    """Polls one run; `clock`: the time in seconds."""
 
     def __init__(self, run: RunPaths, clock: Callable[[], float] = time.monotonic):
         self.run = run

@@ -76,7 +76,6 @@ def progress(snapshot: RunStatus) -> str:
 
 
 def curves(snapshot: RunStatus, console: Console) -> Table:
-    """Return a line for each metric: its name, its curve, its newest value."""
     names = [name for name in CURVES if name in snapshot.figures]
     names += [name for name in evaluations(snapshot.figures) if name not in names]
     table = Table.grid(padding=(0, 1))

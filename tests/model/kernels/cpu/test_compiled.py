@@ -10,13 +10,12 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.layout import BATCH
-from gregale.model.attention import POSITION, linear
+from gregale.model.attention import POSITION, linear, rotate
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Mlp
-from gregale.model.rotary import rotate
 
 Batch, Position, Embed, Wide = Axis(BATCH, 2), Axis(POSITION, 64), Axis("embed", 8), Axis("mlp", 40)
 

@@ -50,12 +50,7 @@ class Shown(NamedTuple):
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    window: int | None,
-    cap: float | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, cap: float | None = None
 ) -> jax.Array:
     return _attend(q, k, v, segments, Shown(window, cap))
 

@@ -25,12 +25,7 @@ HIDDEN = -(2.0**41)  # added to scores; small enough in magnitude that cuDNN can
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    window: int | None,
-    cap: float | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, cap: float | None = None
 ) -> jax.Array:
     """Compute attention without a cap: `dispatch` chooses another form for models with a cap.
 

@@ -25,20 +25,13 @@ FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow win
 
 @dataclass(frozen=True)
 class Blocks:
-    """The division of a row of tokens.
+    """The division of a row of tokens."""
 
-    - `length`: tokens of a row, padded to whole blocks
-    - `size`: tokens of a block, of queries and of keys
-    - `compute`: keys of a block in one computation
-    - `backward`: keys of a block in the backward pass
-    - `fused`: the backward pass computes dq together with dk and dv
-    """
-
-    length: int
-    size: int
-    compute: int
-    backward: int
-    fused: bool
+    length: int  # tokens of a row, padded to whole blocks
+    size: int  # tokens of a block, of queries and of keys
+    compute: int  # keys of a block in one computation
+    backward: int  # keys of a block in the backward pass
+    fused: bool  # the backward pass computes dq together with dk and dv
 
 
 def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES) -> Blocks:

@@ -24,15 +24,13 @@ class Splash:
     Rows are padded to whole blocks with tokens after all others, which no token sees. The kernel names its residuals,
     output and log-sum-exp: if they are saved, it does not run again.
 
-    - `device_kind`: JAX's name of the chip, which determines the sizes of blocks
-    - `interpret`: runs the kernels step by step in JAX, on any device
-    - `devices`: that share a sequence; all arrays are the positions of one of them, inside of `jax.shard_map`. Keys and
-      values are gathered. A chunk that is no multiple of `LANES` takes the form without a kernel
+    Of sequences that several devices share, all arrays are the positions of one device, inside of `jax.shard_map`. Keys
+    and values are gathered. A chunk that is no multiple of `LANES` takes the form without a kernel.
     """
 
-    device_kind: str
-    interpret: bool = False
-    devices: int = 1
+    device_kind: str  # JAX's name of the chip, which determines the sizes of blocks
+    interpret: bool = False  # runs the kernels step by step in JAX, on any device
+    devices: int = 1  # that share a sequence
 
     def __call__(
         self,

@@ -1,0 +1,105 @@
+"""Provides `gregale.train` and `gregale.load`: training and its model for Python and notebooks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from os import PathLike
+from typing import Any
+
+import draccus
+import numpy as np
+
+from gregale.axes.mesh import MeshConfig
+from gregale.data.sources.base import expand
+from gregale.distributed.signals import process_goes_on
+from gregale.programs.loaded_model import LoadedModel
+from gregale.programs.runtime.trained_model import open_trained
+from gregale.programs.train.command import TrainOptions, main
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load as read
+from gregale.runs.resolved_config import resolved
+from gregale.runs.run_paths import RunPaths
+from gregale.runs.run_summary import last_entries
+from gregale.settings.config_schema import TYPE, choice_name, is_registry
+from gregale.storage import StoragePath, storage_path
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The result of `gregale.train`.
+
+    - `run`: the run directory
+    - `steps`: the steps done, with those of earlier calls; the newest checkpoint has their state
+    - `is_complete`: whether these are all steps; False after an interrupt
+    - `evaluation`: the metrics of the last evaluation, such as `eval_loss`; empty without one
+    """
+
+    run: StoragePath
+    steps: int
+    is_complete: bool
+    evaluation: dict[str, float]
+
+
+def train(
+    config: TrainConfig | Mapping[str, Any] | str | PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    fresh: bool = False,
+    profile: str | None = None,
+    **keys: Any,
+) -> TrainingResult:
+    """Train as `gregale train` does: with the same checks, files, resuming and output.
+
+    Arguments:
+    - `config`: the path of a YAML file, a mapping with its keys, or a `TrainConfig`
+    - `overrides`: arguments of the command: `["--optimizer.learning_rate", "1e-3"]`
+    - `keys`: keys of the first level, in place of those of `config`: `steps=100`; a mapping changes the keys in it
+    - `fresh`, `profile`: options of the command
+
+    An interrupt or SIGTERM ends the call after the present step, with a checkpoint; a second interrupt raises
+    KeyboardInterrupt. Outside of the main thread no signal is caught. Each process of a run of several makes this call.
+
+    Raises `UserError` with the message of the command, which would end with it.
+    """
+    arguments = [*overrides, *(_argument(key, value) for key, value in keys.items())]
+    given = str(config) if isinstance(config, str | PathLike) else _plain(config)
+    chosen = resolved(read(TrainConfig, given, arguments))
+    with process_goes_on():
+        code = main(TrainOptions(fresh, profile), chosen)
+    run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
+    _, evaluation, _ = last_entries(run.metrics)
+    figures = {name: value for name, value in evaluation.items() if name != "step"}
+    return TrainingResult(run.path, run.recorded_checkpoint() or 0, code == 0, figures)
+
+
+def load(run: str | StoragePath, step: int | None = None, devices: int | MeshConfig | None = None) -> LoadedModel:
+    """Return the trained model of a run, or an imported model.
+
+    Arguments:
+    - `run`: its directory or URL, or its name under runs/
+    - `step`: the checkpoint's step; None: the newest valid checkpoint
+    - `devices`: their number, or their mesh; None: the run's own mesh
+
+    Raises `UserError` if there is no such run or checkpoint, or if the devices do not suffice.
+    """
+    return LoadedModel(open_trained(str(run), step, devices))
+
+
+def _argument(key: str, value: Any) -> str:
+    return f"--{key}={value if isinstance(value, str) else json.dumps(_plain(value))}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it: mappings, lists, numbers and texts in place of Python's objects."""
+    if is_dataclass(value):
+        kind = {TYPE: choice_name(type(value), value)} if is_registry(type(value)) else {}
+        return kind | draccus.encode(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, PathLike) else value

@@ -1,0 +1,164 @@
+"""A run with a model, an optimizer and a method of one's own is resumed, evaluated, sampled, planned and refused."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gregale.cli import main
+from tests.docs.pages import ROOT, blocks
+from tests.plugins import EXAMPLES, plugins_from
+from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
+
+PAGES = ROOT / "docs" / "extending"
+OWN = {
+    "plugins": ["causal_mixer", "adan", "gossip", "weight_norms"],
+    "callbacks": [{"type": "weight_norms", "every": 3}],
+    "model": {"type": "causal_mixer", "hidden": 32},
+    "optimizer": {"type": "adan", "learning_rate": 0.01, "schedule": {"type": "constant"}},
+    "sync": {"type": "gossip"},
+    "batch": {"size": 8, "sequence_length": 32},
+    "checkpoint": {"every": 2},
+    "evaluation": {"every": 2},
+    "samples": {"prompts": ["the wind"], "tokens": 4},
+    "inspect": {"every": 3},
+    "data": {"sources": {"notes": {"type": "csv", "files": ["notes.csv"], "column": "note"}}, "held_out": 0.2},
+    "steps": 4,
+}
+BARE = """
+from dataclasses import dataclass
+import equinox as eqx
+from causal_mixer import Mixer, MixerConfig
+from gregale.model.base import ModelConfig
+
+class Bare(eqx.Module):
+    mixer: Mixer
+    def loss(self, batch, execution):
+        return self.mixer.loss(batch, execution)
+
+@ModelConfig.register_subclass("bare")
+@dataclass(frozen=True)
+class BareConfig(MixerConfig):
+    def init(self, Vocab, key):
+        return Bare(super().init(Vocab, key))
+"""
+TASK = '{"context": "a", "choices": [" b", " c"], "answer": 0}\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with text, `own.yaml` and the run of this configuration, of 4 steps."""
+    folder = write_inputs(tmp_path_factory.mktemp("own"))
+    (folder / "own.yaml").write_text(yaml.safe_dump({**CONFIG, "name": "own", **OWN}))
+    (folder / "task.jsonl").write_text(TASK)
+    with (folder / "notes.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["note"], *([path.read_text()] for path in (folder / "text").iterdir())])
+    (folder / "bare.py").write_text(BARE)
+    with plugins_from(EXAMPLES), plugins_from(folder), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "own.yaml"]) == 0
+        yield folder
+
+
+@pytest.fixture
+def gregale(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return lambda *arguments: main(list(arguments))
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in lines(folder / "runs" / "own") if name in line]
+
+
+def test_it_learns_and_is_inspected(folder):
+    losses = logged(folder, "loss")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.3
+    assert len(logged(folder, "parameter_norm/layer.1")) == 1
+    assert len(logged(folder, "weight_norm_max")) == 4
+    assert len(logged(folder, "weight_norm_median")) == 1
+    assert (folder / "runs" / "own" / "largest_weights.txt").read_text().startswith("step 3: .")
+    assert "--- step 4" in (folder / "runs" / "own" / "samples.txt").read_text()
+
+
+def test_the_evaluation_is_that_of_the_run_and_tasks_are_scored(folder, gregale, capsys):
+    assert gregale("eval", "own", "--json", "--data", "text/0.txt", "--tasks", "task.jsonl") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert gregale("eval", "own", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(logged(folder, "eval_loss")[-1], rel=1e-5)
+    assert 0 <= found["acc.task"] <= 1
+    assert found["eval_loss"] > 0
+
+
+def test_a_prompt_is_continued(gregale, capsys):
+    assert gregale("sample", "own", "the wind", "--tokens", "5", "--temperature", "0") == 0
+    assert capsys.readouterr().out.startswith("the wind")
+
+
+def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregale, capsys):
+    assert gregale("plan", "runs/own/config.yaml", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    sent = report["bytes_per_step"]["axes"]["replica"]
+    assert logged(folder, "replica_bytes")[:2] == [sent, 2 * sent], "the method says what the compiled program sends"
+    assert report["memory"]["peak"] > report["memory"]["parameters"] == sent
+    assert (report["flops_per_token"], report["roofline"], report["methods"]) == (None, None, {})
+    assert "model.type is causal_mixer, which has no closed forms of memory and time" in report["notes"][0]
+    assert "sync.type is gossip, which has no closed form of its traffic" in report["notes"][1]
+    assert gregale("plan", "own.yaml") == 0
+    assert "FLOPs of the model: unknown" in capsys.readouterr().out
+    assert gregale("plan", "own.yaml", "--search") == 2
+    assert "search: model.type is causal_mixer, which has no closed forms" in capsys.readouterr().err
+
+
+def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys):
+    assert gregale("export", "own", "out") == 2
+    assert "model.type is causal_mixer, a model of your own" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    assert gregale("report", "own", "--output", "own.html") == 0
+    assert "causal_mixer" in (page := (folder / "own.html").read_text())
+    assert "weight_norm_max" in page
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):
+    for name in ("own", "whole"):
+        assert gregale("train", "own.yaml", "--name", name, "--steps", "6") == 0
+    assert_same_state(folder / "runs" / "own", folder / "runs" / "whole", 6)
+
+
+def test_a_model_with_a_loss_alone_trains_and_is_evaluated_but_not_sampled(gregale, capsys):
+    given = ["--name", "bare", "--plugins", "bare,adan", "--model.type", "bare", "--sync.type", "psdp", "--steps", "2"]
+    assert gregale("train", "own.yaml", *given) == 2
+    assert "model.type bare cannot be sampled: its model has neither `logits` nor" in capsys.readouterr().err
+    assert gregale("train", "own.yaml", *given, "--samples.prompts", "[]") == 0
+    assert gregale("sample", "bare", "the") == 2
+    assert "model.type bare cannot be sampled: its model has neither `logits` nor" in capsys.readouterr().err
+    assert gregale("eval", "bare") == 0
+    assert gregale("eval", "bare", "--tasks", "task.jsonl") == 2
+    assert "model.type bare cannot score tasks or sliding windows" in capsys.readouterr().err
+
+
+def test_the_schedule_tokenizer_codec_and_tracker_of_the_pages_train(folder, gregale):
+    names = ("schedule", "tokenizer", "codec", "tracker")
+    for name in names:
+        (folder / f"my_{name}.py").write_text(blocks((PAGES / f"{name}.md").read_text(), "python")[0])
+    given = {
+        "plugins": ",".join(["causal_mixer", *(f"my_{name}" for name in names)]),
+        "optimizer": "{type: adamw, schedule: {type: inverse_root, scale: 1}}",
+        "data.tokenizer": "{type: indent}",
+        "data.workers": "2",
+        "reduce.codec": "float16",
+        "trackers": "[{type: csv}]",
+        "name": "pages",
+        "sync.type": "psdp",
+        "steps": "3",
+        "samples.prompts": "[]",
+    }
+    assert gregale("train", "own.yaml", *(f"--{key}={value}" for key, value in given.items())) == 0
+    run = folder / "runs" / "pages"
+    rates = [line["learning_rate"] for line in lines(run) if "learning_rate" in line]
+    assert rates == pytest.approx([1e-3, 1e-3 / 2**0.5, 1e-3 / 3**0.5])
+    rows = [[str(line["step"]), str(line["loss"])] for line in lines(run) if "loss" in line]
+    assert list(csv.reader((run / "losses.csv").open())) == rows
+    assert gregale("eval", "pages") == 0
