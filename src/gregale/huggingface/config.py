@@ -150,9 +150,9 @@ def _scaling(rope: Mapping[str, Any], source: str) -> RotaryScaling | None:
 def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     """Return YaRN's scaling; the attention factor may be given by two factors of the logarithm."""
     found = {ours: rope[key] for key, ours in YARN.items() if rope.get(key) is not None}
-    factor, own = float(rope["factor"]), (rope.get("mscale"), rope.get("mscale_all_dim"))
-    if all(own) and "attention_factor" not in found:
-        above, below = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in map(float, own))
+    factor, scales = float(rope["factor"]), [rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")]
+    if all(scales) and "attention_factor" not in found:
+        above, below = (1 + 0.1 * float(scale) * math.log(max(factor, 1)) for scale in scales)
         found["attention_factor"] = above / below
     return YarnScaling(factor=factor, **{"original_context": rope["original_max_position_embeddings"], **found})
 

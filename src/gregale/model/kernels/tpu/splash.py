@@ -44,16 +44,15 @@ class Splash:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
             return Gathered(self.devices)(q, k, v, segments, window, cap)
-        keys_of = segments
         if self.devices == 1:
             blocks = blocks_for(self.device_kind, length, window, head_size)
         else:
             blocks = shared_blocks(self.device_kind, length // 2, self.devices, window, head_size)
-            k, v, keys_of = (None if x is None else whole(x, self.devices) for x in (k, v, segments))
+            k, v = (whole(x, self.devices) for x in (k, v))
         q = (q * head_size**-0.5).astype(q.dtype)
         own = blocks.length // self.devices
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
-        ids = None if segments is None else _segment_ids((segments, own), (keys_of, blocks.length))
+        ids = None if segments is None else _segment_ids(segments, own, self.devices, blocks.length)
         kernel = _kernel(blocks, heads, Mask(blocks.length, self.devices, window), cap, self.interpret)
         attended: Any = jax.vmap(kernel)(q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
@@ -66,11 +65,12 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, more)))
 
 
-def _segment_ids(queries: tuple[jax.Array, int], keys: tuple[jax.Array, int]):
-    """Return the segments of queries and of keys, each padded to a length."""
+def _segment_ids(segments: jax.Array, own: int, devices: int, length: int):
+    """Return the segments of this device's queries, padded to `own`, and of all keys, padded to `length`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    q, kv = (jnp.pad(ids, ((0, 0), (0, length - ids.shape[1]))) for ids, length in (queries, keys))
+    of_keys = segments if devices == 1 else whole(segments, devices)
+    q, kv = (jnp.pad(ids, ((0, 0), (0, size - ids.shape[1]))) for ids, size in ((segments, own), (of_keys, length)))
     return SegmentIds(q=q, kv=kv)
 
 
