@@ -68,7 +68,7 @@ class Layer(eqx.Module):
 
 
 class Mixer(eqx.Module):
-    table: NamedArray  # [Vocab, Embed], also the head
+    embedding: NamedArray  # [Vocab, Embed], also the head
     layers: Layer  # every array with a leading [Layers]
     norm: RmsNorm  # [Embed]
 
@@ -76,13 +76,13 @@ class Mixer(eqx.Module):
         def layer(x, weights, kind, rows, execution):
             return execution.gathered(weights)(x, rows["positions"], execution)
 
-        x = execution.placed(embed(self.table, batch["tokens"], execution))
+        x = execution.placed(embed(self.embedding, batch["tokens"], execution))
         kinds = (0,) * self.layers.taps.resolve_axis(LAYERS).size  # all layers are alike
         x = execution.run_layers(layer, kinds, x, self.layers, {"positions": batch["positions"]})
         return execution.gathered(self.norm)(x, execution)
 
     def head(self, execution) -> NamedArray:
-        return execution.gathered(self.table).rearrange((EMBED, "vocab"))
+        return execution.gathered(self.embedding).rearrange((EMBED, "vocab"))
 
     def loss(self, batch, execution):
         targets, mask = batch["targets"], batch["loss_mask"]

@@ -3,8 +3,6 @@
 Worker processes import this module, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -151,7 +149,7 @@ class LockHolder:
     since: float  # seconds since 1970, by the clock of that process's host
 
     @staticmethod
-    def this_process() -> LockHolder:
+    def this_process() -> "LockHolder":
         return LockHolder(socket.gethostname(), os.getpid(), time.time())
 
     def __str__(self) -> str:
@@ -160,8 +158,6 @@ class LockHolder:
 
 
 class LockHeld(Exception):
-    """Another process holds the lock."""
-
     def __init__(self, holder: LockHolder | None):
         super().__init__(str(holder) if holder else "another process")
         self.holder = holder
@@ -206,7 +202,6 @@ def is_held(path: Path) -> bool:
 
 
 def is_at(file: IO[str], path: Path) -> bool:
-    """Return whether an open file is the file at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

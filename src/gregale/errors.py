@@ -1,10 +1,10 @@
 """The exceptions for mistakes that a user can correct, and the installation hint for a missing extra."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
+import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +52,25 @@ def below(prefix: str) -> Iterator[None]:
         yield
     except KeyedError as error:
         raise KeyedError(f"{prefix}.{error.key}", error.found, error.rest) from None
+
+
+@contextmanager
+def naming_own_code(what: str, owner: type) -> Iterator[None]:
+    """Make a `UserError` of an exception of code that is not Gregale's own, with the line of that code.
+
+    - `what`: the part of the configuration and the method: `callbacks: Norms.on_step`
+    - `owner`: the class whose code runs
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or owner.__module__.partition(".")[0] == "gregale":
+            raise
+        file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        text = textwrap.shorten(str(error), 300, placeholder="...").rstrip(".")
+        raise UserError(f"{what} raised {type(error).__name__}{place}{': ' if text else ''}{text}.") from error
 
 
 def install_hint(extra: str) -> str:

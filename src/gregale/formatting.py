@@ -1,7 +1,5 @@
 """Functions that format numbers and settings as text for people."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

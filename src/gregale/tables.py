@@ -1,7 +1,5 @@
 """Tables for terminals of any width."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The console of every command: Rich's console with control characters escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,6 +1,5 @@
 """Meshes and stored programs that several tests of the audit read."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -8,17 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from tests.mesh.support import Device
+
 AXES = ("replica", "data", "model")
-
-
-@dataclass(frozen=True)
-class Device:
-    """As much of a described device as the audit looks at, for meshes larger than what is simulated here."""
-
-    id: int
-    slice_index: int = 0
-    process_index: int = 0
-    platform: str = "tpu"
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +24,8 @@ def pod():
     def make(sizes, slices=1, names=AXES):
         count = int(np.prod(sizes))
         each = count // slices
-        devices = [Device(100000 * (place // each + 1) + place % each, place // each) for place in range(count)]
+        ids = [100000 * (place // each + 1) + place % each for place in range(count)]
+        devices = [Device(number, 0, place // each, "tpu") for place, number in enumerate(ids)]
         return Mesh(np.array(devices, dtype=object).reshape(sizes), names)
 
     return make
@@ -45,7 +37,7 @@ def boxes():
 
     def make(sizes, names):
         each = int(np.prod(sizes[1:]))
-        devices = [Device(place, 0, place // each, "gpu") for place in range(int(np.prod(sizes)))]
+        devices = [Device(place, place // each, 0) for place in range(int(np.prod(sizes)))]
         return Mesh(np.array(devices, dtype=object).reshape(sizes), names)
 
     return make

@@ -62,28 +62,19 @@ def test_a_part_of_a_mesh_axis_is_an_axis_of_a_finer_mesh(factors, data):
     assert as_sets(parse_groups(text, 0)) == counted_groups(factors, set(range(first, last + 1)))
 
 
-def test_two_parts_of_one_axis():
+def test_forms_that_are_rarer():
     assert as_sets(parse_groups("mesh['x'=8] {'x':(1)2,'x':(4)2}", 8)) == counted_groups((2, 2, 2), {0, 2})
-
-
-def test_a_mesh_with_a_device_order():
     listed = parse_groups("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", 4)
     assert as_sets(listed) == [(0, 2), (1, 3)]
     transposed = parse_groups("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", 8)
     assert as_sets(transposed) == [(0, 2, 4, 6), (1, 3, 5, 7)]
-
-
-def test_iota_without_a_transpose_and_empty_groups():
     assert parse_groups("[2,3]<=[6]", 6) == ((0, 1, 2), (3, 4, 5))
     assert parse_groups("{}", 3) == ((0, 1, 2),)
 
 
-def test_pairs():
+def test_pairs_and_targets_between_slices():
     assert parse_pairs("{{0,4},{4, 0},{1,1}}") == ((0, 4), (4, 0), (1, 1))
     assert parse_pairs("{{100000->200000},{100001->200001}}") == ((100000, 200000), (100001, 200001))
-
-
-def test_targets_between_slices():
     assert parse_slice_target('"{1,2}x{0:2}"') == ((100000, 200000), (100001, 200001), (100002, 200002))
     assert parse_slice_target("{{100000,300000},{200001,400001}}") == ((100000, 300000), (200001, 400001))
     assert parse_slice_target("{{100000->200000}}") == ((100000, 200000),)

@@ -37,13 +37,10 @@ def test_metadata_of_a_kernel_over_several_lines_ends_no_computation(stored):
     assert [main.instructions[name].op_name.rpartition("/")[2] for name in ("kernel", "sum")] == ["kernel", "psum"]
 
 
-def test_bytes_of_narrow_types_are_packed_and_rounded_up():
+def test_bytes_of_narrow_types_are_packed_and_rounded_up_and_sizes_may_be_bounded():
     widths = {"f32": 32, "bf16": 16, "pred": 8, "u4": 4, "s2": 2, "f8e4m3fn": 8, "f4e2m1fn": 4, "c64": 64}
     assert {dtype: bits(dtype) for dtype in widths} == widths
     assert Shape("u4", (3, 3)).bytes == 5
     assert Shape("bf16", ()).bytes == 2
     assert Shape("f32", (0, 7)).bytes == 0
-
-
-def test_bounded_sizes_and_tokens():
     assert shapes_in("(f32[<=8,2]{1,0}, token[], u32[])") == (Shape("f32", (8, 2)), Shape("u32", ()))

@@ -18,11 +18,8 @@ def seconds(sites, window=None) -> set[float]:
     return {peak.seconds(site.frame.computation, site.instruction) for site in sites} - {0.0}
 
 
-def test_a_forward_kernel_has_two_products_of_what_is_seen(sites):
+def test_a_forward_kernel_has_two_products_of_what_is_seen_and_a_window_hides_pairs(sites):
     assert seconds(sites) == {2 * 2 * HEADS * PAIRS * HEAD_SIZE / 1e12}
-
-
-def test_a_window_hides_pairs(sites):
     assert seconds(sites, 1) == {2 * 2 * HEADS * POSITIONS * HEAD_SIZE / 1e12}
     assert seconds(sites, POSITIONS) == seconds(sites)
 

@@ -168,30 +168,6 @@ def test_overlapped_and_fused_collectives_are_counted_once(program):
     assert {c.kind for c in found.collectives if c.is_async} == {"all-gather", "all-reduce"}
 
 
-def every_set_of_axes(x):
-    sums = [jax.lax.psum(x[:, : 8 * place], axes) for place, axes in enumerate(SETS, 1)]
-    return sum(jnp.sin(each).sum() for each in sums)
-
-
-SETS = [("replica",), ("data",), ("model",), ("replica", "data"), ("replica", "model"), ("data", "model"), AXES]
-
-
-@pytest.mark.parametrize("far", ["replica", "model"])
-def test_axes_on_meshes_of_any_order(far):
-    """The sums inside slices and between them are told apart, also where one sum is both."""
-    flat = slices().devices.reshape(2, 4)
-    devices = np.stack([flat[1][[2, 0, 3, 1]], flat[0][[1, 3, 0, 2]]]).reshape(2, 2, 2)
-    mesh = Mesh(devices if far == "replica" else devices.transpose(1, 2, 0), AXES)
-    found = audit(compile_mapped(every_set_of_axes, mesh), mesh)
-    assert not found.unknown()
-    for c in found.collectives:
-        assert (c.link == BETWEEN) == (far in c.axes)
-        assert far not in c.axes or c.axes == (far,)
-    near = [axis for axis in AXES if axis != far]
-    for axes in ([near[0]], [near[1]], near):
-        assert tuple(axes) in {c.axes for c in found.collectives}
-
-
 def scattered_and_gathered(x):
     y = jnp.cos(jax.lax.all_gather(jnp.sin(jax.lax.psum_scatter(x, "data", tiled=True)), "data", tiled=True))
     return jnp.sin(jax.lax.psum(jnp.sin(jax.lax.psum(y, "model")), "replica")).sum()

@@ -1,6 +1,5 @@
 """Sizes of mesh axes, and the order of devices in a mesh."""
 
-from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -11,22 +10,13 @@ from hypothesis import strategies as st
 
 from gregale.axes.mesh import AXES, MeshConfig, arrange, make_mesh
 from gregale.errors import UserError
+from tests.mesh.support import Device
 
 
-@dataclass(frozen=True)
-class FakeDevice:
-    """What `arrange` reads of a device."""
-
-    id: int
-    process_index: int = 0
-    slice_index: int | None = None
-    platform: str = "gpu"
-
-
-def slices(count: int, hosts_each: int, each: int) -> list[FakeDevice]:
+def slices(count: int, hosts_each: int, each: int) -> list[Device]:
     """Devices in a random order, numbered by slice, then host."""
     places = list(np.ndindex(count, hosts_each, each))
-    found = [FakeDevice(i, s * hosts_each + host, s) for i, (s, host, _) in enumerate(places)]
+    found = [Device(i, s * hosts_each + host, s) for i, (s, host, _) in enumerate(places)]
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
 
 

@@ -437,12 +437,6 @@ def test_a_disk_that_cannot_read_a_file_has_a_damaged_checkpoint(checkpoints, re
         checkpoints.latest(small(0))
 
 
-def test_parts_are_cut_anywhere():
-    pieces = [np.arange(5, dtype=np.uint8), np.arange(5, 12, dtype=np.uint8), np.arange(12, 13, dtype=np.uint8)]
-    assert [b"".join(part) for part in parts.cut(pieces, 4)] == [bytes(range(a, min(a + 4, 13))) for a in (0, 4, 8, 12)]
-    assert list(parts.cut([], 4)) == []
-
-
 def test_only_the_rows_of_a_piece_that_are_asked_for_are_read():
     piece = ShardExtent(Region((4, 8), (4, 8)), process=3, offset=100)
     wanted = [Region((0, 0), (5, 9)), Region((6, 10), (1, 1))]

@@ -126,11 +126,8 @@ def test_the_examples_of_the_page(name, values, message):
     assert np.asarray(encode(np.float32(numbers), codec_of(name, block=4))).tobytes() == expected
 
 
-def test_the_page_has_examples_of_every_block_codec():
+def test_the_page_has_the_signs_and_examples_of_every_block_codec():
     assert {name for name, _, _ in ROWS} == set(BLOCK_BITS)
-
-
-def test_the_signs_of_the_page():
     assert f"0x{wire_format.SIGNS_OF_64:016x}" in PAGE.read_text()
     assert list(np.random.default_rng(0).choice([-1, 1], BLOCK)) == wire_format.signs_of_64()
 

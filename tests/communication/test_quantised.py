@@ -176,7 +176,7 @@ def test_what_is_sent_plus_what_is_kept_is_what_went_in():
 
     Storing error: the 8-bit error less the float32 one that it was made of; at most half a step of 8 bits.
     """
-    steps, beta, run, mesh = 10, 0.8, program(8, 1, FOUR_BITS), (8, 1)
+    steps, beta, run, mesh = 6, 0.8, program(8, 1, FOUR_BITS), (8, 1)
     error, sent, gone_in, storing = None, 0.0, 0.0, 0.0
     kept = np.zeros(arrays(gradients(8))["kernel"].shape, np.float32)
     for step in range(steps):

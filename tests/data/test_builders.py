@@ -137,14 +137,6 @@ def test_hosts_build_together_and_one_that_is_killed_stops_no_other(source, whol
     assert 0 < told[0][1] < total, "what other hosts have done counts"
 
 
-def test_one_process_of_a_machine_encodes_and_the_others_wait(source, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "LOST_SECONDS", 1000)
-    with ThreadPoolExecutor() as pool:
-        made = list(pool.map(lambda _: build(source, tmp_path / "cache"), range(2)))
-    assert [same(store, whole) for store in made] == [True, True]
-    assert len(READ) == FILES, "one of them has encoded"
-
-
 def test_documents_are_encoded_in_groups_and_come_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "BATCH_SIZE", 10)
     documents = ["one", "", "two and more", "3", "", "4"]

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from gregale.data import parts
-from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import TextSource
-from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
-from gregale.storage import files_below, write_bytes
-from tests.data.conftest import build
+from gregale.storage import files_below
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
 
@@ -61,31 +58,3 @@ def test_a_host_reads_what_its_rows_need_and_keeps_it(config, tmp_path, s3):
     np.testing.assert_array_equal(corpus.train[5]["tokens"], first["tokens"])
     with pytest.raises(UserError, match=r"part-\d+\.bin is damaged .* Delete s3://bucket/\w+/\w+/manifest.json, and"):
         corpus.train.rows(range(40))
-
-
-def test_damage_is_found_and_mended_when_it_is_told_to(source, s3, tmp_path):
-    store = build(source, s3, disk=ChunkCache(tmp_path / "one", 10**9))
-    part = store.folder / "part-00000001.bin"
-    data = bytearray(part.read_bytes())
-    data[70] ^= 1
-    write_bytes(part, bytes(data))
-    again = build(source, s3, disk=ChunkCache(tmp_path / "two", 10**9))
-    for read in (again.verify, lambda: again.tokens[:]):
-        with pytest.raises(UserError, match=r"part-00000001\.bin is damaged or missing"):
-            read()
-    (store.folder / "manifest.json").unlink()
-    mended = build(source, s3, disk=ChunkCache(tmp_path / "two", 10**9))
-    mended.verify()
-    assert mended.manifest == store.manifest
-    data[70] ^= 1
-    assert part.read_bytes() == bytes(data)
-
-
-def test_a_bpe_is_trained_once_for_all_hosts(config, tmp_path, s3):
-    config = dataclasses.replace(config, tokenizer=BpeConfig(vocabulary=270))
-    told = []
-    one = prepare(config, 16, 0, lambda *report: told.append(report[0]))
-    two = prepare(dataclasses.replace(config, local_cache=str(tmp_path / "two")), 16, 0)
-    assert told.count("training the tokenizer") > 0
-    assert one.fingerprint == two.fingerprint
-    assert not [name for name in files_below(s3) if name.endswith(".claim")]

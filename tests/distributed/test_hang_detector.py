@@ -31,32 +31,20 @@ def test_progress_is_sent_as_text():
     assert [ThreadProgress.parse(str(each)) for each in seen] == seen
 
 
-HANGS = {
-    "its data do not come": (
-        [(0, 802, "training", True, 61), (1, 801, "training", False, 62), (2, 802, "training", True, 61)],
-        "process 1 hangs: it has been for 62 s in step 801.",
-    ),
-    "no device ends": (
-        [(0, 802, "training", True, 61), (1, 802, "training", True, 62)],
-        "All 2 processes hang: they have been for 61 s in step 802, waiting for their devices.",
-    ),
-    "it evaluates for ever": (
-        [(0, 801, "training", True, 700), (1, 800, "evaluating", False, 10 * 60 + 1)],
-        "process 1 hangs: it has been for 601 s evaluating after 800 steps.",
-    ),
-    "it compiles for ever": (
-        [(0, 1, "compiling", False, 601), (1, 2, "training", True, 610)],
-        "process 0 hangs: it has been for 601 s in step 1, which it compiles.",
-    ),
-    "it saves for ever, and another one has ended": (
-        [(0, 900, "ending", False, 9999), (1, 900, "saving", False, 601)],
-        "process 1 hangs: it has been for 601 s saving after 900 steps.",
-    ),
-    "several": (
-        [(number, 801 + (number > 5), "training", number > 5, 61) for number in range(8)],
-        "process 0, process 1, process 2 and 3 more hang: they have been for 61 s in step 801.",
-    ),
-}
+HANGS = [
+    ([(0, 802, "training", True, 61), (1, 801, "training", False, 62), (2, 802, "training", True, 61)],
+     "process 1 hangs: it has been for 62 s in step 801."),  # its data do not come
+    ([(0, 802, "training", True, 61), (1, 802, "training", True, 62)],
+     "All 2 processes hang: they have been for 61 s in step 802, waiting for their devices."),
+    ([(0, 801, "training", True, 700), (1, 800, "evaluating", False, 10 * 60 + 1)],
+     "process 1 hangs: it has been for 601 s evaluating after 800 steps."),
+    ([(0, 1, "compiling", False, 601), (1, 2, "training", True, 610)],
+     "process 0 hangs: it has been for 601 s in step 1, which it compiles."),
+    ([(0, 900, "ending", False, 9999), (1, 900, "saving", False, 601)],
+     "process 1 hangs: it has been for 601 s saving after 900 steps."),  # and another one has ended
+    ([(number, 801 + (number > 5), "training", number > 5, 61) for number in range(8)],
+     "process 0, process 1, process 2 and 3 more hang: they have been for 61 s in step 801."),
+]  # fmt: skip
 
 GO_ON = {
     "a slow step": [(0, 802, "training", True, 59), (1, 801, "training", False, 59)],
@@ -70,7 +58,7 @@ GO_ON = {
 }
 
 
-@pytest.mark.parametrize(("places", "sentence"), HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize(("places", "sentence"), HANGS)
 def test_who_hangs_is_named(places, sentence):
     assert find_hung(named(places), NOW, SECONDS) == sentence
 

@@ -106,14 +106,6 @@ def test_one_whose_main_thread_hangs_is_named_although_its_heartbeats_go_on(thre
     assert re.fullmatch(rf"process 1 hangs: it has been for \d s in step 6\. {limit}", three[0].why[0])
 
 
-def test_an_error_is_a_process_s_own_when_all_others_answer(three):
-    for watch in three:
-        watch.start()
-    for watch in three:
-        asking(watch).join(20)
-        assert watch._peers_confirmed.is_set()
-
-
 def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     """Process 2 is dead, and what it said lies there: process 1, whose error this is, must not take it for alive."""
     three[2]._peers[0].connection.sendall(b"alive 3 training 0 1\n" * 10)
@@ -147,6 +139,7 @@ def test_an_error_that_reaches_all_is_everybody_s_own(three):
     for thread in [asking(watch) for watch in three]:
         thread.join(20)
         assert not thread.is_alive()
+    assert all(watch._peers_confirmed.is_set() for watch in three)
 
 
 @pytest.mark.parametrize("ends", [False, True])

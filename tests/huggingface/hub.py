@@ -8,26 +8,18 @@ from gregale.huggingface.tokenizer import write_tokenizer
 
 VOCABULARY, CONTEXT = 257, 64
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": None,
-    "initializer_range": 0.3,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+    "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}  # fmt: skip
+OF_KINDS = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 YARN = {
     "rope_type": "yarn",
@@ -37,55 +29,25 @@ YARN = {
     "beta_slow": 0.5,
     "original_max_position_embeddings": 32,
 }
+WINDOW = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+GEMMA = {"head_dim": 16, "sliding_window": 5}
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": (
-        "llama",
-        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    ),
+    "llama2": ("llama", {"num_key_value_heads": 4, "rope_parameters": LINEAR}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
-    "qwen2": (
-        "qwen2",
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen3": (
-        "qwen3",
-        {
-            "head_dim": 16,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 0,
-            "rope_parameters": YARN,
-        },
-    ),
+    "qwen2": ("qwen2", WINDOW),
+    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "rope_parameters": YARN}),
     "olmo2": ("olmo2", {}),
-    "gemma2": (
-        "gemma2",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 5,
-            "tie_word_embeddings": True,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-}
+    "gemma2": ("gemma2", GEMMA | {
+        "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }),
+    "gemma3": ("gemma3_text", GEMMA | {
+        "num_hidden_layers": 3, "query_pre_attn_scalar": 16, "rope_parameters": OF_KINDS,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+}  # fmt: skip
 
 
 def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") -> Any:

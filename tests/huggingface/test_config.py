@@ -14,6 +14,12 @@ from tests.huggingface.hub import SIZES
 LLAMA = {**SIZES, "model_type": "llama"}
 
 
+KINDS = ["chunked_attention", "full_attention"]
+SLIDING = {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]}
+BOTH = {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0}}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -32,41 +38,21 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ),
         ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
         (
-            {
-                "model_type": "qwen2",
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["chunked_attention", "full_attention"],
-            },
-            r"layer_types has 2 entries \(chunked_attention, full_attention\)",
+            SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS},
+            r"has 2 entries \(chunk",
         ),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "is damaged"),
         ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "layers is 1000000000"),
         ({"vocab_size": 2**62}, "vocab_size is 4611686018427387904; .* from 1 to 2,147,483,647"),
         ({"model_type": "gemma2", "sliding_window": None}, "layers are sliding_attention, but there is no"),
-        (
-            {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]},
-            "layers are sliding_attention, but there is no sliding_window, or it is not used",
-        ),
+        (SLIDING, "layers are sliding_attention, but there is no sliding_window, or it is not used"),
         ({"quantization_config": {"quant_method": "bitnet"}}, r"quantization_config is set \(quant_method 'bitnet'\)"),
-        (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-            },
-            "rope_parameters and rope_scaling are both set, and differ",
-        ),
+        (BOTH, "rope_parameters and rope_scaling are both set, and differ"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by kinds of layers, which no llama has"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-            "is damaged: .*rotary scaling.*'original_max_position_embeddings'",
-        ),
+        ({"rope_scaling": LLAMA3}, "is damaged: .*rotary scaling.*'original_max_position_embeddings'"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
-        (
-            {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
-            "attn_logit_softcapping is 2.0. transformers ignores it in a gemma3_text",
-        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 2.0}, "transformers ignores it in a gemma3_text"),
     ],
 )
 def test_what_cannot_be_said_is_refused_with_its_key(changes, words):

@@ -51,7 +51,7 @@ def logits_and_gradients(model: Llama):
     return logits.array, jax.grad(loss)(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama2"])
 def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
     torch = pytest.importorskip("torch")
     theirs = made(name, tmp_path)

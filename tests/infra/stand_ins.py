@@ -72,21 +72,23 @@ class StandIns:
 
     def check_dry_run(self, script: Path, *words: str, programs: tuple[str, ...]) -> list[list[str]]:
         """A dry run calls nothing and prints, word by word, what the command then calls; returns what was printed."""
-        printed = self.run(script, *words[:1], "--dry-run", *words[1:])
-        assert printed.returncode == 0, printed.stderr
+        printed = self.run(script, *words[:1], "--dry-run", *words[1:], code=0)
         assert not self.calls(*programs, "timeout", "git", "tar")
         shown = [shlex.split(line) for line in printed.stdout.splitlines()]
-        assert self.run(script, *words).returncode == 0
+        self.run(script, *words, code=0)
         called = [each[3:] if each[0] == "timeout" else each for each in shown]
         assert [each for each in called if each[0] in programs] == self.calls(*programs)
         assert [each for each in shown if each[0] == "timeout"] == self.calls("timeout")
         return shown
 
-    def run(self, script: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
+    def run(self, script: Path, *words: str, code: int | None = None, **environment: str):
+        """What a script has said, which has to end with a code, if one is given."""
+        result = subprocess.run(
             ["bash", str(script), *words],
             capture_output=True,
             text=True,
             timeout=300,  # of a machine with other work
             env={**self.environment, **environment},
         )
+        assert code in (None, result.returncode), result.stderr
+        return result

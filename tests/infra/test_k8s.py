@@ -160,12 +160,10 @@ def cluster(stand_ins) -> StandIns:
 def test_up_applies_what_its_dry_run_shows(cluster):
     words = ("up", *GPU, "--nodes", "2", "--namespace", "team", "--", "--data.sources.text.files", "[\"it's\", 'b c']")
     python = {"PYTHON": sys.executable}
-    printed = cluster.run(SCRIPT, words[0], "--dry-run", *words[1:], **python)
-    assert printed.returncode == 0, printed.stderr
+    printed = cluster.run(SCRIPT, words[0], "--dry-run", *words[1:], **python, code=0)
     assert not cluster.calls("kubectl", "timeout")
     command, *shown = printed.stdout.splitlines()
-    result = cluster.run(SCRIPT, *words, **python)
-    assert result.returncode == 0, result.stderr
+    cluster.run(SCRIPT, *words, **python, code=0)
     assert shlex.split(command)[3:-1] == cluster.calls("kubectl")[0][:-1]
     assert cluster.read("applied") == "".join(f"{line.removeprefix('# ')}\n" for line in shown)
     assert container_of(yaml.safe_load(cluster.read("applied")))["command"][-1] == "[\"it's\", 'b c']"
@@ -200,7 +198,7 @@ esac
 def test_a_jobset_with_a_queue_is_stopped_by_its_workload(cluster, command, active):
     """Kueue starts a suspended JobSet again that it has admitted."""
     cluster.play("kubectl", QUEUED)
-    assert cluster.run(SCRIPT, command, "llama").returncode == 0
+    cluster.run(SCRIPT, command, "llama", code=0)
     _, asked, patch = cluster.calls("kubectl")
     assert "--selector=kueue.x-k8s.io/job-uid=4711" in asked
     change = f'--patch={{"spec":{{"active":{active}}}}}'
@@ -212,11 +210,10 @@ def test_a_jobset_with_a_queue_is_stopped_by_its_workload(cluster, command, acti
 
 def test_a_cluster_that_hangs_or_refuses_is_told(cluster):
     cluster.play("kubectl", HANG)
-    result = cluster.run(SCRIPT, "stop", "llama")
-    assert result.returncode == 124
+    result = cluster.run(SCRIPT, "stop", "llama", code=124)
     assert "no answer within 60 seconds: kubectl get jobset llama" in result.stderr
     cluster.play("docker", "exit 5")
-    assert cluster.run(SCRIPT, "image", "gregale:1", "--for", "cpu", "--push").returncode == 5
+    cluster.run(SCRIPT, "image", "gregale:1", "--for", "cpu", "--push", code=5)
     assert len(cluster.calls("docker")) == 1, "what was not built is not pushed"
 
 

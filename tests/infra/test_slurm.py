@@ -104,7 +104,7 @@ def wait_for_training(slurm: StandIns) -> None:
 
 
 def submit(slurm: StandIns, *words: str) -> None:
-    assert slurm.run(script(slurm), *SUBMIT, *words).returncode == 0
+    slurm.run(script(slurm), *SUBMIT, *words, code=0)
 
 
 def end_of(process: subprocess.Popen) -> int:
@@ -121,8 +121,7 @@ def pending(slurm: StandIns) -> list[str]:
 
 def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
     keys = "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'
-    result = slurm.run(script(slurm), *SUBMIT, "--partition", "gpu", "--", *keys)
-    assert result.returncode == 0, result.stderr
+    slurm.run(script(slurm), *SUBMIT, "--partition", "gpu", "--", *keys, code=0)
     text = (notes(slurm) / "job.sh").read_text()
     asked = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=04:00:00", "--no-requeue"} <= set(asked)
@@ -143,15 +142,14 @@ def test_a_dry_run_prints_a_program_that_does_the_same(slurm):
     keys = slurm.home / "keys.env"
     keys.write_text("WANDB_API_KEY=secret\n")
     words = (*SUBMIT, "--environment", str(keys), "--", "--name", "it's")
-    printed = slurm.run(script(slurm), SUBMIT[0], "--dry-run", *words[1:])
-    assert printed.returncode == 0, printed.stderr
+    printed = slurm.run(script(slurm), SUBMIT[0], "--dry-run", *words[1:], code=0)
     assert not notes(slurm).exists()
     assert not slurm.calls("squeue", "sbatch")
     subprocess.run(["bash", "-e", "-c", printed.stdout], env=slurm.environment, check=True, timeout=60)
     by_hand = slurm.calls("squeue", "sbatch"), (notes(slurm) / "job.sh").read_text()
     (slurm.folder / "calls").unlink()
     slurm.write("queue", "")
-    assert slurm.run(script(slurm), *words).returncode == 0
+    slurm.run(script(slurm), *words, code=0)
     assert (slurm.calls("squeue", "sbatch"), (notes(slurm) / "job.sh").read_text()) == by_hand
     assert "secret" not in slurm.read("calls") + by_hand[1]
 
@@ -227,7 +225,7 @@ def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
 def test_whatever_fails_or_is_lost_there_is_one_successor(slurm, file, parts, submitted):
     if file == "squeue_fails":
         slurm.write(file, "\n")
-        assert slurm.run(script(slurm), *SUBMIT).returncode == 2
+        slurm.run(script(slurm), *SUBMIT, code=2)
     submit(slurm)
     slurm.write(file, f"{parts}\n")
     assert end_of(run_job(slurm, 101, "1")) == 1
@@ -252,7 +250,7 @@ def test_a_stop_saves_and_ends_it(slurm):
     submit(slurm)
     first = run_job(slurm, 101)
     wait_for_training(slurm)
-    assert slurm.run(script(slurm), "stop", "--name", "llama").returncode == 0
+    slurm.run(script(slurm), "stop", "--name", "llama", code=0)
     cancelled = slurm.calls("scancel")
     assert [words[-1] for words in cancelled] == ["--state=PENDING", "--signal=USR1"]
     assert "--batch" in cancelled[1]

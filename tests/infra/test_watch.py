@@ -69,8 +69,7 @@ def test_what_is_preempted_is_made_again_until_the_run_is_complete(cloud):
         "a ended 75, checkpoint 40|b ended 75, checkpoint none\n"
         "a ended 0, checkpoint 60|b ended 0, checkpoint none\n",
     )
-    result = cloud.run(SCRIPT, *WATCH, "--then-delete", "--attempts", "1")
-    assert result.returncode == 0, result.stderr
+    result = cloud.run(SCRIPT, *WATCH, "--then-delete", "--attempts", "1", code=0)
     assert "llama is complete, with the checkpoint of step 60" in result.stderr
     assert "starting the training on llama\n" in result.stderr, "after an installation no training had ended"
     assert "the training on llama ended (75); starting it\n" in result.stderr
@@ -84,8 +83,7 @@ def test_what_is_there_is_left_alone_while_gcloud_fails(cloud):
     cloud.write("state", "ACTIVE")
     cloud.write("listings", "\n" * 3)
     cloud.write("hosts", "FAIL\nFAIL\na running, checkpoint 1\na ended 0, checkpoint 2\n")
-    result = cloud.run(SCRIPT, *WATCH)
-    assert result.returncode == 0, result.stderr
+    result = cloud.run(SCRIPT, *WATCH, code=0)
     assert verbs(cloud) == []
     assert "its slices are still there, and cost" in result.stderr
 
@@ -93,8 +91,7 @@ def test_what_is_there_is_left_alone_while_gcloud_fails(cloud):
 def test_hosts_that_hang_are_given_back(cloud):
     cloud.write("state", "ACTIVE")
     cloud.write("hosts", "HANG\n" * 5 + "a ended 0, checkpoint 2\n")
-    result = cloud.run(SCRIPT, *WATCH)
-    assert result.returncode == 0, result.stderr
+    result = cloud.run(SCRIPT, *WATCH, code=0)
     assert "no answer within 120 seconds: gcloud compute tpus queued-resources ssh" in result.stderr
     assert verbs(cloud) == ["delete", "create"]
 
@@ -102,8 +99,7 @@ def test_hosts_that_hang_are_given_back(cloud):
 def test_without_a_new_checkpoint_it_waits_longer_and_gives_up(cloud):
     cloud.write("state", "ACTIVE")
     cloud.write("hosts", "a lost, checkpoint 20\n" * 2 + "a ended 134, checkpoint 40\n" * 9)
-    result = cloud.run(SCRIPT, *WATCH, "--attempts", "4")
-    assert result.returncode == 1
+    result = cloud.run(SCRIPT, *WATCH, "--attempts", "4", code=1)
     assert "gave up after 4 attempts in a row without a new checkpoint" in result.stderr
     assert verbs(cloud) == ["train"] * 6
     assert cloud.read("slept").split() == ["30", "30", "60", "120"]
@@ -111,10 +107,10 @@ def test_without_a_new_checkpoint_it_waits_longer_and_gives_up(cloud):
 
 def test_what_the_cloud_refuses_again_and_again_is_given_up(cloud):
     cloud.write("refused", "")
-    assert cloud.run(SCRIPT, *WATCH, "--attempts", "3").returncode == 1
+    cloud.run(SCRIPT, *WATCH, "--attempts", "3", code=1)
     cloud.play("gcloud", GCLOUD.replace("rm -f state", "exit 1"))
     cloud.write("state", "SUSPENDED")
-    assert cloud.run(SCRIPT, *WATCH, "--attempts", "3").returncode == 1
+    cloud.run(SCRIPT, *WATCH, "--attempts", "3", code=1)
     assert verbs(cloud) == ["create"] * 3 + ["delete"] * 4
 
 
@@ -138,8 +134,7 @@ def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
     cloud.play("gcloud", f"echo $$ >hanging; exec {shutil.which('sleep')} 60")
     process = subprocess.Popen(["bash", str(SCRIPT), *WATCH], env=cloud.environment)
     until(lambda: cloud.read("hanging"))
-    second = cloud.run(SCRIPT, *WATCH)
-    assert second.returncode == 2
+    second = cloud.run(SCRIPT, *WATCH, code=2)
     assert "another watch of llama runs on this machine" in second.stderr
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143

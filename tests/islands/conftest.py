@@ -19,15 +19,8 @@ def header():
 
     def make(name: str, **changes) -> Header:
         fields = {"round": 5, "generation": LINE, "digest": "d5", "last": "k5", "voter": True, "voters": 3}
-        fields |= {
-            "ready": True,
-            "weight": 10.0,
-            "seen": 7,
-            "holder": "s",
-            "asked": 1,
-            "retried": True,
-            "hosts": (f"{name}:1",),
-        }
-        return Header(name=name, session="s", **fields | {"agreement": "x", "version": "1"} | changes)
+        fields |= {"ready": True, "weight": 10.0, "seen": 7, "holder": "s", "asked": 1, "retried": True}
+        fields |= {"hosts": (f"{name}:1",), "agreement": "x", "version": "1"}
+        return Header(name=name, session="s", **fields | changes)
 
     return make

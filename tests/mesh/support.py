@@ -1,5 +1,6 @@
 """Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
 
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 
@@ -21,6 +22,18 @@ from gregale.model.llama import Llama
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is read of a device that is not there."""
+
+    id: int = 0
+    process_index: int = 0
+    slice_index: int | None = None
+    platform: str = "gpu"
+    device_kind: str = ""
+    compute_capability: str = ""
 
 
 def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1, context: int = 1) -> Layout:

@@ -5,19 +5,15 @@ from functools import cache
 
 import haliax as hax
 import jax
-import numpy as np
 import pytest
 from haliax import Axis
 
 from gregale.audit import Audit, audit
-from gregale.axes.layout import BATCH, REPLICA, is_named, vmap_over
-from gregale.communication.accumulate import split_batch
+from gregale.axes.layout import BATCH
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stack import Pipeline
 from gregale.communication.pipeline.stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
 from tests.audit.warnings import captured_compiler_warnings
 from tests.communication.pipeline.test_stack import (
-    TOLERANCE,
     Embed,
     Out,
     Position,
@@ -25,12 +21,10 @@ from tests.communication.pipeline.test_stack import (
     assert_equals_plain,
     loss_of,
     pipeline_of,
-    plain,
-    problem,
     stack_of,
     toy_layer,
 )
-from tests.mesh.support import layout_of, placed
+from tests.mesh.support import layout_of
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
@@ -132,29 +126,3 @@ def test_an_iteration_keeps_what_is_named_and_no_weights(saved):
     _, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), fixed, 0)
     shape = tuple(axis.size for axis in (Stage, Data, Layer, Rows, Position, Embed))
     assert [leaf.shape for leaf in kept] == [shape for _ in saved]
-
-
-def test_replicas_run_their_own_pipelines():
-    """Under the vmap over `replica` each replica has its own gradients, and nothing crosses `replica`."""
-    layout = layout_of(replica=2, stage=2, data=2)
-    pipeline = Pipeline(Schedule(2, 4, 2), layout.inside_replica())
-    weights, *batch = problem(4, 32)
-
-    def step(weights, batch):
-        def one(batch):
-            return loss_of(stack_of(pipeline))(weights, *batch)
-
-        each = jax.tree.map(lambda leaf: leaf["microbatch", 0], split_batch(batch, layout, 1), is_leaf=is_named)
-        return vmap_over(one, REPLICA, layout)(each)
-
-    arguments = placed(weights, layout, layout.params), placed(batch, layout, layout.compute)
-    program = jax.jit(step).lower(*arguments).compile()
-    assert audit(program, layout.mesh).over(REPLICA) == ()
-    losses, (gradients, _) = jax.device_get(program(*arguments))
-    exact = jax.jit(loss_of(plain))
-    for k in range(2):
-        half = jax.tree.map(lambda leaf: leaf[BATCH, 16 * k : 16 * (k + 1)], batch, is_leaf=is_named)  # noqa: B023
-        value, (exact_gradients, _) = exact(weights, *half)
-        np.testing.assert_allclose(losses[k], value, atol=TOLERANCE)
-        for name, gradient in exact_gradients.items():
-            np.testing.assert_allclose(gradients[name].array[k], gradient.array, atol=TOLERANCE)

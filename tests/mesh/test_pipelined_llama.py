@@ -36,8 +36,6 @@ PLAIN = TrainConfig(
     batch=BatchConfig(size=ROWS, sequence_length=POSITIONS, microbatches=2),
     optimizer=AdamWConfig(learning_rate=1e-3, schedule=ConstantSchedule()),
 )
-STAGES = MeshConfig(replica=2, stage=2, data=2)
-PIPELINED = replace(PLAIN, mesh=STAGES, pipeline=PipelineConfig(repeats=2, microbatches=4))
 
 
 @dataclass
@@ -77,19 +75,17 @@ def exact() -> Outcome:
     return trained(PLAIN)
 
 
+DELAYED = PipelineConfig(repeats=2, microbatches=4, gather="per_iteration", delay_forwarding=True, remat="attention")
+SHARDED = pytest.param(MeshConfig(stage=2, data=2, model=2), PipelineConfig(microbatches=4), marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"pipeline": PipelineConfig(repeats=2, microbatches=4, gather="per_iteration")},
-        {
-            "mesh": MeshConfig(stage=2, data=2, model=2),
-            "pipeline": PipelineConfig(microbatches=4, delay_forwarding=True, gather="once", remat="attention"),
-        },
-    ],
-    ids=["repeats", "delayed, tensor-parallel"],
+    ("mesh", "pipeline"),
+    [(MeshConfig(replica=2, stage=2, data=2), DELAYED), SHARDED],
+    ids=["delayed", "sharded"],
 )
-def test_a_pipelined_llama_trains_as_its_twin(changes, exact):
-    found = trained(replace(PIPELINED, **changes))
+def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
+    found = trained(replace(PLAIN, mesh=mesh, pipeline=pipeline))
     np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
     np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-5)
     assert_states_close(found.states[0], exact.states[0])

@@ -17,27 +17,14 @@ Weights = dict[str, jax.Array]
 def plain_weights(model: Llama) -> Weights:
     """The model's arrays as plain ones, by name; arrays of layers keep their first axis."""
     blocks, attention, mlp = model.blocks, model.blocks.attention, model.blocks.mlp
-    arrays = {
-        "embedding": model.embedding,
-        "norm": model.norm.weight,
-        "head": model.head,
-        "attention_norm": blocks.attention_norm.weight,
-        "attention_out_norm": blocks.attention_out_norm and blocks.attention_out_norm.weight,
-        "mlp_norm": blocks.mlp_norm.weight,
-        "mlp_out_norm": blocks.mlp_out_norm and blocks.mlp_out_norm.weight,
-        "query": attention.query.weight,
-        "key": attention.key.weight,
-        "value": attention.value.weight,
-        "out": attention.out.weight,
-        "query_bias": attention.query.bias,
-        "key_bias": attention.key.bias,
-        "value_bias": attention.value.bias,
-        "query_norm": attention.query_norm and attention.query_norm.weight,
-        "key_norm": attention.key_norm and attention.key_norm.weight,
-        "gate": mlp.gate.weight,
-        "up": mlp.up.weight,
-        "down": mlp.down.weight,
-    }
+    arrays = {"embedding": model.embedding, "norm": model.norm.weight, "head": model.head}
+    for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"):
+        arrays[name] = getattr(blocks, name) and getattr(blocks, name).weight
+    for name in ("query", "key", "value", "out"):
+        arrays |= {name: getattr(attention, name).weight, f"{name}_bias": getattr(attention, name).bias}
+    for name in ("query_norm", "key_norm"):
+        arrays[name] = getattr(attention, name) and getattr(attention, name).weight
+    arrays |= {name: getattr(mlp, name).weight for name in ("gate", "up", "down")}
     return {name: named.array for name, named in arrays.items() if named is not None}
 
 

@@ -19,10 +19,13 @@ from gregale.optim import (
     ConstantSchedule,
     CosineSchedule,
     LionConfig,
+    MatrixAxes,
     MuonConfig,
     Optimizer,
     SgdConfig,
+    decays,
     global_norm,
+    matrix_axes,
 )
 
 STEPS = 6
@@ -76,13 +79,8 @@ SCHEDULED = {"learning_rate": 0.03, "schedule": CosineSchedule(warmup=2, final=0
 SETTINGS = {**SCHEDULED, "weight_decay": 0.2, "clip_norm": 5.0}
 
 
-def decayed(direction):
-    return optax.chain(
-        optax.clip_by_global_norm(5.0),
-        direction,
-        optax.add_decayed_weights(0.2, MASK),
-        optax.scale_by_learning_rate(SCHEDULE),
-    )
+def clipped(*transformations):
+    return optax.chain(optax.clip_by_global_norm(5.0), *transformations)
 
 
 def plain_muon(**settings):
@@ -96,49 +94,34 @@ def plain_muon(**settings):
         muon_weight_dimension_numbers={name: DIMENSIONS.get(name) for name in AXES},
         **settings,
     )
-    return optax.chain(optax.clip_by_global_norm(5.0), oracle)
+    return clipped(oracle)
 
 
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+DECAY = optax.add_decayed_weights(0.2, MASK), optax.scale_by_learning_rate(SCHEDULE)
 CASES = {
-    "adamw": (
-        AdamWConfig(**SETTINGS),
-        optax.chain(
-            optax.clip_by_global_norm(5.0), optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.2, mask=MASK)
-        ),
-    ),
+    "adamw": (AdamWConfig(**SETTINGS), clipped(optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.2, mask=MASK))),
     "adamw, no clipping, all decay": (
         AdamWConfig(**SETTINGS | {"clip_norm": None}, decay="all", betas=(0.8, 0.9), epsilon=1e-3),
         optax.adamw(SCHEDULE, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2),
     ),
-    "lion": (
-        LionConfig(**SETTINGS),
-        optax.chain(optax.clip_by_global_norm(5.0), optax.lion(SCHEDULE, b1=0.9, b2=0.99, weight_decay=0.2, mask=MASK)),
-    ),
-    "sgd": (
-        SgdConfig(**SETTINGS | {"weight_decay": 0.0}, momentum=0.0),
-        optax.chain(optax.clip_by_global_norm(5.0), optax.sgd(SCHEDULE)),
-    ),
-    "sgd, nesterov, decay": (
-        SgdConfig(**SETTINGS, momentum=0.8, nesterov=True),
-        decayed(optax.trace(0.8, nesterov=True)),
-    ),
+    "lion": (LionConfig(**SETTINGS), clipped(optax.lion(SCHEDULE, b1=0.9, b2=0.99, weight_decay=0.2, mask=MASK))),
+    "sgd": (SgdConfig(**SETTINGS | {"weight_decay": 0.0}, momentum=0.0), clipped(optax.sgd(SCHEDULE))),
+    "sgd, nesterov, decay": (SgdConfig(**SETTINGS | NESTEROV), clipped(optax.trace(0.9, nesterov=True), *DECAY)),
     "the outer optimizer of DiLoCo": (
-        SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None),
-        optax.sgd(0.7, momentum=0.9, nesterov=True),
+        SgdConfig(learning_rate=0.7, schedule=ConstantSchedule(), clip_norm=None, **NESTEROV),
+        optax.sgd(0.7, **NESTEROV),
     ),
     "muon": (MuonConfig(**SETTINGS, decay="all"), plain_muon(consistent_rms=0.2)),
     "muon, scaled by shape": (MuonConfig(**SETTINGS, decay="all", rms=None), plain_muon()),
-    "muon, no nesterov": (
-        MuonConfig(**SETTINGS, decay="all", nesterov=False),
-        plain_muon(consistent_rms=0.2, nesterov=False),
-    ),
-    "muon, AdamW at its own rate": (
-        MuonConfig(**SETTINGS, decay="all", adamw_learning_rate=0.06, iterations=3),
-        plain_muon(consistent_rms=0.2, ns_steps=3, adam_learning_rate=lambda step: 2 * SCHEDULE(step)),
+    "muon, no nesterov, AdamW at its own rate": (
+        MuonConfig(**SETTINGS, decay="all", nesterov=False, adamw_learning_rate=0.06, iterations=3),
+        plain_muon(consistent_rms=0.2, nesterov=False, ns_steps=3, adam_learning_rate=lambda step: 2 * SCHEDULE(step)),
     ),
 }
 EVERY_CASE = pytest.mark.parametrize(("config", "oracle"), CASES.values(), ids=CASES.keys())
-EVERY_CONFIG = pytest.mark.parametrize("config", [config for config, _ in CASES.values()], ids=CASES.keys())
+KINDS = "adamw", "lion", "sgd, nesterov, decay", "muon"
+EVERY_KIND = pytest.mark.parametrize("config", [CASES[kind][0] for kind in KINDS], ids=KINDS)
 
 
 def run(optimizer, parameters, gradients):
@@ -171,12 +154,12 @@ def test_every_step_equals_plain_optax(config, oracle):
 def test_the_battery_tells_a_wrong_momentum():
     config, oracle = CASES["sgd, nesterov, decay"]
     parameters, gradients = arrays(0), [arrays(1), arrays(2)]
-    wrong = replace(config, momentum=0.79).build(parameters, STEPS).whole()
+    wrong = replace(config, momentum=0.89).build(parameters, STEPS).whole()
     difference = run(wrong, parameters, gradients)[-1]["up"] - run(oracle, parameters, gradients)[-1]["up"]
     assert jnp.abs(difference).max() > 1e-5
 
 
-@EVERY_CONFIG
+@EVERY_KIND
 def test_what_is_not_trained_is_passed_over(config):
     whole = {"named": hax.ones((Embed, Mlp)), "plain": jnp.ones((4, 3)), "vector": jnp.ones(3)}
     whole |= {"function": jax.nn.relu, "count": 3, "none": None}
@@ -187,7 +170,7 @@ def test_what_is_not_trained_is_passed_over(config):
     assert jax.tree.structure(updates) == jax.tree.structure(trained)
 
 
-@EVERY_CONFIG
+@EVERY_KIND
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtype_and_axes_are_kept_and_state_can_be_sharded_like_the_parameters(config, dtype):
     parameters = jax.tree.map(lambda array: array.astype(dtype), model(arrays(0)))
@@ -263,3 +246,25 @@ def test_bad_values_are_refused(make, message):
 
 def test_any_optax_transformation_is_an_optimizer_without_a_rate_that_is_known():
     assert jnp.isnan(Optimizer.of(optax.sgd(0.5)).learning_rate(3))
+
+
+@pytest.mark.parametrize(
+    ("names", "sides", "decay"),
+    [
+        ("layers mlp embed", MatrixAxes(("mlp",), ("embed",)), True),
+        ("embed layers heads head_size", MatrixAxes(("embed",), ("heads", "head_size")), True),
+        ("embed vocab", None, True),
+    ],
+)
+def test_named_parameters_are_judged_by_their_axes_in_any_order(names, sides, decay):
+    named = hax.zeros(tuple(Axis(name, 2) for name in names.split()))
+    assert matrix_axes(named) == sides
+    assert decays(named) == decay
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix", "decay"), [((3, 4), True, True), ((3,), False, False), ((2, 3, 4), False, True)]
+)
+def test_plain_arrays_are_judged_by_their_rank(shape, matrix, decay):
+    assert (matrix_axes(jnp.zeros(shape)) is not None) == matrix
+    assert decays(jnp.zeros(shape)) == decay

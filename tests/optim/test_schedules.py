@@ -19,15 +19,9 @@ CASES = {
     "constant": (ConstantSchedule(), [PEAK] * STEPS),
     "constant, warmup": (ConstantSchedule(warmup=5), warmed(optax.constant_schedule(PEAK))),
     "linear": (LinearSchedule(), [PEAK * (1 - t / STEPS) for t in range(STEPS)]),
-    "linear, warmup by fraction": (
-        LinearSchedule(warmup=0.25, final=0.5),
-        warmed(optax.linear_schedule(PEAK, PEAK / 2, STEPS - 5)),
-    ),
+    "linear, warmup": (LinearSchedule(0.25, final=0.5), warmed(optax.linear_schedule(PEAK, PEAK / 2, STEPS - 5))),
     "cosine": (CosineSchedule(final=0.0), [PEAK * (1 + np.cos(np.pi * t / STEPS)) / 2 for t in range(STEPS)]),
-    "cosine, warmup": (
-        CosineSchedule(warmup=5, final=0.1),
-        warmed(optax.cosine_decay_schedule(PEAK, STEPS - 5, alpha=0.1)),
-    ),
+    "cosine, warmup": (CosineSchedule(5, final=0.1), warmed(optax.cosine_decay_schedule(PEAK, STEPS - 5, alpha=0.1))),
     "wsd": (
         WarmupStableDecaySchedule(warmup=5, decay=4),
         [PEAK * (t + 1) / 6 for t in range(5)] + [PEAK] * 12 + [PEAK * 3 / 4, PEAK / 2, PEAK / 4],

@@ -28,7 +28,7 @@ def run_two(program: str, *arguments: str, devices: int = 2) -> list[str]:
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command, port = [sys.executable, "-c", JOIN + program], str(free_port())
-    found = _all_finished(
+    found = all_finished(
         [Popen([*command, str(rank), port, *arguments], env=environment, **streams) for rank in range(2)]
     )
     assert [code for code, _, _ in found] == [0, 0], "\n".join(out for _, out, _ in found)
@@ -41,10 +41,11 @@ def gregale_in_two(
     """Return exit code, output and errors of `gregale WORDS` in both; the second has different options too."""
     join = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
     own = (["--distributed.process", "0"], ["--distributed.process", "1", *different])
-    return _all_finished([start(folder, *words, *join, *each, flags=flags) for each in own])
+    return all_finished([start(folder, *words, *join, *each, flags=flags) for each in own])
 
 
-def _all_finished(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+def all_finished(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of each process, when it has ended."""
     try:
         return [finished(process) for process in processes]
     finally:

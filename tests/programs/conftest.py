@@ -19,7 +19,7 @@ OF_A_STEP += ["inspect", "callbacks"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def steps_are_traced_once() -> Iterator[None]:
+def traced_steps() -> Iterator[dict[str, Stepper]]:
     """Runs with the same program of a step share it: to trace one takes most of the time of a short run."""
     made: dict[str, Stepper] = {}
     make = Setup.stepper
@@ -31,7 +31,7 @@ def steps_are_traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Setup, "stepper", shared)
-        yield
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def gregale(inputs, monkeypatch) -> Callable[..., int]:
 
 @pytest.fixture
 def refused(gregale, capsys) -> Callable[..., str]:
-    """What the command line says of a mistake, in one line."""
+    """What the command line says of a mistake, in its last line."""
 
     def line(*arguments) -> str:
         capsys.readouterr()
         assert gregale(*arguments) == 2
-        (error,) = capsys.readouterr().err.splitlines()
-        assert error.startswith("gregale: error: ")
-        return error
+        errors = capsys.readouterr().err.splitlines()
+        assert [line for line in errors if line.startswith("gregale: error: ")] == errors[-1:]
+        return errors[-1]
 
     return line
 

@@ -1,12 +1,15 @@
 """Callbacks of the configuration: the order of their events, their metrics, and their mistakes."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tests.programs import recording
-from tests.programs.tiny import lines
+from tests.plugins import plugins_from
+from tests.programs.tiny import checkpoint_steps, lines
 
-PLUGIN = ["--plugins", "[tests.programs.recording]", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
+PLUGIN = ["--plugins", "recording", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
 RECORDER = [*PLUGIN, "--callbacks", "[{type: recorder}]"]
 METHODS = {
     "psdp": [],
@@ -14,11 +17,17 @@ METHODS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    with plugins_from(Path(__file__).parent / "plugins"):
+        yield
+
+
 @pytest.fixture(params=METHODS)
 def recorded(request, gregale, inputs) -> tuple[list[tuple], list[dict]]:
     """The events of a run, and the lines of its metrics.jsonl."""
     assert gregale("train", "tiny.yaml", "--name", f"own-{request.param}", *RECORDER, *METHODS[request.param]) == 0
-    return list(recording.EVENTS), lines(inputs / "runs" / f"own-{request.param}")
+    return list(sys.modules["recording"].EVENTS), lines(inputs / "runs" / f"own-{request.param}")
 
 
 def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
@@ -42,18 +51,28 @@ def test_events_come_in_order_and_metrics_are_of_the_step(recorded):
     assert "callback_seconds" in steps[4]
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    {
-        "raises": "callbacks: Failing.on_step raised ZeroDivisionError: no steps (",
-        "taken": "callbacks: Failing.metrics returns 'grad_norm', which is a metric already; choose another name.",
-        "shape": "callbacks: Failing.metrics returns 'mine' of the shape (3,); give a scalar, such as its mean.",
-    }.items(),
-)
+MISTAKES = {
+    "raises": "Failing.on_step raised ZeroDivisionError (",
+    "taken": "Failing.metrics returns 'step', which is no name or that of another metric; choose another.",
+    "shape": "Failing.metrics returns 'mine' of the type ",
+    "nothing": "Failing.metrics returns NoneType; it has to return a mapping of names to numbers.",
+    "text": "Failing.after_step returns 'mine' of the type str and the shape (); give a number, such as a mean.",
+    "build": "FailingConfig.build returns NoneType; it has to return a Callback.",
+}
+
+
+@pytest.mark.parametrize(("how", "says"), MISTAKES.items())
 def test_a_mistake_of_a_callback_is_one_line(gregale, capsys, how, says):
     given = ["--callbacks", f"[{{type: failing, how: {how}}}]"]
     assert gregale("train", "tiny.yaml", "--name", f"failing-{how}", *PLUGIN, *given) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert f"callbacks: {says}" in error
     assert error.count("\n") == 1
     assert ("recording.py, line" in error) == (how == "raises")
+
+
+def test_a_callback_that_fails_after_a_checkpoint_ends_no_run(gregale, inputs, capsys):
+    given = ["--callbacks", "[{type: failing, how: none}]", "--checkpoint.every=1", "--checkpoint.keep_last=1"]
+    assert gregale("train", "tiny.yaml", "--name", "kept", *PLUGIN[:-1], *given) == 0
+    assert capsys.readouterr().out.count("Failing.on_checkpoint raised ZeroDivisionError (") == 4
+    assert checkpoint_steps(inputs / "runs" / "kept") == [4]

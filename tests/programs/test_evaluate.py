@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import groupby
 
 import haliax as hax
 import jax
@@ -47,23 +48,17 @@ def slow_loss(model, config, documents: list[list[int]], length: int) -> tuple[f
     stream = [(token, number) for number, document in enumerate(documents) for token in document]
     total, targets, size = 0.0, 0, 0
     for start in range(0, (len(stream) - 1) // length * length, length):
-        place = start
-        while place < start + length:
-            number = stream[place][1]
-            end = place
-            while end < start + length and stream[end][1] == number:
-                end += 1
+        for number, places in groupby(range(start, start + length), lambda place: stream[place][1]):
+            own = list(places)
             seen = np.zeros(length, np.int32)  # one document alone, from position 0; what follows is filling
-            seen[: end - place] = [token for token, _ in stream[place:end]]
+            seen[: len(own)] = [stream[place][0] for place in own]
             found = np.asarray(logits(seen), np.float64)
-            for offset in range(end - place):
-                target, belongs_to = stream[place + offset + 1]
+            for row, place in zip(found, own, strict=False):
+                target, belongs_to = stream[place + 1]
                 if belongs_to == number:
-                    row = found[offset]
                     total += np.log(np.exp(row - row.max()).sum()) + row.max() - row[target]
                     targets += 1
                     size += target < 256  # a byte; the end of the document stands for none
-            place = end
     return total, targets, size
 
 

@@ -26,8 +26,7 @@ from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.exporting import write_beside
-from gregale.programs.runtime.model_card import Exported
+from gregale.programs.exporting import Exported, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.runs.config import TrainConfig
@@ -243,32 +242,25 @@ def large_id(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_is_wrong_is_refused_in_one_line(gregale, hub, tmp_path, capsys, change, words):
+def test_a_folder_that_is_wrong_is_refused_in_one_line(refused, hub, tmp_path, change, words):
     shutil.copytree(hub, tmp_path / "hub")
     if callable(change):
         change(tmp_path / "hub")
     else:
         change_json(tmp_path / "hub" / "config.json", **change)
-    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gregale: error:")]
-    assert re.search(words, line)
+    assert re.search(words, refused("import", tmp_path / "hub", tmp_path / "mine"))
     assert [path.name for path in tmp_path.iterdir()] == ["hub"], "nothing is half-written"
 
 
-def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, imported, capsys):
-    assert gregale("train", "tiny.yaml", "--name", "unfit", "--start_from", "mine") == 2
-    assert "is of another shape: model.layers 2 -> 1" in capsys.readouterr().err
+def test_what_does_not_fit_is_told_before_anything_is_written(inputs, imported, refused):
+    unfit = ("train", "tiny.yaml", "--name", "unfit", "--start_from")
+    assert "is of another shape: model.layers 2 -> 1" in refused(*unfit, "mine")
     assert not (inputs / "runs" / "unfit").exists()
-    assert gregale("train", "tiny.yaml", "--name", "unfit", "--start_from", "hub") == 2
-    assert "`gregale import hub NAME`" in capsys.readouterr().err
-    assert gregale("train", "tiny.yaml", "--runs", ".", "--name", "mine") == 2
-    assert "is an imported model, not a run" in capsys.readouterr().err
-    assert gregale("eval", imported) == 2
-    assert "--data" in capsys.readouterr().err
-    assert gregale("import", inputs / "hub", imported) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert gregale("import", "nowhere", inputs / "new") == 2
-    assert "nowhere is not a folder, and no name of a model on the hub" in capsys.readouterr().err
+    assert "`gregale import hub NAME`" in refused(*unfit, "hub")
+    assert "is an imported model, not a run" in refused("train", "tiny.yaml", "--runs", ".", "--name", "mine")
+    assert "--data" in refused("eval", imported)
+    assert "exists already" in refused("import", inputs / "hub", imported)
+    assert "nowhere is not a folder, and no name of a model on the hub" in refused("import", "nowhere", inputs / "new")
     with pytest.raises(UserError, match="and its disk has"), made_whole(inputs / "large", 2**60):
         pass
 
@@ -281,7 +273,7 @@ def add_token(folder: Path, name: str, special: bool) -> None:
     change_json(folder / "tokenizer.json", added_tokens=added)
 
 
-def test_special_tokens_without_a_row_are_left_out_and_a_word_is_refused(gregale, hub, tmp_path, capsys):
+def test_special_tokens_without_a_row_are_left_out_and_a_word_is_refused(gregale, hub, tmp_path, capsys, refused):
     """Gemma 3 without images has one, that of an image."""
     shutil.copytree(hub, tmp_path / "hub")
     add_token(tmp_path / "hub", "<image>", special=True)
@@ -296,8 +288,7 @@ def test_special_tokens_without_a_row_are_left_out_and_a_word_is_refused(gregale
     assert model == find_run(str(tmp_path / "mine")).read_config().model
     shutil.copytree(hub, tmp_path / "word")
     add_token(tmp_path / "word", "<word>", special=False)
-    assert gregale("import", tmp_path / "word", tmp_path / "other") == 2
-    assert "has 257 rows, and the tokenizer 258 tokens" in capsys.readouterr().err
+    assert "has 257 rows, and the tokenizer 258 tokens" in refused("import", tmp_path / "word", tmp_path / "other")
 
 
 def test_a_run_of_ones_own_has_no_tokens_of_the_family_and_a_longer_context_is_told(imported, tmp_path):
@@ -318,11 +309,10 @@ def test_a_run_of_ones_own_has_no_tokens_of_the_family_and_a_longer_context_is_t
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
 
 
-def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, tmp_path, capsys):
+def test_a_value_that_float16_cannot_hold_is_refused(inputs, imported, tmp_path, refused):
     shutil.copytree(imported, tmp_path / "mine")
     set_first(tmp_path / "mine" / "huggingface", 1e6)
-    assert gregale("export", tmp_path / "mine", tmp_path / "out", "--dtype", "float16") == 2
-    assert "too large for float16" in capsys.readouterr().err
+    assert "too large for float16" in refused("export", tmp_path / "mine", tmp_path / "out", "--dtype", "float16")
     assert not (tmp_path / "out").exists()
 
 
@@ -342,7 +332,7 @@ def cache(hub, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub, capsys):
+def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub, refused):
     assert gregale("import", "org/tiny@v2", tmp_path / "mine") == 0
     assert tensors(tmp_path / "mine" / "huggingface") == tensors(hub)
     assert "name: tiny\n" in (tmp_path / "mine" / "config.yaml").read_text()
@@ -351,10 +341,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub
         ("org/other", "org/other is no folder here, and HF_HUB_OFFLINE says not to ask the hub; the cache does not"),
         ("org/tiny@v3", "org/tiny@v3 is no folder here, and HF_HUB_OFFLINE says"),
     ):
-        capsys.readouterr()
-        assert gregale("import", name, tmp_path / "new") == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert words in line
+        assert words in refused("import", name, tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
 
@@ -366,7 +353,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub
         (404, "RevisionNotFound", "org/other has no branch, tag or commit v9"),
     ],
 )
-def test_what_the_hub_answers_is_told_in_one_line(gregale, tmp_path, monkeypatch, capsys, status, code, words):
+def test_what_the_hub_answers_is_told_in_one_line(refused, tmp_path, monkeypatch, status, code, words):
     from huggingface_hub import constants
 
     class Answer(BaseHTTPRequestHandler):
@@ -383,16 +370,13 @@ def test_what_the_hub_answers_is_told_in_one_line(gregale, tmp_path, monkeypatch
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        assert gregale("import", "org/other@v9", tmp_path / "new") == 2
+        assert re.search(words, refused("import", "org/other@v9", tmp_path / "new"))
         server.shutdown()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(words, line)
 
 
-def test_without_the_library_the_extra_is_named(gregale, tmp_path, monkeypatch, capsys):
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert gregale("import", "org/other", tmp_path / "new") == 2
-    assert f"needs the extra `hf`. {install_hint('hf')}\n" in capsys.readouterr().err
+    assert f"needs the extra `hf`. {install_hint('hf')}" in refused("import", "org/other", tmp_path / "new")
 
 
 def configured(file: str, *arguments: str) -> TrainConfig:
@@ -418,13 +402,12 @@ def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, m
         configured("shape.yaml", "--model.path", "org/tiny@v3")
 
 
-def test_a_disk_that_fills_up_leaves_nothing(gregale, imported, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_fills_up_leaves_nothing(imported, tmp_path, monkeypatch, refused):
     """After the room was looked at: another program has taken it."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert gregale("export", imported, tmp_path / "out") == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert "No space left on device" in refused("export", imported, tmp_path / "out")
     assert not list(tmp_path.iterdir())

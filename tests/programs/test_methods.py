@@ -3,7 +3,6 @@
 Of each method there is one run; `test_train.py` has the run of exact PSDP. Two of them are quantised.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -179,14 +178,11 @@ def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped
     assert saved_state(psdp, STEPS)["method/seen"].shape == (1, 4)
 
 
-def test_a_checkpoint_is_evaluated_as_the_run_was(inputs, kind, never_stopped, monkeypatch, capsys):
+def test_a_checkpoint_is_evaluated_as_the_run_was(kind, never_stopped, evaluated):
     """Also on one device, and though a fragment is due to be sent from replicas that only the run's mesh has."""
     due = kind == "streaming" and STREAMING.sent(STEPS) is not None
     assert any(name.startswith("joined/") for name in saved_state(never_stopped, STEPS)) == due
-    monkeypatch.chdir(inputs)
-    assert main(["eval", str(never_stopped), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["eval_loss"] == pytest.approx(lines(never_stopped)[-1]["eval_loss"], rel=1e-6)
+    assert evaluated(never_stopped)["eval_loss"] == pytest.approx(lines(never_stopped)[-1]["eval_loss"], rel=1e-6)
     one = open_trained(str(never_stopped), STEPS, devices=1).model
     whole = open_trained(str(never_stopped), STEPS, devices=None).model
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(whole), strict=True):
@@ -194,7 +190,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(inputs, kind, never_stopped, m
 
 
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
-def test_the_model_is_sampled_on_one_device_and_evaluated_as_in_the_run(inputs, never_stopped, tmp_path, capsys):
+def test_the_model_is_sampled_on_one_device_and_evaluated_as_in_the_run(evaluated, never_stopped, tmp_path, capsys):
     assert main(["sample", str(never_stopped), "the wind", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("the wind")
     found = {}
@@ -202,9 +198,6 @@ def test_the_model_is_sampled_on_one_device_and_evaluated_as_in_the_run(inputs, 
         run = killed(never_stopped, tmp_path / which, STOPPED)
         text = (run / "config.yaml").read_text()
         (run / "config.yaml").write_text(text.replace("evaluate: outer", f"evaluate: {which}"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(inputs)
-            assert main(["eval", str(run), "--json", "--batches", "1"]) == 0
-        found[which] = json.loads(capsys.readouterr().out.splitlines()[-1])["eval_loss"]
+        found[which] = evaluated(run, "--batches", "1")["eval_loss"]
     assert len(set(found.values())) == 3, "in the middle of a period they are three models"
     assert found["average"] < found["outer"], "the replicas have gone on from it"

@@ -162,3 +162,47 @@ def test_the_schedule_tokenizer_codec_and_tracker_of_the_pages_train(folder, gre
     rows = [[str(line["step"]), str(line["loss"])] for line in lines(run) if "loss" in line]
     assert list(csv.reader((run / "losses.csv").open())) == rows
     assert gregale("eval", "pages") == 0
+
+
+WRONG = """
+from dataclasses import dataclass
+import haliax as hax
+from causal_mixer import Mixer, MixerConfig
+from gregale.model.base import ModelConfig
+from gregale.settings import setting
+
+class Wrong(Mixer):
+    def loss(self, batch, execution):
+        if HOW == "raises":
+            raise ZeroDivisionError("no loss")
+        losses, weights = super().loss(batch, execution)
+        return losses
+
+@ModelConfig.register_subclass("wrong")
+@dataclass(frozen=True)
+class WrongConfig(MixerConfig):
+    def split_axes(self):
+        return {}
+    def init(self, Vocab, key):
+        made = super().init(Vocab, key)
+        return None if HOW == "none" else Wrong(made.embedding, made.layers, made.norm)
+"""
+MISTAKES = {
+    "raises": "model.type wrong: Wrong.loss raised ZeroDivisionError (",
+    "one value": "model.type wrong: Wrong.loss has to return two scalar arrays, the sum of losses and the",
+    "none": "model.type wrong: WrongConfig.init returns a model without `loss`.",
+    "odd": "the axis embed of model is 33: parameters of the model would be split over data 2 x replica 2",
+}
+
+
+@pytest.mark.parametrize("how", MISTAKES)
+def test_a_mistake_of_a_model_is_one_line(folder, gregale, capsys, how):
+    (folder / "wrong.py").write_text(WRONG.replace("HOW", repr(how)))
+    given = ["--name", "wrong", "--plugins", "causal_mixer,wrong", "--model.type", "wrong", "--sync.type", "psdp"]
+    given += ["--optimizer", "{type: adamw}", "--callbacks", "[]", "--fresh", "--seed", str(len(how))]
+    with plugins_from(folder):
+        assert gregale("train", "own.yaml", *given, *(["--model.hidden", "33"] if how == "odd" else [])) == 2
+    error = capsys.readouterr().err
+    assert MISTAKES[how] in error
+    assert error.count("\n") == 1
+    assert ("wrong.py, line 11" in error) == (how == "raises")

@@ -89,17 +89,6 @@ def test_nothing_there_is_said(listed, tmp_path, capsys):
     assert "Valid choices: running, complete, stopped, damaged, imported" in capsys.readouterr().err
 
 
-def test_a_name_that_a_terminal_would_act_upon_is_shown(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-    run = write_run(tmp_path / "x\x1b[2J\n\u202egregale: done", 1, saved=1)
-    (run / "checkpoints" / "step-00000001" / "arrays").unlink()
-    assert main(["runs", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("\nx\\x1b[2J\\n\\u202egregale: done: ") == 1, "before its problem"
-    assert shown.count("x\\x1b[2J\\n\\u202egregale: done") >= 2
-    assert not {"\x1b", "\u202e"} & set(shown)
-
-
 def test_how_long_ago():
     times = {-9: "0 min ago", 59: "0 min ago", 7000: "116 min ago", 7200: "2 h ago", 2e5: "2 days ago"}
     assert {seconds: ago("2026-11-22T10:00:00+00:00", 1795341600.0 + seconds) for seconds in times} == times

@@ -13,14 +13,16 @@ from gregale.codecs.config import ReduceConfig
 from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
+from gregale.islands.protocol.settings import heal_seconds, timing_of
 from gregale.methods.config import DilocoConfig, SyncConfig
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.config import LlamaConfig
 from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.runs.config import BatchConfig, DistributedConfig, EvaluationConfig, SamplesConfig, TrainConfig
 from gregale.runs.config_diff import changes
+from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
@@ -85,22 +87,15 @@ def test_what_may_change_forbids_nothing_and_is_told():
         BASE,
         steps=20,
         runs="elsewhere",
-        cpu_devices=4,
         mesh=replace(BASE.mesh, replica=2),
-        compute=ComputeConfig(remat="none"),
         batch=BatchConfig(size=32, microbatches=2),
         optimizer=AdamWConfig(learning_rate=0.5, betas=(0.8, 0.9), clip_norm=None, schedule=ConstantSchedule()),
         data=replace(BASE.data, cache="other", workers=3, validation={"news": TextSource()}),
-        evaluation=EvaluationConfig(every=5),
-        samples=SamplesConfig(["a"]),
-        distributed=DistributedConfig("host:1", 2, 1),
     )
     assert forbidden(BASE, changed) == []
     told = [str(change) for change in changes(BASE, changed)]
-    assert len(told) == 20
+    assert len(told) == 13
     for part in (
-        "steps 10 -> 20",
-        "batch.size 64 -> 32",
         "optimizer.learning_rate 0.001 -> 0.5",
         "optimizer.schedule.type cosine -> constant",
         "optimizer.betas [0.9, 0.95] -> [0.8, 0.9]",
@@ -215,3 +210,23 @@ def test_every_key_says_what_it_means_and_no_two_beside_one_another_have_a_name_
         for other in every:
             if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
                 assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)
+
+
+def test_seconds_of_islands_are_those_of_the_network_but_what_is_given():
+    lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
+    assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)
+    assert (wan.reduce_seconds, wan.grace_seconds) == (7.0, None)
+    assert heal_seconds(IslandsConfig()) < heal_seconds(IslandsConfig(network="wan"))
+
+
+def test_names_and_addresses_of_islands_are_checked():
+    for name in ("", "a b", "-a", "x" * 65, "a/b"):
+        with pytest.raises(KeyedError, match="name"):
+            IslandsConfig(name=name)
+    with pytest.raises(KeyedError, match="HOST:PORT"):
+        IslandsConfig(lighthouse="oslo")
+    assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
+    for bind in ("10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:"):
+        with pytest.raises(KeyedError, match="HOST or HOST:PORT"):
+            IslandsConfig(bind=bind)
+    assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))

@@ -60,6 +60,14 @@ def test_modules_of_the_current_folder_are_imported_before_the_keys_are_read(fol
     assert load(TrainConfig, folder / "again.yaml") == config
 
 
+def test_a_pipe_is_read_once(folder):
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as file:
+        file.write(YAML)
+        file.close()
+        assert type(invoked(f"/dev/fd/{reading}").model).__name__ == "Mine"
+
+
 def test_help_has_the_keys_of_the_files_plugins(folder, capsys):
     assert main(["train", "run.yaml", "--help", "model"]) == 0
     assert "whether it is deep" in capsys.readouterr().out

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -53,15 +53,6 @@ def folder(request, tmp_path, monkeypatch) -> StoragePath:
     return tmp_path / "run"
 
 
-@contextmanager
-def ended(process: subprocess.Popen) -> Iterator[None]:
-    """Kill a process at the end, also after a failed assertion."""
-    try:
-        yield
-    finally:
-        process.kill()
-
-
 def has_locks(folder: StoragePath) -> bool:
     return isinstance(folder, Path) and run_lock.acquire is acquire
 
@@ -80,7 +71,11 @@ def give(folder: StoragePath, lease: LeaseRecord) -> None:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(folder):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process, ended(process):
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as process,
+        ExitStack() as at_end,
+    ):
+        at_end.callback(process.kill)
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
         with pytest.raises(Busy) as caught, training(folder, reports.append, LONG_BEAT_SECONDS):

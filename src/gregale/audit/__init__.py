@@ -10,5 +10,3 @@ loop and, outside of it, that iteration; the totals over `times` are exact.
 from gregale.audit.collectives import Collective
 from gregale.audit.loops import Loop
 from gregale.audit.report import Audit, audit
-
-__all__ = ["Audit", "Collective", "Loop", "audit"]

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from gregale.audit.step import Backend, StepShape
-from gregale.axes.layout import LAYERS
+from gregale.axes.layout import LAYERS, Tree
 
-Tree = Any
 FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient

@@ -7,8 +7,6 @@ from its start. At the instruction that waits for its result, the remaining time
 synchronous collective is fully exposed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -52,9 +52,6 @@ def wide(shape: Shape) -> bool:
 
 
 def visible(positions: int, windows: Sequence[int | None]) -> float:
-    """Return the pairs of a query and a visible key under a causal mask: the sum of min(i, window) for i to positions.
-
-    The result is the mean over the windows.
-    """
+    """Return the mean over windows of a causal mask's visible pairs: sum of min(i, window) for i to positions."""
     reaches = [min(positions, window or positions) for window in windows]
     return sum(reach * (reach + 1) / 2 + (positions - reach) * reach for reach in reaches) / len(reaches)

@@ -92,7 +92,7 @@ def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
 
 def apply_transfers(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of DiLoCo's APPLY, the gathers of outer parameters; `step` as for `send_transfers`."""
-    return kept(step, given_back(step))
+    return kept(step, gathers(step))
 
 
 def kept(step: ParameterShape, transfers: list[Transfer]) -> list[Transfer]:
@@ -235,7 +235,7 @@ def reduced(step: ParameterShape, axis: str = REPLICA) -> list[Transfer]:
     return found
 
 
-def given_back(step: ParameterShape) -> list[Transfer]:
+def gathers(step: ParameterShape) -> list[Transfer]:
     """Return the gathers of each weight's new values from `opt_state` to `params`, axis by axis, the slowest first."""
     found = []
     for weight in step.weights:
@@ -254,7 +254,7 @@ def _shard_bytes(step: ParameterShape, weight: NamedArray, split: Iterable[str])
 
 def exact_averages(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of gradients, loss and weight over replicas, of squared norms, and of updates."""
-    found = [*reduced(step), *given_back(step), *_squared_norms(step)]
+    found = [*reduced(step), *gathers(step), *_squared_norms(step)]
     if REPLICA in step.layout.params:
         found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
     return found

@@ -1,7 +1,5 @@
 """The layout of named axes: a mesh and three mappings from named axes to mesh axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.errors import UserError, multiples_near
 
-Tree = TypeVar("Tree")
+T = TypeVar("T")
+Tree = Any
+"""A pytree of arrays, named or plain."""
 AxisMapping = Mapping[str, str | tuple[str, ...]]
 
 REPLICA = "replica"
@@ -64,7 +64,7 @@ class Layout:
         """Return the number of devices that share a sequence: they hold its positions in `position_order`."""
         return prod(self.mesh.shape[name] for name in self.mesh_axes((POSITION,), self.compute))
 
-    def inside(self, name: str) -> Layout:
+    def inside(self, name: str) -> "Layout":
         """Return the layout of one index of the axis `name` under `vmap_over`: nothing maps to that mesh axis."""
 
         def without(mapping: AxisMapping) -> AxisMapping:
@@ -73,7 +73,7 @@ class Layout:
 
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
 
-    def inside_replica(self) -> Layout:
+    def inside_replica(self) -> "Layout":
         return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
@@ -89,7 +89,7 @@ class Layout:
     def sharding(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, mapping))
 
-    def shardings(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def shardings(self, tree: T, mapping: AxisMapping) -> T:
         """Return the shardings of a tree's arrays in the same structure; unnamed arrays are replicated."""
 
         def one(leaf):
@@ -100,11 +100,11 @@ class Layout:
 
         return jax.tree.map(one, tree, is_leaf=is_named)
 
-    def abstract(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def abstract(self, tree: T, mapping: AxisMapping) -> T:
         """Return the tree as `jax.ShapeDtypeStruct`s with their shardings, to compile for or to restore into."""
         return with_shardings(tree, self.shardings(tree, mapping))
 
-    def constrain(self, tree: Tree, mapping: AxisMapping) -> Tree:
+    def constrain(self, tree: T, mapping: AxisMapping) -> T:
         """Inside jit: shard every named array of the tree by `mapping`; the compiler places unnamed arrays."""
 
         def one(leaf):
@@ -120,7 +120,7 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def with_shardings(tree: Tree, shardings: Tree) -> Tree:
+def with_shardings(tree: T, shardings: T) -> T:
     """Return `jax.ShapeDtypeStruct`s of a tree's arrays, with the shardings of a second tree."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 

@@ -1,7 +1,4 @@
-"""Decisions from shapes about the two weights with a vocabulary axis: embedding and head.
-
-The model uses these decisions, and so do the closed forms of traffic and memory.
-"""
+"""Decisions from shapes about embedding and head, for the model and for the closed forms of traffic and memory."""
 
 from typing import NamedTuple
 

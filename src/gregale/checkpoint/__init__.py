@@ -4,5 +4,3 @@
 """
 
 from gregale.checkpoint.retention import CheckpointConfig
-
-__all__ = ["CheckpointConfig"]

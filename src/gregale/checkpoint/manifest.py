@@ -37,7 +37,6 @@ def write_manifest(folder: StoragePath, records: FileRecords) -> None:
 
 
 def read_records(folder: StoragePath) -> FileRecords:
-    """Return the records of an intact manifest."""
     return json.loads((folder / MANIFEST).read_bytes())["files"]
 
 

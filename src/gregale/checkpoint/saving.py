@@ -216,7 +216,6 @@ class Saver:
 
 
 def _failure_of(action: Callable[[], object]) -> _Failure | None:
-    """Run an action; return its failure, or None."""
     try:
         action()
     except StoreError as error:

@@ -5,8 +5,6 @@ Each process writes one stream of shards, in row-major order and the processor's
 compute the same plan from the shardings alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,14 +21,14 @@ class Region(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def overlap(self, other: Region) -> Region | None:
+    def overlap(self, other: "Region") -> "Region | None":
         """Return the intersection of two regions; None if it is empty."""
         starts = tuple(map(max, self.start, other.start))
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
         shape = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, starts, strict=True))
         return Region(starts, shape) if all(size > 0 for size in shape) else None
 
-    def within(self, outer: Region) -> tuple[slice, ...]:
+    def within(self, outer: "Region") -> tuple[slice, ...]:
         """Return the index of this region in a region that encloses it."""
         offsets = (here - there for here, there in zip(self.start, outer.start, strict=True))
         return tuple(slice(offset, offset + size) for offset, size in zip(offsets, self.shape, strict=True))
@@ -126,10 +124,7 @@ class RowRange(NamedTuple):
 def rows_for(
     shard: ShardExtent, regions: Iterable[Region], item_bytes: int, max_bytes: int = 128 << 20
 ) -> Iterator[RowRange]:
-    """Yield the rows of a shard (slices of its first axis) that overlap any of the regions.
-
-    The rows come in groups of at most `max_bytes`, or of one row.
-    """
+    """Yield a shard's rows (slices of its first axis) that overlap a region, in groups of `max_bytes`, or one row."""
     overlaps = [overlap for region in regions if (overlap := shard.region.overlap(region))]
     if not overlaps:
         return

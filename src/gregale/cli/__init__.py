@@ -1,7 +1,5 @@
 """The command line `gregale`. It imports a program only when a command needs it."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

@@ -1,8 +1,7 @@
 """Invocation of a command: it fills the options and the configuration from the arguments."""
 
-from __future__ import annotations
-
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -59,12 +58,15 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
 
 
 def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> bool:
-    """Import the plugins that the command line and the configuration file name; return whether there are any."""
+    """Import the plugins that the command line and the configuration file name; return whether there are any.
+
+    A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
+    """
     if not (command.plugins or _reads_plugins(command)):
         return False
     named = [pair for pair in pairs if _key(pair) == plugins.KEY]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
-    path = words[place] if place < len(words) else None
+    path = next((word for word in words[place : place + 1] if os.path.isfile(word)), None)
     return bool(load_plugins(path, named))
 
 

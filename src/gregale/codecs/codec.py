@@ -29,7 +29,6 @@ class Codec(ABC):
         """Decode uint8 [..., message_bytes(size)] to float32 [..., size]."""
 
     def message_bytes(self, size: int) -> int:
-        """Return the bytes of the message of `size` values."""
         return self.format.message_bytes(size)
 
 

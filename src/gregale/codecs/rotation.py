@@ -39,15 +39,11 @@ class RotatedCodec(Codec):
     def encode(self, values: jax.Array) -> jax.Array:
         *rows, size = values.shape
         padded = jnp.pad(values.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -size % self.codec.block)])
-        return self.codec.encode(self._turn(padded, self._rotation))
+        return self.codec.encode(self._turn(padded, random_rotation(self.codec.block)))
 
     def decode(self, message: jax.Array, size: int) -> jax.Array:
         padded = self.codec.decode(message, size + -size % self.codec.block)
-        return self._turn(padded, self._rotation.T)[..., :size]
-
-    @property
-    def _rotation(self) -> np.ndarray:
-        return random_rotation(self.codec.block)
+        return self._turn(padded, random_rotation(self.codec.block).T)[..., :size]
 
     def _turn(self, values: jax.Array, rotation: np.ndarray) -> jax.Array:
         blocks = values.reshape(*values.shape[:-1], -1, self.codec.block)

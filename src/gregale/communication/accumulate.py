@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_over
+from gregale.axes.layout import BATCH, REPLICA, Layout, Tree, is_named, vmap_over
 from gregale.errors import UserError, multiples_near
 
-Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
 """loss(parameters, batch) -> (sum of the examples' losses, sum of their weights)"""
 

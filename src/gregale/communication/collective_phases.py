@@ -99,9 +99,7 @@ def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encode
 
 
 def _send(values: Arrays, errors: Arrays, phase: CollectivePhase) -> tuple[jax.Array, Arrays, jax.Array]:
-    """Return the message of values + errors, all [..., n]; the next errors; and whether all replicas' values are
-    finite.
-    """
+    """Return the message of values + errors, all [..., n], the next errors, and whether all values are finite."""
     message, compensated, kept = encoded(values, errors, phase.codec, phase.beta)
     return message, kept, _all_finite(compensated, phase) if errors else jnp.array(True)
 

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import LAYERS, Layout
+from gregale.axes.layout import LAYERS, Layout, Tree
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of, shards
-
-Tree = Any
 
 
 class ErrorState(NamedTuple):
@@ -52,7 +50,6 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
 
 
 def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
-    """Return the sharding of each array of an error state."""
     return ErrorState(
         first=layout.shardings(error.first, layout.params),
         second=layout.shardings(error.second, second_mapping(layout, axis)),
@@ -80,7 +77,6 @@ def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
 
 
 def arrays_of(errors: dict[str, Stored], leaves: list[ShardedLeaf]) -> dict[str, Stored]:
-    """Return the plain arrays of the errors of some leaves."""
     found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
     return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}
 

@@ -2,11 +2,6 @@
 
 Those reduce over an axis of the mesh, this one over a `Link` between processes. Each member's device encodes its values
 as uint8 rows (`communication.row_layout`). Codecs, feedback and the two phases are the same.
-
-    reducer = NetworkReducer(config, rows)          # rows: how each shard is cut, by its key
-    reduced = reducer.reduce(messages, weights, link, error)
-    reduced.gradient[key]                           # float32 [size], the same bits on every member
-    reduced.error                                   # to be kept once the round is committed, and given to the next
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +62,7 @@ class OwnError(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    gradient: dict[str, np.ndarray]  # by key, float32 [size]
+    gradient: dict[str, np.ndarray]  # by key, float32 [size]; the same bits on every member
     error: OwnError  # of the second phase, if this average is committed
 
 

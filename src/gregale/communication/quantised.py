@@ -9,7 +9,7 @@ arrays of a tree as one message, for one latency instead of one per array. A mes
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.audit.traffic import FLOAT32, Transfer
-from gregale.axes.layout import REPLICA, Layout, is_named
+from gregale.axes.layout import REPLICA, Layout, Tree, is_named
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import load
@@ -31,8 +31,6 @@ from gregale.communication.collective_phases import (
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
 from gregale.communication.reduce import ExactReducer
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
-
-Tree = Any
 
 
 class QuantisationLoss(NamedTuple):

@@ -5,16 +5,13 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import REPLICA, Layout, is_named
+from gregale.axes.layout import REPLICA, Layout, Tree, is_named
 from gregale.optim.clipping import global_norm
-
-Tree = Any
 
 
 @dataclass(frozen=True)

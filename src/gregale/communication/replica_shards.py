@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import Layout, is_named
-
-Tree = Any
+from gregale.axes.layout import Layout, Tree, is_named
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class ShardedLeaf:
         return parts.reshape(self.shape)
 
     def wrap(self, array: jax.Array):
-        """Return the array with the axis names of the leaf."""
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
 
 

@@ -87,5 +87,4 @@ def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> 
 
 
 def no_error(size: int) -> Stored:
-    """Return a zero error of a row."""
     return Stored(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

@@ -18,7 +18,6 @@ Index = tuple[slice, ...]
 
 
 def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
-    """Return the key of the shard at `index` of an array of this shape."""
     places = []
     for part, size in zip(index, shape, strict=True):
         start, stop, _ = part.indices(size)

@@ -193,10 +193,7 @@ def read_parts(
 
 
 def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
-    """Open a complete store; tokens are checked when they are read.
-
-    Raises `UserError` if the store is missing, damaged or of another version; names the file.
-    """
+    """Open a complete store; raise `UserError` if it is missing, damaged or of another version. Reads check tokens."""
     manifest = read_manifest(folder / MANIFEST_NAME)
 
     def load(name: str) -> np.ndarray:

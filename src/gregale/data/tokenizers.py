@@ -166,8 +166,7 @@ class BytesTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from the content of a `tokenizer.json`; messages name its `origin`.
 
-    Raises:
-        UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
+    Raises `UserError` for damaged content, a kind without a byte count per token, or no end-of-document token.
     """
 
     def __init__(self, text: str, end_of_document: str, origin: str):
@@ -296,8 +295,5 @@ def fewest_tokens(config: TokenizerConfig) -> int:
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
-    """Return the number of ids of the configured tokenizer, without any text.
-
-    For a BPE this is the configured number; it has fewer if its texts have too few pairs.
-    """
+    """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
     return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size

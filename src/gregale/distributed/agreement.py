@@ -1,11 +1,7 @@
 """Comparison of settings that the processes of a run, or the islands of a fleet, must have in common.
 
 Such settings are *terms*: a flat mapping of keys to texts, sent as JSON.
-
-    difference({"process 0": {"seed": "0"}, "process 1": {"seed": "5"}})  # seed is 0 in process 0, but 5 in process 1
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The configuration of the rendezvous, the heartbeats and the hang detection of a run on several hosts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gregale.errors import KeyedError

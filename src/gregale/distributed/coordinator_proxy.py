@@ -5,8 +5,6 @@ setting prevents it. So the other processes connect to a local port, and threads
 and back. When process 0 ends, that port stays open, and `gregale.distributed.liveness` reports the lost process.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import suppress

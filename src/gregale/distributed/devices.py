@@ -1,7 +1,5 @@
 """Start of JAX on the devices of a configuration."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """The join request that a process sends to process 0, and the mutual proof of the run's secret."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import NamedTuple
@@ -22,7 +20,7 @@ class JoinRequest(NamedTuple):
     nonce: str  # random text of this process, for process 0's proof
 
     @staticmethod
-    def of(config: DistributedConfig, nonce: str) -> JoinRequest:
+    def of(config: DistributedConfig, nonce: str) -> "JoinRequest":
         """Return the request of this process."""
         return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), nonce)
 
@@ -31,7 +29,7 @@ class JoinRequest(NamedTuple):
         return f"join {fields} {sign(token, challenge.encode(), fields.encode())}"
 
     @staticmethod
-    def parse(line: str, token: bytes, challenge: str) -> tuple[JoinRequest, bool] | None:
+    def parse(line: str, token: bytes, challenge: str) -> "tuple[JoinRequest, bool] | None":
         """Return the request and whether its proof is valid; None if the line is no join line."""
         words = line.split()
         # Python rejects numbers of thousands of digits.

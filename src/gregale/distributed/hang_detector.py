@@ -12,8 +12,6 @@ of the main thread, and process 0 compares them. A process hangs if it is behind
 A process that prepares its data or restores a checkpoint has no time limit.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -45,8 +43,6 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ThreadProgress:
-    """The progress of a main thread."""
-
     steps: int = 0  # done or begun
     phase: Phase = Phase.PREPARING
     waits: bool = False  # whether the thread waits for its devices
@@ -57,8 +53,7 @@ class ThreadProgress:
         return f"{self.steps} {self.phase} {self.waits:d} {self.marks}"
 
     @classmethod
-    def parse(cls, text: str) -> ThreadProgress:
-        """Parse the text that `str` returns."""
+    def parse(cls, text: str) -> "ThreadProgress":
         steps, phase, waits, marks = text.split()
         return cls(int(steps), Phase(phase), waits == "1", int(marks))
 

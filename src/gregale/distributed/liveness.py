@@ -9,8 +9,6 @@ Process 0 also checks that the main threads make progress (`gregale.distributed.
 ends the run.
 """
 
-from __future__ import annotations
-
 import atexit
 import math
 import os
@@ -59,10 +57,7 @@ class Peer:
         return [line.decode(errors="replace") for line in complete]
 
     def next_line(self, max_bytes: float = math.inf) -> str | None:
-        """Wait for the next line and return it; later bytes stay in `unread`.
-
-        Returns None if the connection has ended, or if the line has more than `max_bytes` bytes.
-        """
+        """Wait for the next line; None if the connection ended or the line exceeds `max_bytes`. Later bytes stay."""
         while b"\n" not in self.unread:
             if len(self.unread) > max_bytes or not self._receive():
                 return None

@@ -1,7 +1,5 @@
 """Settings of malloc that keep freed memory in the process, for training on CPU devices."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping
@@ -29,10 +27,7 @@ def keep_memory(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def release_memory() -> None:
-    """Return unused memory of malloc to the system, for code that loads large arrays in sequence and makes no steps.
-
-    Only glibc supports this; it takes milliseconds.
-    """
+    """Return unused memory to the system (glibc only), for code that loads large arrays in sequence without steps."""
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,7 +1,5 @@
 """Child processes that end when their parent process ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

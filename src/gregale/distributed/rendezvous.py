@@ -4,14 +4,10 @@ JAX waits for late processes without a message. So process 0 first listens at th
 connect to it and send their numbers, and each waiting process logs which processes are missing. When all have joined,
 process 0 frees the port for JAX's coordinator. The connections stay open for `gregale.distributed.liveness`.
 
-    peers = wait_for_processes(config)  # in process 0: all others; in each other process: process 0
-
 Both sides prove that they have the secret of `distributed.token_file`, each with a random nonce of the other side.
 Without a secret, any host that reaches the port can block the start. If two processes have the same number, all
 processes end with a message that names both. After the start, no further process can join.
 """
-
-from __future__ import annotations
 
 import errno
 import secrets

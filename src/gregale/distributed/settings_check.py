@@ -3,8 +3,6 @@
 Process 0 compares the terms of all processes and sends the result. If they differ, all end with the same message.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Sequence

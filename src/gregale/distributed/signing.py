@@ -1,7 +1,5 @@
 """HMAC-SHA256 signatures that prove knowledge of a run's secret, its token; digests, and JSON to sign."""
 
-from __future__ import annotations
-
 import hmac
 import json
 from hashlib import blake2b

@@ -50,7 +50,7 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
     - `saved`: its content
     - `source`: its path, for messages
 
-    Raises `UserError` for another family, for a missing size, and for settings that a `LlamaConfig` lacks.
+    Raises `UserError` for another family, a missing size, quantised weights, and settings that a `LlamaConfig` lacks.
     """
     family = family_of(saved.get("model_type"), source)
     given = {**DEFAULTS, **family.defaults, **saved}
@@ -68,7 +68,13 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
                 f"{source}: {key} is {given[key]!r}. transformers ignores it in a {family.model_type}, so this file "
                 "describes one model and transformers computes another. Set it to null for the one of transformers."
             )
-    _check_whole(given, source)
+    if quantised := given.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise UserError(
+            f"{source}: quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
+            "models. Use the original model. If the tool that quantised the model has restored its weights, remove "
+            "the key."
+        )
     try:
         fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
         family.config(**fields)  # checks the number of layers before the list of layers is made
@@ -82,17 +88,6 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
         raise UserError(
             f"{source} is damaged: a number, or a part of the rotary scaling, is not what it has to be ({error})."
         ) from None
-
-
-def _check_whole(given: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` for a quantised model, whose tensors are not the weights."""
-    if quantised := given.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise UserError(
-            f"{source}: quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
-            "models. Use the original model. If the tool that quantised the model has restored its weights, remove "
-            "the key."
-        )
 
 
 def _plain_keys(family: Family) -> dict[str, str]:

@@ -184,10 +184,7 @@ def family_of(model_type: object, source: str) -> Family:
 
 
 def family_that_has(config: LlamaConfig, preferred: object = None) -> Family:
-    """Return a family that supports a configuration: the preferred one if possible, else the first one.
-
-    Raises `UserError` if there is none.
-    """
+    """Return a family that supports a configuration, the preferred one if possible; raise `UserError` if none does."""
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
     for family in order:
         if not family.lacks(config):

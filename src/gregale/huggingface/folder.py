@@ -190,10 +190,7 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock while this process makes a folder.
-
-    The lock is a file, which the process removes at the end. A file system without locks has no lock.
-    """
+    """Hold a lock, a file, while this process makes a folder; there is none on a file system without locks."""
     lock = path.with_name(f".{path.name}.lock")
     try:
         file = acquire(lock)

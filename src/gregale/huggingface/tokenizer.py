@@ -43,10 +43,7 @@ def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> s
 
 
 def rowless(folder: Path, rows: int) -> list[str]:
-    """Return the names of special tokens without a row in a model's tables, which the model cannot compute.
-
-    Gemma 3 without images has one, the image token.
-    """
+    """Return the special tokens without a row in a model's tables (of Gemma 3 without images, the image token)."""
     return [token["content"] for token in _added(folder) if token["special"] and token["id"] >= rows]
 
 

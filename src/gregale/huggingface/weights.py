@@ -8,13 +8,11 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, Layout, is_named
+from gregale.axes.layout import LAYERS, Layout, Tree, is_named
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
 from gregale.huggingface.safetensors import Tensor, blocks
 from gregale.huggingface.tensor_names import HEAD, TABLE, Slot, parameters_of, path_of, slots_of
-
-Tree = Any
 
 
 def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], NamedArray]:

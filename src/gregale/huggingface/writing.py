@@ -130,12 +130,6 @@ def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{n:05}-of-{len(parts):05}{SUFFIX}": part for n, part in enumerate(parts, 1)}
 
 
-def files_as(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    return {
-        file: [name for name in weight_map if weight_map[name] == file] for file in sorted(set(weight_map.values()))
-    }
-
-
 def write_index(folder: Path, files: Files, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
     """Write the index of several files. `before`: the metadata of the imported index."""
     weight_map = {name: file for file, names in files.items() for name in names}

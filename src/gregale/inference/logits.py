@@ -1,7 +1,5 @@
 """Forms in which any model with `logits` is sampled and scored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import equinox as eqx
@@ -22,7 +20,7 @@ class KnownTokens(eqx.Module):
 
     tokens: jax.Array
 
-    def with_room(self, slots: int, execution: Execution) -> KnownTokens:
+    def with_room(self, slots: int, execution: Execution) -> "KnownTokens":
         """Return the same with more slots."""
         del execution
         return KnownTokens(jnp.pad(self.tokens, ((0, 0), (0, slots - self.tokens.shape[1]))))
@@ -38,7 +36,7 @@ class Recomputed(eqx.Module):
 
     model: Any
 
-    def unstacked(self) -> Recomputed:
+    def unstacked(self) -> "Recomputed":
         return self
 
     def prefill(

@@ -20,7 +20,6 @@ class DataLeases:
         self._lock = Lock()
 
     def update(self, ledger: Ledger, holder: str) -> None:
-        """Replace the lease with the ledger's lease for this holder."""
         with self._lock:
             self.holder = holder
             self._lease = ledger.lease(self.name, self.holder)

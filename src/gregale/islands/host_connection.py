@@ -1,8 +1,5 @@
 """The connection between host 0 of an island and its other hosts, over host 0's server.
 
-    host 0: group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)]); server `on_message` calls `group.handle`
-    others: link = HostConnection(address of host 0, token, number); link.receive(); link.send({"took": True})
-
 A host polls for commands that it does not have, and both sides number their messages. So each message arrives once and
 in order, even after broken connections. If a process is lost, `gregale.distributed.liveness` ends the others.
 """

@@ -1,9 +1,5 @@
 """The hosts of an island as one object for its driver: host 0's `HostWorker`, and a connection to each other host.
 
-    group = HostGroup(worker)                                      # an island of one process
-    group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)])      # three processes; the others run a `Follower`
-    driver = Driver(worker=group, ...)
-
 Each host has its shards, and exchanges them only with the same host of the other islands. A round is complete when all
 hosts have completed it; its digest covers all hosts. The trainers of all hosts must launch the same programs in the
 same order. So host 0 sends trainer commands and changes of the outer state in one stream, and all hosts apply each
@@ -63,10 +59,7 @@ class HostGroup:
             host.await_messages()
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
-        """Average a round's fragment, prepare its outer step, and return the digest of the whole outer state.
-
-        Raises GroupFailed and NotFinite.
-        """
+        """Average a fragment, prepare its outer step, return the digest of all hosts. Raises GroupFailed, NotFinite."""
         arguments = [key, number, [list(member) for member in members], list(weights), name]
         asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []

@@ -106,10 +106,7 @@ class HostWorker:
         self._taken = {number: messages}
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
-        """Average a round's fragment among the members, prepare its outer step, and return the new digest.
-
-        Raises GroupFailed and NotFinite.
-        """
+        """Average a fragment, prepare its outer step, and return the new digest. Raises GroupFailed and NotFinite."""
         self.server.outer.expect(self.timeouts.reduce)
         try:
             digest = self._reduce(key, number, tuple(members), weights, name)

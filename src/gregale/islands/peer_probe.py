@@ -1,7 +1,5 @@
 """Liveness checks of peers, because a group's sockets do not report a cut-off peer; and short messages to peers."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -51,7 +49,7 @@ class PeerProbe:
         """Return a text that names the silent peers; empty if all answered."""
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
-    def __enter__(self) -> PeerProbe:
+    def __enter__(self) -> "PeerProbe":
         for name, address in self._peers.items():
             Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
         return self

@@ -1,7 +1,5 @@
 """Measure the agreement of replicas: the cosine similarity of their pseudo-gradients, without sending any of them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +8,8 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import Layout, is_named
+from gregale.axes.layout import Layout, Tree, is_named
 from gregale.communication.reduce import further_split, own_part
-
-Tree = Any
 
 
 class PseudoGradient(NamedTuple):

@@ -1,7 +1,5 @@
 """The methods to compare with a configuration's own, each with its settings or their defaults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from gregale.audit.step import ParameterShape

@@ -1,7 +1,5 @@
 """The choice of a synchronisation method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple

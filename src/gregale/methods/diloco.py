@@ -1,7 +1,5 @@
 """DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (2501.18512): an outer optimizer joins separate replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +13,7 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, is_parameter, vmap_over
+from gregale.axes.layout import Layout, Tree, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
@@ -31,8 +29,6 @@ from gregale.methods.schedule import Schedule
 from gregale.methods.separate import Separate
 from gregale.methods.traffic import DilocoTraffic
 from gregale.optim.config import Optimizer
-
-Tree = Any
 
 
 class DilocoState(NamedTuple):
@@ -94,7 +90,7 @@ class Diloco(Separate):
         layout: Layout,
         schedule: Schedule,
         mixing: float = 0.0,
-    ) -> Diloco:
+    ) -> "Diloco":
         """Return DiLoCo of any model and loss, with optax transformations that may work on shards.
 
         - `model`, `loss`: as for `Psdp`
@@ -225,9 +221,7 @@ class Diloco(Separate):
         return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
 
     def eval_model(self, state: DilocoState) -> Tree:
-        """Return the model to evaluate, by `evaluate`: with the outer parameters, the replicas' plain average, or the
-        first replica's parameters.
-        """
+        """Return the model to evaluate: with the outer parameters, the plain average, or the first replica's."""
         if self.evaluate == "average":
             return self.inner.model_with(self.replicas.average(state.inner.parameters))
         if self.evaluate == "first_replica":
@@ -245,7 +239,6 @@ class Diloco(Separate):
         return self.schedule.delay > 0 and self.schedule.sent(step) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
-        """Return the model of one replica."""
         return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
 
     @property

@@ -4,8 +4,6 @@
 {fragment}/optimizer/{path in the state}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -14,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gregale.axes.layout import Tree
 from gregale.communication.replica_shards import ShardedLeaf
 from gregale.communication.row_layout import RowLayout
 from gregale.communication.shards import keys_here
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
-
-Tree = Any
 
 
 class FragmentShards(NamedTuple):
@@ -66,7 +63,6 @@ def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
 
 
 def theta_name(index: int, key: str) -> str:
-    """Return the name of a shard of theta."""
     return f"{index}/theta/{key}"
 
 

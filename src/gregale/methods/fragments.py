@@ -1,7 +1,5 @@
 """Fragments of a tree of parameters, split along the named `layers` axis."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,11 +10,9 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, is_named
+from gregale.axes.layout import LAYERS, Tree, is_named
 from gregale.communication.feedback import ErrorState
 from gregale.methods.schedule import Schedule
-
-Tree = Any
 
 FRAGMENT = "fragment"
 
@@ -36,7 +32,7 @@ class Fragment(eqx.Module):
     whole: bool = eqx.field(static=True)
 
     @staticmethod
-    def at(schedule: Schedule, index: int | None, sent: int) -> Fragment | None:
+    def at(schedule: Schedule, index: int | None, sent: int) -> "Fragment | None":
         if index is None:
             return None
         layers = schedule.layers_of(index) if index else None
@@ -61,7 +57,7 @@ class Fragment(eqx.Module):
             return leaf
         if self.layers is None or not _has(leaf, LAYERS):
             return None
-        return NamedArray(jnp.take(leaf.array, self.layers, axis=_layers_dimension(leaf)), leaf.axis_names)
+        return NamedArray(jnp.take(leaf.array, self.layers, axis=leaf.axis_names.index(LAYERS)), leaf.axis_names)
 
     def _put(self, leaf, new):
         if new is None:
@@ -71,7 +67,7 @@ class Fragment(eqx.Module):
             return NamedArray(leaf.array.at[self.index].set(new), leaf.axis_names)
         if self.layers is None:
             return new
-        place = (slice(None),) * _layers_dimension(leaf) + (self.layers,)
+        place = (slice(None),) * leaf.axis_names.index(LAYERS) + (self.layers,)
         return NamedArray(leaf.array.at[place].set(new.array), leaf.axis_names)
 
 
@@ -99,10 +95,6 @@ def fragments_alike(schedule: Schedule) -> Alike:
 
 def _has(leaf, name: str) -> bool:
     return isinstance(leaf, NamedArray) and name in leaf.axis_names
-
-
-def _layers_dimension(leaf: NamedArray) -> int:
-    return leaf.axis_names.index(LAYERS)
 
 
 def per_fragment(optimizer: optax.GradientTransformation, state: Tree, fragments: int) -> Tree:

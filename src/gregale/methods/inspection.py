@@ -1,17 +1,14 @@
 """Inspect a step beside its loss: the sizes of parameters, gradients and updates, layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, is_named
+from gregale.axes.layout import LAYERS, Tree, is_named
 
-Tree = Any
 Probe = Callable[[Tree, Tree], Tree]
 """probe(model, batch) -> named arrays: what else is looked at, of the model and the batch that a step computes with."""
 

@@ -16,8 +16,6 @@ The arithmetic is that of `Diloco` in one mesh, but the average is computed outs
     state = island.arrive(state, host.theta(index), fragment, keep, error)        # after step t + tau
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +30,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import ISLAND, Layout, is_parameter
+from gregale.axes.layout import ISLAND, Layout, Tree, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, load
 from gregale.communication.collective_phases import encoded, remember
@@ -49,8 +47,6 @@ from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.config import CompilerOptions
-
-Tree = Any
 
 
 class IslandState(NamedTuple):

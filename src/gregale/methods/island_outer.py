@@ -8,8 +8,6 @@ and has a name:
     {fragment}/second/{path}|{index}/{row}/codes, scales         # only in checkpoints: the second phase's error
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from hashlib import blake2b
@@ -19,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.axes.layout import is_named
+from gregale.axes.layout import Tree, is_named
 from gregale.codecs.feedback import Stored
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.row_layout import no_error
@@ -28,7 +26,6 @@ from gregale.methods.fragment_shards import FragmentShards, named, optimizer_nam
 from gregale.methods.island import Island
 from gregale.methods.outer import outer_step
 
-Tree = Any
 Arrays = dict[str, np.ndarray]
 
 DIGEST_BYTES = 16

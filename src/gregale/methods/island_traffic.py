@@ -1,7 +1,5 @@
 """The network traffic of an island and its memory beside its steps, in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,10 +26,7 @@ class IslandTraffic:
     members: int  # R, islands
 
     def bytes_sent(self, index: int) -> int:
-        """Return one host's maximum of bytes sent in a round of a fragment, over members: (R - 1) / R of each phase.
-
-        It receives as many.
-        """
+        """Return one host's most bytes sent (and received) in a round of a fragment: (R - 1) / R of each phase."""
         return max(self._reducers[index].bytes_sent(self.members, rank) for rank in range(self.members))
 
     def bytes_a_period(self) -> int:

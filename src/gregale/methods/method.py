@@ -1,7 +1,5 @@
 """The interface of synchronisation methods, so that no program depends on a method's type."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 

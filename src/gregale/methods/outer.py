@@ -1,20 +1,16 @@
 """The outer parameters of DiLoCo: their storage, and the operations that send and apply a fragment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
+from gregale.axes.layout import EMBED, Layout, Tree, is_named, vmap_over
 from gregale.communication.quantised import QuantisedReducer
 from gregale.communication.reduce import ExactReducer, all_gather_params
-
-Tree = Any
 
 
 class OuterState(NamedTuple):

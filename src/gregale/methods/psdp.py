@@ -1,7 +1,5 @@
 """PSDP (replica-FSDP): gradients are averaged over `replica` once a step; the optimizer runs on the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, is_parameter
+from gregale.axes.layout import Layout, Tree, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
@@ -20,8 +18,6 @@ from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
-
-Tree = Any
 
 
 def same(tree: Tree) -> Tree:

@@ -1,9 +1,6 @@
 """Trees with a leading axis of replicas that train separately: create, cut, shard, average and select them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
 
 import haliax as hax
 import jax
@@ -11,11 +8,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import BATCH, ISLAND, REPLICA, Layout, is_named, vmap_over
+from gregale.axes.layout import BATCH, ISLAND, REPLICA, Layout, Tree, is_named, vmap_over
 from gregale.communication.reduce import all_gather_params, reduce_replicas
 from gregale.methods.method import PsdpState
-
-Tree = Any
 
 
 def sync_axis(layout: Layout) -> str:
@@ -55,8 +50,6 @@ class Replicas:
         return jax.tree.map(one, batch, is_leaf=is_named)
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Return the sharding of each array of the replicas' own PSDP states."""
-
         def per_replica(tree, mapping):
             places = self.layout.shardings(tree, {**mapping, self.axis: self.axis})
             first = NamedSharding(self.layout.mesh, PartitionSpec(self.axis))

@@ -1,10 +1,7 @@
 """The outer round of one fragment: the replicas' send, the outer step, and the application of its result."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import haliax as hax
 import jax
@@ -12,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import Layout, vmap_over
+from gregale.axes.layout import Layout, Tree, vmap_over
 from gregale.methods.agreement import PseudoGradient, products
 from gregale.methods.fragments import FRAGMENT, Fragment, fragments_alike
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter
 from gregale.methods.schedule import Schedule
-
-Tree = Any
 
 
 @dataclass(frozen=True)

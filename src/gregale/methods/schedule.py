@@ -1,7 +1,5 @@
 """The steps at which each fragment of Streaming DiLoCo is sent and applied, as functions (arXiv 2501.18512)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,7 +81,6 @@ class Schedule:
         return StepFragments(self.sent(step - 1), self.applied(step))
 
     def sends(self, fragment: int, step: int) -> int:
-        """Return the number of sends of a fragment in the first `step` steps."""
         offset = self.offset(fragment)
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
@@ -101,7 +98,6 @@ class Schedule:
         return periods * self.period + place * self.period // self.fragments
 
     def round_fragment(self, number: int) -> int:
-        """Return the fragment that round `number` sends."""
         place = (number + 1) % self.fragments
         return 0 if place == self.fragments - 1 else place + 1
 

@@ -1,7 +1,5 @@
 """The base of methods whose replicas train separately."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple

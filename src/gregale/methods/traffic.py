@@ -1,11 +1,9 @@
 """The traffic of methods in closed form: by step, and on average over a period."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,18 +13,16 @@ from gregale.audit.traffic import (
     Transfer,
     agreement,
     apply_transfers,
-    given_back,
+    gathers,
     kept,
     reduced,
     send_transfers,
     sent_bytes,
 )
-from gregale.axes.layout import Layout, is_named, is_parameter
+from gregale.axes.layout import Layout, Tree, is_named, is_parameter
 from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.schedule import Schedule, StepFragments
-
-Tree = Any
 
 SYNCHRONISE = "synchronise"
 STEP_KINDS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}
@@ -136,7 +132,7 @@ class DilocoTraffic:
             found += [] if apply is None else reducer.gather_transfers(apply.weights)
         else:
             found = [] if send is None else reduced(send, axis)
-            found += [] if apply is None else given_back(apply)
+            found += [] if apply is None else gathers(apply)
         return sum(sent_bytes(each, self.step.mesh) for each in found if each.axes == (axis,))
 
     def _send(self, part: ParameterShape) -> list[Transfer]:
@@ -152,7 +148,7 @@ class DilocoTraffic:
             return apply_transfers(part)
         # With islands, the replicas inside one gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
-        return kept(part, [*reducer.gather_transfers(part.weights), *given_back(inside)])
+        return kept(part, [*reducer.gather_transfers(part.weights), *gathers(inside)])
 
     def part(self, fragment: int) -> ParameterShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""

@@ -1,7 +1,5 @@
 """Grouped-query attention with rotary embeddings (RoFormer, arXiv 2104.09864), and its largest logits."""
 
-from __future__ import annotations
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -37,7 +35,7 @@ class Attention(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> Attention:
+    def init(config: LlamaConfig, key) -> "Attention":
         keys = jax.random.split(key, 4)
         c = config
 

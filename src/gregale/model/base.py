@@ -1,7 +1,5 @@
 """Model configurations by their `type`, and the one that takes its shape from a model of the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -60,6 +58,8 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 
     splits_positions: ClassVar[bool] = False
 
+    score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
+
     @classmethod
     def default_choice_name(cls) -> str:
         return "llama"
@@ -83,11 +83,6 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def head_width(self) -> int:
         """Return the width of an attention head; 0 without attention."""
         return 0
-
-    @property
-    def score_cap(self) -> float | None:
-        """Return the limit of attention scores; None if there is none."""
-        return None
 
 
 @ModelConfig.register_subclass("huggingface")

@@ -5,8 +5,6 @@ all of them write the same slot. An index counts from the padding on, a token's 
 position = index - first.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import equinox as eqx
@@ -36,7 +34,7 @@ class DecodeStep(eqx.Module):
     seen: NamedArray  # whether the token sees a slot after the write: [Batch, Slot]
 
     @staticmethod
-    def at(place, first: NamedArray, slots: int, window: int | None) -> DecodeStep:
+    def at(place, first: NamedArray, slots: int, window: int | None) -> "DecodeStep":
         """Return the step of the tokens at an index.
 
         - `first`: the index of each row's first token, integers [Batch]
@@ -67,14 +65,13 @@ class Cache(eqx.Module):
     slots: int = eqx.field(static=True)
 
     @staticmethod
-    def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> Cache:
+    def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> "Cache":
         """Return the cache of prompts, [Batch, Position, KvHeads, HeadSize]; of their last `slots` tokens if more."""
         on = Devices(execution)
         keep = on.layout.shard_map(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
-    def with_room(self, slots: int, execution: Execution) -> Cache:
-        """Return the same cache with room for `slots` tokens in all."""
+    def with_room(self, slots: int, execution: Execution) -> "Cache":
         on = Devices(execution)
         widen = on.layout.shard_map(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)
@@ -87,7 +84,7 @@ class Cache(eqx.Module):
         turn: DecodeStep,
         execution: Execution,
         cap: float | None = None,
-    ) -> tuple[NamedArray, Cache]:
+    ) -> "tuple[NamedArray, Cache]":
         """Compute softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
 
         Returns the result, and the cache with its key and value.

@@ -1,7 +1,5 @@
 """Model configurations: the architecture of a model of the Llama family, and its computation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -59,7 +57,6 @@ class LlamaConfig(Sizes):
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
     score_width: ClassVar[float | None] = None
-    score_softcap: ClassVar[float | None] = None
     logit_softcap: ClassVar[float | None] = None
     scaled_embedding: ClassVar[bool] = False
     window_rotary_base: ClassVar[float | None] = None
@@ -107,7 +104,7 @@ class LlamaConfig(Sizes):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
 
-    def init(self, Vocab: Axis, key: jax.Array) -> Llama:
+    def init(self, Vocab: Axis, key: jax.Array) -> "Llama":
         from gregale.model.llama import Llama  # late, because the model reads its configuration
 
         return Llama.init(self, Vocab, key)
@@ -122,10 +119,6 @@ class LlamaConfig(Sizes):
             norms_after=self.norms != "before",
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
         )
-
-    @property
-    def score_cap(self) -> float | None:
-        return self.score_softcap
 
     @property
     def logits(self) -> Logits:

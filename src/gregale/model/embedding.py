@@ -1,7 +1,5 @@
 """The token embedding: a lookup that sends nothing over `replica`, in the forward and the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -58,12 +56,10 @@ class Lookup:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that split the tokens."""
         return self.layout.mesh_axes(self.tokens, self.layout.compute)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that split the rows of the table."""
         return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
 
     @property

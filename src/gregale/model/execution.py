@@ -1,7 +1,5 @@
 """The execution of a model: the sharding and precision of its arrays, and the values that its layers save."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -175,7 +173,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
-    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_cap, layout.context)
+    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap, layout.context)
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,

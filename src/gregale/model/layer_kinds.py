@@ -4,8 +4,6 @@ A layer's kind determines its program: a kernel has one window. So a stack is cu
 kinds repeats. A scan over a stretch has a whole pattern in its body, each layer with its own program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple

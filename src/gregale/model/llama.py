@@ -1,7 +1,5 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import equinox as eqx
@@ -17,17 +15,11 @@ from gregale.model.cache import Cache, DecodeStep, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
-from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
 from gregale.model.target_log_probs import target_scores
-
-
-def gated(activation: str, kernels: Kernels):
-    """Return the product (gate, up) -> activation(gate) * up."""
-    return {"silu": kernels.swiglu, "gelu": kernels.geglu}[activation]
 
 
 class Mlp(eqx.Module):
@@ -39,7 +31,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> Mlp:
+    def init(config: LlamaConfig, key) -> "Mlp":
         keys = jax.random.split(key, 3)
         c = config
         return Mlp(
@@ -52,7 +44,8 @@ class Mlp(eqx.Module):
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         gate = named(execution.placed(execution.kernels.project(self.gate, x)), "gate")
         up = named(execution.placed(execution.kernels.project(self.up, x)), "up")
-        product = gated(self.activation, execution.kernels)(gate, up)
+        gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
+        product = gated(gate, up)  # activation(gate) * up
         return named(execution.kernels.project(self.down, product), "mlp_out")
 
 
@@ -71,7 +64,7 @@ class Block(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> Block:
+    def init(config: LlamaConfig, key) -> "Block":
         attention_key, mlp_key = jax.random.split(key)
         around = config.norms == "around"
         return Block(
@@ -133,7 +126,7 @@ class Llama(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, Vocab: Axis, key) -> Llama:
+    def init(config: LlamaConfig, Vocab: Axis, key) -> "Llama":
         table_key, head_key, blocks_key = jax.random.split(key, 3)
         keys = jax.random.split(blocks_key, config.layers)
         return Llama(
@@ -208,7 +201,7 @@ class Llama(eqx.Module):
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
-    def unstacked(self) -> Llama:
+    def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""
 
         def block(i: int) -> Block:

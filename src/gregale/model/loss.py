@@ -1,7 +1,5 @@
 """The next-token loss, computed in blocks of tokens so that the full logits are never in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,9 +78,7 @@ class HeadLoss:
         return layout.shard_map(function, (hidden, head, tokens, tokens), out_specs)
 
     def cut(self, hidden, targets, weights):
-        """Return a device's tokens, [groups, blocks, block, embed] and twice [groups, blocks, block]; padding has
-        weight 0.
-        """
+        """Return a device's tokens: [groups, blocks, block, embed], twice [groups, blocks, block]; padding weighs 0."""
         count = targets.size
         blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block)
 

@@ -1,7 +1,5 @@
 """RMSNorm over named axes."""
 
-from __future__ import annotations
-
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ class RmsNorm(eqx.Module):
     offset: float = eqx.field(static=True, default=0.0)
 
     @staticmethod
-    def init(Over: Axis | tuple[Axis, ...], config: LlamaConfig) -> RmsNorm:
+    def init(Over: Axis | tuple[Axis, ...], config: LlamaConfig) -> "RmsNorm":
         """Return a norm with multiplier 1."""
         return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
 

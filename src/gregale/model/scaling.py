@@ -1,7 +1,5 @@
 """Rotary frequencies scaled to a longer context: the choices of `model.rotary_scaling`."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -27,9 +25,7 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
 
     @abstractmethod
     def kept(self, frequency: np.ndarray) -> np.ndarray:
-        """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; the rest is divided by
-        `factor`.
-        """
+        """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; `factor` divides others."""
 
     @property
     def score_factor(self) -> float:

@@ -1,7 +1,5 @@
 """The sizes of a decoder: its configuration keys and named axes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from haliax import Axis

@@ -1,7 +1,5 @@
 """The log-likelihood of each target, computed in blocks of tokens so that the full logits are never in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

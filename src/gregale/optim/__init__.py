@@ -11,22 +11,3 @@ from gregale.optim.schedules import (
     ScheduleConfig,
     WarmupStableDecaySchedule,
 )
-
-__all__ = [
-    "AdamWConfig",
-    "ConstantSchedule",
-    "CosineSchedule",
-    "LinearSchedule",
-    "LionConfig",
-    "MatrixAxes",
-    "MuonConfig",
-    "Optimizer",
-    "OptimizerConfig",
-    "ScheduleConfig",
-    "SgdConfig",
-    "WarmupStableDecaySchedule",
-    "clip_by_norm",
-    "decays",
-    "global_norm",
-    "matrix_axes",
-]

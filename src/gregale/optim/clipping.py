@@ -1,7 +1,5 @@
 """The norm of a gradient, and clipping by the norm."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

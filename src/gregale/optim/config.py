@@ -1,7 +1,5 @@
 """The choice of an optimizer, and its construction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import draccus
@@ -34,7 +32,7 @@ class Optimizer:
     learning_rate: optax.Schedule
 
     @classmethod
-    def of(cls, transformation: optax.GradientTransformation) -> Optimizer:
+    def of(cls, transformation: optax.GradientTransformation) -> "Optimizer":
         """Wrap any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
         identity = optax.with_extra_args_support(optax.identity())
         return cls(optax.with_extra_args_support(transformation), identity, optax.constant_schedule(float("nan")))
@@ -99,18 +97,12 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return []
 
     def update_bytes(self, parameters, layout: Layout) -> int:
-        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible.
-
-        The arguments are those of `build`.
-        """
+        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible."""
         del parameters, layout
         return 0
 
     def update_flops(self, parameters, layout: Layout) -> int:
-        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
-
-        The arguments are those of `build`.
-        """
+        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none."""
         del parameters, layout
         return 0
 
@@ -127,7 +119,6 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
     def add_decay(self, parameters) -> optax.GradientTransformation:
-        """Add `weight_decay * parameter` to the direction of the parameters that decay."""
         if not self.weight_decay:
             return optax.identity()
         mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)

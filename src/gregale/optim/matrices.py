@@ -1,7 +1,5 @@
 """Select the parameters that are matrices: they decay, and Muon orthogonalises them. Axis names decide, not paths."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import equinox as eqx

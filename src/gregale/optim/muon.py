@@ -1,7 +1,5 @@
 """Muon in two parts: the momentum works on shards, the orthogonalisation on gathered matrices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Newton-Schulz iterations on whole matrices, distributed over the fast axes of a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import prod
 

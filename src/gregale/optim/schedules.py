@@ -1,7 +1,5 @@
 """Learning-rate schedules: a warmup, then one of four shapes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import draccus

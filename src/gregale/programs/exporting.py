@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import jax
 import ml_dtypes
 import numpy as np
+import yaml
 
+import gregale
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
@@ -23,7 +25,7 @@ from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.malloc_tuning import release_memory
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
-from gregale.huggingface.families import family_that_has
+from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import (
     BESIDE,
     CONFIG,
@@ -42,18 +44,18 @@ from gregale.huggingface.writing import (
     Files,
     Writer,
     bytes_of,
-    files_as,
     files_of,
     layers_by_name,
     plan_files,
     write_index,
 )
 from gregale.model.config import LlamaConfig
+from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
-from gregale.programs.runtime.model_card import Exported, model_card
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
-from gregale.runs.history import FiguresReader
+from gregale.runs.history import Figures, FiguresReader
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings, above, setting, shown, whole
@@ -63,6 +65,10 @@ T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 GIGABYTE = 10**9
 SHARD_GIGABYTES = 5.0
+EVALUATED = {
+    "eval_loss": ("held-out loss", "{:.4f} nats a token"),
+    "bits_per_byte": ("held-out bits per byte", "{:.4f}"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,15 @@ class ImportedFiles:
     def dtype(self) -> str:
         found = self.config.get("dtype") or self.config.get("torch_dtype")
         return found if found in DTYPES else "float32"
+
+
+@dataclass(frozen=True)
+class Exported:
+    run: RunDirectory
+    setup: Setup
+    step: int
+    family: Family
+    dtype: str
 
 
 def main(options: ExportOptions) -> int:
@@ -234,7 +249,8 @@ def files_for(sizes: Mapping[str, int], gigabytes: float | None, imported: Impor
         if weight_map is None:
             return files_of(sizes, sum(sizes.values()))
         if set(weight_map) == set(sizes):
-            return files_as(weight_map)
+            names = sorted(set(weight_map.values()))
+            return {file: [name for name in weight_map if weight_map[name] == file] for file in names}
     return files_of(sizes, int((gigabytes or SHARD_GIGABYTES) * GIGABYTE))
 
 
@@ -258,10 +274,37 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
-    figures = FiguresReader(run.metrics).read()
-    for problem in figures.problems:
+    metrics = FiguresReader(run.metrics).read()
+    for problem in metrics.problems:
         say(problem)
-    (folder / "README.md").write_text(model_card(exported, figures), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(exported, metrics), encoding="utf-8")
+
+
+def model_card(exported: Exported, metrics: Figures) -> str:
+    """Return README.md: the hub's header, and a table of facts; `metrics`: of the run."""
+    config, step = exported.run.read_config(), exported.step
+    facts = {
+        "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
+        f"{exported.dtype}",
+        "trained by": f"Gregale {gregale.__version__}",
+    }
+    if config.start_from:
+        facts["started from"] = config.start_from
+    if step:
+        facts["steps"] = f"{step:,} of {config.batch.tokens:,} tokens, {step * config.batch.tokens:,} tokens in all"
+        facts["data"] = ", ".join(config.data.sources)
+        facts["method"] = config.sync.get_choice_name(type(config.sync))
+        facts["optimizer"] = config.optimizer.get_choice_name(type(config.optimizer))
+        facts |= last_evaluation(metrics, step)
+    header = yaml.safe_dump({"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gregale"]})
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"---\n{header}---\n\n# {config.name}\n\n| | |\n|---|---|\n{rows}\n"
+
+
+def last_evaluation(metrics: Figures, step: int) -> dict[str, str]:
+    """Return the held-out metrics that the run logged at a step, formatted."""
+    found = {key: metrics[key].at(step) for key in EVALUATED if key in metrics}
+    return {EVALUATED[key][0]: EVALUATED[key][1].format(value) for key, value in found.items() if value is not None}
 
 
 COMMAND = Command(main=main, options=ExportOptions, plugins=True, positional=("run", "target"))

@@ -1,7 +1,5 @@
 """Provides the model of a run for Python: samples and losses, as `gregale sample` and `gregale eval` have them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,8 +1,7 @@
 """Provides `gregale.train` and `gregale.load`: training and its model for Python and notebooks."""
 
-from __future__ import annotations
-
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from os import PathLike
@@ -14,6 +13,7 @@ import numpy as np
 from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
+from gregale.errors import UserError
 from gregale.programs.loaded_model import LoadedModel
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.train.command import TrainOptions, main
@@ -44,7 +44,7 @@ class TrainingResult:
 
 def train(
     config: TrainConfig | Mapping[str, Any] | str | PathLike[str],
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
     fresh: bool = False,
     profile: str | None = None,
@@ -63,6 +63,7 @@ def train(
 
     Raises `UserError` with the message of the command, which would end with it.
     """
+    overrides = shlex.split(overrides) if isinstance(overrides, str) else overrides
     arguments = [*overrides, *(_argument(key, value) for key, value in keys.items())]
     given = str(config) if isinstance(config, str | PathLike) else _plain(config)
     chosen = resolved(read(TrainConfig, given, arguments))
@@ -88,7 +89,12 @@ def load(run: str | StoragePath, step: int | None = None, devices: int | MeshCon
 
 
 def _argument(key: str, value: Any) -> str:
-    return f"--{key}={value if isinstance(value, str) else json.dumps(_plain(value))}"
+    try:
+        return f"--{key}={value if isinstance(value, str) else json.dumps(_plain(value))}"
+    except TypeError as error:
+        raise UserError(
+            f"{key}: {error}. Give texts, numbers, lists and mappings as in YAML, or configuration objects."
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gregale.data.preparation import Corpus, prepare
+from gregale.data.preparation import prepare
 from gregale.programs.command import Command
 from gregale.runs.config import TrainConfig
 from gregale.streams import say
@@ -22,16 +22,12 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
             store.verify(f"checking {key}", console.progress)
         for note in corpus.notes:
             console.message(note)
-        print_sizes(corpus)
+        for name, stream in corpus.train_streams.items():
+            say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
+        for name, stream in corpus.validation_streams.items():
+            say(f"{name}: {len(stream):,} tokens to evaluate on")
+        say(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
     return 0
-
-
-def print_sizes(corpus: Corpus) -> None:
-    for name, stream in corpus.train_streams.items():
-        say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
-    for name, stream in corpus.validation_streams.items():
-        say(f"{name}: {len(stream):,} tokens to evaluate on")
-    say(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
 
 
 READS = ("plugins", "data", "batch.sequence_length", "seed")

@@ -1,7 +1,5 @@
 """The configuration of a run, filled from the YAML file and the command line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The differences between two configurations, and whether a run can resume with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 

@@ -1,19 +1,7 @@
 """Readers of a run's files (metrics, samples, configuration, starts, rounds), also while the run writes them.
 
-    history = read_history(RunPaths(Path("runs/quickstart")))
-    loss = history.figures["loss"]            # Column(steps, values); NaN if there is no number
-    history.problems                          # sentences about damaged or absent files
-
-    reader = FiguresReader(run.metrics)       # for repeated reads: it parses only new lines
-    reader.read()["loss"].values[-1]
-
-    few = spikes_kept(loss.values, bins=500)  # indices of the points to draw
-    loss.steps[few], loss.values[few]
-
 The content of the files raises no error; only a failing disk or store does. This module does not import JAX.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -108,13 +96,13 @@ def read_history(run: RunPaths) -> History:
         config = flat(read_yaml(run.config)[0])
     except UserError as error:
         problems.append(str(error))
-    figures = FiguresReader(run.metrics).read()
+    metrics = FiguresReader(run.metrics).read()
     entries = [read_entries(path) for path in (run.starts, run.changes, run.path / ROUNDS)]
-    problems += [*figures.problems, *(problem for _, problem in entries if problem)]
+    problems += [*metrics.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     name, path = run.path.absolute().name, str(run.path)
-    return History(name, path, config, figures, samples, starts, changes, rounds, is_running, tuple(problems))
+    return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems))
 
 
 class FiguresReader:

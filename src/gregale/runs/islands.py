@@ -1,7 +1,5 @@
 """The configuration of islands: the coordinator, the network and the timeouts."""
 
-from __future__ import annotations
-
 import re
 import socket
 from dataclasses import dataclass
@@ -92,5 +90,4 @@ class IslandsConfig(Settings):
 
     @property
     def own_name(self) -> str:
-        """This island's name."""
         return self.name or socket.gethostname()[:MAX_NAME]

@@ -1,7 +1,5 @@
 """Functions that read a configuration from a YAML file and dotted arguments, and write it as YAML."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 plugins: [my_package.my_module]
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os
@@ -26,7 +24,7 @@ from gregale.storage import ObjectPath, StoragePath
 KEY = "plugins"
 LONGEST_MESSAGE = 300
 TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
-_OTHER_CODE = (*(str(Path(each.__file__).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
+_OTHER_CODE = (*(str(Path(str(each.__file__)).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ The processes compare settings before JAX joins them (`gregale.distributed.setti
 text over JAX.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

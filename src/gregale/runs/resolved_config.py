@@ -1,7 +1,5 @@
 """Resolution of `model: {type: huggingface}` to the shape in the model's folder, as a run stores it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The directory of a run, on a disk or in an object store: configuration, checkpoints, metrics and samples."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +39,6 @@ class RunDirectory(RunPaths):
         return read_entries(self.metrics, number="step")
 
     def note_checkpoint(self, step: int) -> None:
-        """Record the step of the newest committed checkpoint."""
         write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
 
     def resume_hint(self) -> str:

@@ -12,8 +12,6 @@ the system releases that lock when the process ends. Some network file systems d
 only with certain mount options. The lease works on all hosts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -46,11 +44,11 @@ class LeaseRecord(LockHolder):
     count: int = 0
 
     @staticmethod
-    def of_this_process() -> LeaseRecord:
+    def of_this_process() -> "LeaseRecord":
         return LeaseRecord(**asdict(LockHolder.this_process()), machine=machine(), token=uuid4().hex)
 
     @staticmethod
-    def parse(content: bytes) -> LeaseRecord | None:
+    def parse(content: bytes) -> "LeaseRecord | None":
         """Parse a lease; return None if the content is no lease."""
         try:
             return LeaseRecord(**json.loads(content))
@@ -58,7 +56,7 @@ class LeaseRecord(LockHolder):
             return None
 
     @staticmethod
-    def read(path: StoragePath) -> LeaseRecord | None:
+    def read(path: StoragePath) -> "LeaseRecord | None":
         """Read a lease; return None if it is absent or damaged."""
         try:
             return LeaseRecord.parse(path.read_bytes())

@@ -1,7 +1,5 @@
 """The paths of a run's files. This module does not import JAX, so that programs that only read start fast."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -15,8 +13,6 @@ from gregale.storage import StoragePath, is_url, storage_path
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The paths of one run."""
-
     path: StoragePath
 
     @property

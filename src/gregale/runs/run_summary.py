@@ -1,12 +1,4 @@
-"""Summaries of runs: state, progress and results. This module does not import JAX.
-
-    for summary in summaries(storage_path("runs")):
-        summary.name, summary.state, summary.step, summary.loss
-
-A summary reads only the end of metrics.jsonl and the manifests of checkpoints.
-"""
-
-from __future__ import annotations
+"""Summaries of runs, from the ends of metrics and the checkpoints' manifests. This module does not import JAX."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -65,10 +57,7 @@ class Summary:
 
 
 def summaries(folder: StoragePath) -> list[Summary]:
-    """Return summaries of the runs in a folder, by name, or of the folder itself if it is a run.
-
-    Raises `UserError` if there is no such folder.
-    """
+    """Return summaries of a folder's runs, by name, or of the folder if it is a run. Raises `UserError` without one."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; runs lie in a folder, such as runs/, or are one, such as runs/NAME.")
     if isinstance(folder, Path) and not folder.is_dir():

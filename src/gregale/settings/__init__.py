@@ -15,8 +15,6 @@ A class that derives from `Settings` checks ranges and choices in its constructo
 and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -73,7 +71,6 @@ class Range:
 
 
 def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:
-    """Return the range of integers from `minimum` to `maximum`."""
     return Range(minimum, maximum, also=also)
 
 
@@ -200,7 +197,6 @@ def shown(value: float | str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text shortened for a message."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 

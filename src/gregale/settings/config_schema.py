@@ -1,7 +1,5 @@
 """The fields of a configuration class as dotted keys with type names, for help and for error messages."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
@@ -38,7 +36,6 @@ class Entry:
 
     @property
     def meaning(self) -> str:
-        """The help text with the range."""
         return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
 
 
@@ -49,7 +46,9 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
     """
     for each in fields(config_class):
         kind = types_of(config_class)[each.name]
-        entry = _entry(join(prefix, each.name), kind, each, default_of(each, default))
+        key, data = join(prefix, each.name), each.metadata
+        about = data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed")
+        entry = Entry(key, type_name(kind, data.get("choices", ())), default_of(each, default), *about)
         if "keys_of" in each.metadata:
             yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
         else:
@@ -106,12 +105,6 @@ def types_of(config_class: type) -> dict[str, Any]:
     return get_type_hints(config_class)
 
 
-def _entry(key: str, kind: Any, each: Field, value: Any) -> Entry:
-    data = each.metadata
-    name = type_name(kind, data.get("choices", ()))
-    return Entry(key, name, value, data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed"))
-
-
 def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:
     inner, below = _nested(kind)
     if inner is None:
@@ -159,10 +152,7 @@ def _nested(kind: Any) -> tuple[Any, str]:
 
 
 def type_name(kind: Any, options: Collection[str] = ()) -> str:
-    """Return the name of a type: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
-
-    `options` are the choices of a text.
-    """
+    """Return a type's name: `int | null`, `list of str`, or the choices of a text, `options`: `matrices | all`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is str and options:
         return " | ".join(options)

@@ -4,8 +4,6 @@ draccus provides the registries of choices and the encoding. This module has its
 reports class names and hides the errors of configuration classes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """The help text of a configuration class, with one line for each key."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@
 | note`; an empty second column: no counterpart. The files that the keys are from stand behind a project's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple

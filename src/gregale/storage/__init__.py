@@ -29,21 +29,3 @@ from gregale.storage.paths import (
 )
 from gregale.storage.remote import ObjectPath, Status
 from gregale.storage.retry import RetryPolicy, StoreError
-
-__all__ = [
-    "ObjectPath",
-    "RetryPolicy",
-    "Status",
-    "StoragePath",
-    "StoreError",
-    "create",
-    "files_below",
-    "is_url",
-    "names",
-    "read_range",
-    "remove_tree",
-    "status",
-    "storage_path",
-    "upload",
-    "write_bytes",
-]

@@ -22,10 +22,7 @@ _CONNECTIONS = 32
 
 
 def filesystem(url: str, silence_seconds: float) -> Any:
-    """Return the fsspec file system of a URL, one for each endpoint in each process.
-
-    Raises `StoreError` if its package is not installed.
-    """
+    """Return the fsspec file system of a URL, one for each endpoint; raise `StoreError` if its package is missing."""
     scheme = url.partition("://")[0]
     package, extra = SCHEMES[scheme]
     if importlib.util.find_spec(package) is None:

@@ -1,9 +1,5 @@
 """A reader of JSONL files that skips damaged lines. This module does not import JAX.
 
-    found = read_entries(run.metrics, number="step")
-    found.entries                             # the valid entries
-    found.problem                             # a sentence about skipped lines; None if all lines are valid
-
 All readers of `metrics.jsonl`, `rounds.jsonl`, `starts.jsonl` and `changes.jsonl` validate lines with `entry_of`.
 """
 

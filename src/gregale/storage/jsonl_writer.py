@@ -1,14 +1,7 @@
 """Writers of the JSONL files `metrics.jsonl` and `rounds.jsonl`: a file is appended to, an object is rewritten.
 
-    lines = lines_at(run / "metrics.jsonl", ResumePoint("step", 100), print)
-    lines.add({"step": 101, "loss": 2.0})
-    lines.flush()  # before a checkpoint becomes valid
-    lines.close()
-
-Opening the file in this way removes the lines of steps after step 100.
+Opening a file at a `ResumePoint` removes the lines of later steps.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
@@ -46,7 +39,7 @@ class ResumePoint(NamedTuple):
 
 def lines_at(
     path: StoragePath, resume_point: ResumePoint, report: Callable[[str], None]
-) -> FileJsonlWriter | ObjectJsonlWriter:
+) -> "FileJsonlWriter | ObjectJsonlWriter":
     """Open the writer for a path; the arguments are those of the two classes."""
     if isinstance(path, ObjectPath):
         return ObjectJsonlWriter(path, resume_point, report)

@@ -1,7 +1,5 @@
 """Objects of a store, and folders of objects, addressed by URL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +39,7 @@ class ObjectPath:
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> ObjectPath:
+    def __truediv__(self, name: str) -> "ObjectPath":
         return replace(self, url=f"{self.url}/{name.strip('/')}")
 
     @property
@@ -49,13 +47,13 @@ class ObjectPath:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> ObjectPath:
+    def parent(self) -> "ObjectPath":
         return replace(self, url=self.url.rpartition("/")[0])
 
-    def with_name(self, name: str) -> ObjectPath:
+    def with_name(self, name: str) -> "ObjectPath":
         return self.parent / name
 
-    def absolute(self) -> ObjectPath:
+    def absolute(self) -> "ObjectPath":
         return self
 
     def read_bytes(self) -> bytes:
@@ -131,10 +129,9 @@ class ObjectPath:
         return True
 
     def upload(self, file: Path) -> None:
-        """Write the object from a file."""
         self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
 
-    def copy_to(self, other: ObjectPath) -> None:
+    def copy_to(self, other: "ObjectPath") -> None:
         """Copy the object inside the store."""
         self._request(lambda system, path: system._cp_file(path, other._path))
 

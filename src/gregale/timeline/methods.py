@@ -33,10 +33,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Cadence:
-    """The communication steps of a method.
-
-    Raises `UserError` if a delay is not below the period.
-    """
+    """The communication steps of a method. Raises `UserError` if a delay is not below the period."""
 
     steps: int = 100
     period_steps: int = 100  # H, steps between two reductions of one parameter (DiLoCo and streaming)

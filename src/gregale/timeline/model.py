@@ -28,10 +28,6 @@ class Workload:
         """Return the seconds of one node, the unit of the timeline."""
         return self.step_seconds / (3 * self.layers * self.microbatches)
 
-    @property
-    def nodes_per_pass(self) -> int:
-        return 3 * self.layers - 1
-
 
 # Sizes and step times as in Streaming DiLoCo (arXiv 2501.18512), Table 4.
 PRESETS = {
@@ -58,7 +54,6 @@ class Ring:
     latency_seconds: float = 0.0  # delay of one message over one link
 
     def sent_bytes(self, payload_bytes: float) -> float:
-        """Return the bytes that each site sends to average a payload."""
         return 2 * (self.sites - 1) / self.sites * payload_bytes
 
     def link_seconds(self, payload_bytes: float, bits_per_second: np.ndarray) -> np.ndarray:

@@ -90,7 +90,7 @@ def simulate(
             timeline.forward(step)
             timeline.backward(step, by_pass[step, microbatch])
     return Run(
-        compute_seconds=steps * workload.microbatches * workload.nodes_per_pass * workload.node_seconds,
+        compute_seconds=steps * workload.microbatches * (3 * workload.layers - 1) * workload.node_seconds,
         total_seconds=np.maximum(timeline.clock, timeline.last_arrival),
         sent_bytes=timeline.sent_bytes,
     )

@@ -18,10 +18,7 @@ The loop's events for a step, in this order:
     after_step   (the loop waits for the devices if `waits_after`), and on_evaluation with its result
 """
 
-from __future__ import annotations
-
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,10 +27,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import draccus
+import numpy as np
 
-from gregale.errors import UserError
+from gregale.errors import UserError, naming_own_code
 from gregale.settings import Settings
 from gregale.storage import ObjectPath, StoragePath
+from gregale.tracking.metrics import metric_of
 
 Tree = Any
 Metrics = Mapping[str, float | int | None]
@@ -98,7 +97,8 @@ class Callback:
     """Code that the training loop calls at its events; each method does nothing unless it is overridden.
 
     Every process of a run makes the same calls in the same order, in the thread of the loop, except `on_checkpoint`.
-    A `UserError` of a callback ends the run with its text; any other exception ends it with the exception's place.
+    A `UserError` of a callback ends the run with its text; any other exception ends it with the exception's place. An
+    exception of `on_checkpoint` is reported, and the run continues.
 
     - `seconds`: the metric that counts the seconds of `before_step` and `after_step`
     """
@@ -196,7 +196,7 @@ class Callbacks:
             for callback in self._all:
                 stack.callback(call, callback, "close")
 
-    def __enter__(self) -> Callbacks:
+    def __enter__(self) -> "Callbacks":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,16 +204,28 @@ class Callbacks:
 
 
 def call(callback: Callback, event: str, *arguments: Any) -> Any:
-    """Return the result of a callback's event.
-
-    An exception of a callback that is not Gregale's own becomes a `UserError` with the line of code that raised it.
-    """
-    try:
+    """Return the result of a callback's event; an exception of a plugin's callback becomes a `UserError`."""
+    with naming_own_code(f"callbacks: {type(callback).__name__}.{event}", type(callback)):
         return getattr(callback, event)(*arguments)
-    except Exception as error:
-        if isinstance(error, UserError) or type(callback).__module__.partition(".")[0] == "gregale":
-            raise
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        name = f"{type(callback).__name__}.{event}"
-        raise UserError(f"callbacks: {name} raised {type(error).__name__}: {str(error).rstrip('.')}{place}.") from error
+
+
+def own_metrics(callback: Callback, event: str, *arguments: Any) -> dict[str, Any]:
+    """Return the metrics that an event of a plugin's callback returns, as arrays without axes.
+
+    Raises `UserError` for anything but numbers by name, and for the name of a metric that there is already.
+    """
+    what, found = f"callbacks: {type(callback).__name__}.{event}", call(callback, event, *arguments)
+    if not isinstance(found, Mapping):
+        raise UserError(f"{what} returns {type(found).__name__}; it has to return a mapping of names to numbers.")
+    metrics = {}
+    for name, value in found.items():
+        if not isinstance(name, str) or not name or name == "step" or metric_of(name) is not None:
+            raise UserError(f"{what} returns {name!r}, which is no name or that of another metric; choose another.")
+        array = getattr(value, "array", value)
+        if np.shape(array) != () or (not hasattr(array, "dtype") and not isinstance(array, int | float)):
+            raise UserError(
+                f"{what} returns {name!r} of the type {type(value).__name__} and the shape {np.shape(array)}; give a "
+                "number, such as a mean."
+            )
+        metrics[name] = array
+    return metrics

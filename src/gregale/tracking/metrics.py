@@ -7,8 +7,6 @@
 The names are the same in `metrics.jsonl`, TensorBoard, Weights & Biases and trackio.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -6,8 +6,6 @@ Each process traces its own devices. In the background it writes unique files to
 `steps-20-22/plugins/profile/steps-20-22/HOST-process-N.{xplane.pb,trace.json.gz}`.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Callable
@@ -39,7 +37,7 @@ class Window:
     last: int
 
     @classmethod
-    def parse(cls, text: str, steps: int) -> Window:
+    def parse(cls, text: str, steps: int) -> "Window":
         """Parse START:STOP; `steps` is the number of steps of the run. Raises `UserError`."""
         found = _WINDOW.fullmatch(text)
         if found is None:

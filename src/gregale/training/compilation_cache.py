@@ -7,8 +7,6 @@ a killed process or a full disk) is deleted, and its program is compiled again.
 Compiled programs are machine code: anyone with write access to the cache can run code on the hosts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

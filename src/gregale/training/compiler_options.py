@@ -1,12 +1,8 @@
 """The compiler options of a run's programs: the defaults of the chip family and those of the configuration.
 
-    jax.jit(step, compiler_options=compiler_options(config.compute.compiler_options, mesh))
-
 The defaults make collectives asynchronous for which the TPU compiler otherwise waits. All programs of a run get them:
 steps, rounds, evaluations, the initial state, conversions between methods, and sampling.
 """
-
-from __future__ import annotations
 
 import os
 
@@ -90,10 +86,7 @@ _QUICKLY = {
 
 
 def fast_compile_options(mesh: Mesh) -> dict[str, int | bool] | None:
-    """Return options for a program that runs once, which a CPU compiles longer than it runs it.
-
-    Flags in XLA_FLAGS have priority.
-    """
+    """Return options for a program that runs once: a CPU compiles it longer than it runs. XLA_FLAGS have priority."""
     if mesh.devices.flat[0].platform != "cpu":
         return None
     flags = os.environ.get("XLA_FLAGS", "")

@@ -1,7 +1,5 @@
 """The training state and the counted step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import with_shardings
+from gregale.axes.layout import Tree, with_shardings
 from gregale.methods.method import Method, StepMetrics
 from gregale.model.config import CompilerOptions
 from gregale.training.compiler_options import fast_compile_options
 
-Tree = Any
 Leaf = Any
 """An array; in an abstract state its shape, in a tree of shardings its sharding; None for an omitted part."""
 
@@ -70,7 +67,6 @@ def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
-    """Return the sharding of each array of a state."""
     mesh = method.layout.mesh
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
     return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), counts, counts)

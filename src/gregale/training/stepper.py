@@ -1,7 +1,5 @@
 """`Stepper`, which runs the compiled programs of a method in each step."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,22 +22,15 @@ def as_dtype(tree, dtype):
 def value_and_gradients(function: Callable, arguments: tuple) -> list[np.ndarray]:
     """The output, and the gradients by all floating arguments of a sum of the output with fixed random weights."""
 
-    def run(arguments):
-        output, backward = jax.vjp(
-            lambda floats: function(*jax.tree.unflatten(structure, merged(floats))), floating(arguments)
-        )
+    floats, rest = eqx.partition(arguments, eqx.is_inexact_array)
+
+    @jax.jit
+    def run(floats):
+        output, backward = jax.vjp(lambda floats: function(*eqx.combine(floats, rest)), floats)
         weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(99), x.shape).astype(x.dtype), output)
         return output, backward(weights)
 
-    structure = jax.tree.structure(arguments)
-
-    def floating(tree):
-        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in jax.tree.leaves(tree)]
-
-    def merged(floats):
-        return [x if new is None else new for x, new in zip(jax.tree.leaves(arguments), floats, strict=True)]
-
-    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(jax.jit(run)(arguments))]
+    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(run(floats))]
 
 
 def assert_equal(

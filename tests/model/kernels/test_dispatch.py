@@ -1,28 +1,17 @@
 """Which form of attention a device, a dtype and a model get."""
 
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 import pytest
 
 from gregale.errors import UserError
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.tpu.splash import Splash
+from tests.mesh.support import Device
 
-
-@dataclass(frozen=True)
-class Device:
-    """What a choice reads of a device."""
-
-    platform: str
-    device_kind: str = ""
-    compute_capability: str = ""
-
-
-CPU = Device("cpu")
-V5E = Device("tpu", "TPU v5 lite")
-A100, H100 = Device("gpu", "NVIDIA A100", "8.0"), Device("gpu", "NVIDIA H100", "9.0")
-MI300 = Device("gpu", "AMD Instinct MI300X", "gfx942")
+CPU, V5E = Device(platform="cpu"), Device(platform="tpu", device_kind="TPU v5 lite")
+A100 = Device(device_kind="NVIDIA A100", compute_capability="8.0")
+H100 = Device(device_kind="NVIDIA H100", compute_capability="9.0")
+MI300 = Device(device_kind="AMD Instinct MI300X", compute_capability="gfx942")
 
 
 def chosen(

@@ -1,10 +1,13 @@
-"""What `gregale islands` and `gregale train` refuse before anything is started."""
+"""What `gregale islands`, `gregale lighthouse` and `gregale train` refuse before anything is started."""
 
 from pathlib import Path
 
 import pytest
 
 from gregale.cli import main
+from gregale.errors import UserError
+from gregale.programs.lighthouse import LighthouseOptions
+from gregale.programs.lighthouse import main as lighthouse
 from gregale.programs.local_fleet.command import folder_of
 from gregale.runs.config import TrainConfig
 
@@ -32,3 +35,13 @@ def test_a_mistake_is_one_line(command, arguments, says, tmp_path, monkeypatch, 
     assert says in text
     assert "Traceback" not in text
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_lighthouse_does_not_start_without_the_secret_of_its_fleet(tmp_path):
+    with pytest.raises(UserError, match=r"token_file is not set: .*islands\.token_file"):
+        lighthouse(LighthouseOptions(bind="127.0.0.1:0"))
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o644)
+    with pytest.raises(UserError, match=r"token_file: .* can be read by others"):
+        lighthouse(LighthouseOptions(bind="127.0.0.1:0", token_file=str(token)))

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from gregale.atomic_files import is_process_dead
 from gregale.distributed.signing import read_token
 from gregale.programs.local_fleet.processes import end, end_of, make_token
 
@@ -41,16 +41,9 @@ time.sleep(600)
         child = int(process.stdout.readline())
         process.kill()
     until = time.monotonic() + 20
-    while _lives(child) and time.monotonic() < until:
+    while not is_process_dead(child) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not _lives(child)
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert is_process_dead(child)
 
 
 def test_an_error_is_called_one_by_its_reader_alone(tmp_path):

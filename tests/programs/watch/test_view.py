@@ -90,14 +90,6 @@ def test_damage_and_nans_are_told(tmp_path):
     assert "1 of 4 lines are damaged, the first is line 4" in text
 
 
-def test_names_are_no_markup(tmp_path):
-    run = write_run(tmp_path / "[red]a", 2)
-    write_lines(run, {"step": 2, "eval_loss.[/news]:x:": 2.5})
-    lines = seen(RunPoller(RunPaths(run)).poll()[0])
-    assert lines[0].startswith("[red]a  stopped")
-    assert any(line.startswith("eval loss.[/news]:x:") for line in lines)
-
-
 @pytest.fixture
 def islands(tmp_path) -> list[RunStatus]:
     snapshots = []

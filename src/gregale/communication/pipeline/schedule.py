@@ -89,7 +89,6 @@ class Schedule:
         return self.microbatches - self.forwarding * self.stages if self.repeats > 1 else 0
 
     def item(self, stage: int, iteration: int) -> Item | None:
-        """Return the item of a stage in an iteration; None if it idles."""
         n = iteration - self.forwarding * stage
         return Item(n % self.microbatches, n // self.microbatches) if 0 <= n < self.items else None
 

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, LAYERS, Layout, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named, is_parameter
 from gregale.communication.pipeline.loop import (
     Loop,
     advanced,
@@ -25,7 +24,6 @@ from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fix
 from gregale.communication.pipeline.window import GatherLevel, Slots, Window, with_repeats
 from gregale.errors import UserError, multiples_near
 
-Tree = Any
 MICROBATCH = "microbatch"
 
 
@@ -85,10 +83,7 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
 
 @dataclass(frozen=True)
 class _Run:
-    """The pass through the pipeline, forward and backward.
-
-    `names`: of the axes of the stages' inputs and outputs, [stage, data, batch, ...]
-    """
+    """The pass through the pipeline; `names`: of the axes of its inputs and outputs, [stage, data, batch, ...]."""
 
     schedule: Schedule
     stages: Stages

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import Layout, is_named, vmap_over
+from gregale.axes.layout import Layout, Tree, is_named, vmap_over
 from gregale.communication.pipeline.schedule import Schedule
 
-Tree = Any
 Layer = Callable[[NamedArray, Tree, Tree], NamedArray]
 """layer(x [batch, ...], weights of one layer, extras [batch, ...]) -> x"""
 

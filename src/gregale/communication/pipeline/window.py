@@ -1,18 +1,17 @@
 """The pipeline's window of two slots for gathered weights, and the reduction of their gradients."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
 from gregale.axes.gather import gathered, scattered
-from gregale.axes.layout import Layout, is_named
+from gregale.axes.layout import Layout, Tree, is_named
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stage import DATA, REPEAT
 
-Tree = Any
 GATHER_LEVELS = ("per_repeat", "per_iteration", "once")
 GatherLevel = str
 

@@ -7,17 +7,3 @@ from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
 from gregale.data.sources.tokens import TokensSource
-
-__all__ = [
-    "CsvSource",
-    "Document",
-    "HuggingFaceSource",
-    "JsonLinesSource",
-    "ParquetSource",
-    "Skipped",
-    "SourceConfig",
-    "SourceRange",
-    "TextSource",
-    "TokensSource",
-    "TsvSource",
-]

@@ -165,10 +165,7 @@ class FileSource(SourceConfig):
         return {path: found[path] for path in each_once(kept)}
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        """Return the ranges of one file; a single one unless the format can be read from the middle.
-
-        Raises `BadDocument` if the file is damaged.
-        """
+        """Return a file's ranges: one, unless it can be read from the middle. Raises `BadDocument` if it is damaged."""
         return [SourceRange(path, 0, size, size)]
 
     def identity(self) -> dict:
@@ -225,10 +222,7 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 
 
 def expand(text: str, key: str = "") -> str:
-    """Return a path with ~, environment variables and {stdlib} replaced.
-
-    Raises `UserError`, with the key if one is given, for an unknown variable.
-    """
+    """Return a path with ~, variables and {stdlib} replaced; raise `UserError`, with the key, for unknown variables."""
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
             raise UserError(

@@ -49,10 +49,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """The content of a file of tasks.
-
-    `read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line.
-    """
+    """`read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line."""
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
     metrics: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]  # by the name of the metric
@@ -84,9 +81,7 @@ def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Que
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood; of equal ones the first
-    counts.
-    """
+    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood, the first of equal ones."""
     right = [
         np.argmax(score.log_likelihoods) == question.answer for question, score in zip(questions, scores, strict=True)
     ]
@@ -94,11 +89,14 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
-    right = [
-        np.argmax(by_size(score.log_likelihoods, question.sizes)) == question.answer
-        for question, score in zip(questions, scores, strict=True)
-    ]
+    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice.
+
+    An empty choice is the least likely.
+    """
+    right = []
+    for question, score in zip(questions, scores, strict=True):
+        sizes = zip(score.log_likelihoods, question.sizes, strict=True)
+        right.append(np.argmax([each / size if size else -math.inf for each, size in sizes]) == question.answer)
     return accuracy(questions, scores) | mean_of("acc_norm", right)
 
 
@@ -119,11 +117,6 @@ KINDS: dict[str, Kind] = {
     "cloze": Kind(read_cloze, accuracy),
     "greedy_match": Kind(read_greedy_match, matches),
 }
-
-
-def by_size(log_likelihoods: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return log-likelihoods divided by the size of their choices; an empty choice is the least likely."""
-    return np.array([each / size if size else -math.inf for each, size in zip(log_likelihoods, sizes, strict=True)])
 
 
 def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:

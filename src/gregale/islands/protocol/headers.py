@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
-from gregale.islands.protocol.outliers import Size, median
+from gregale.islands.protocol.outliers import Size
 from gregale.islands.protocol.wire import NO_ROUND, GarbageError, decode
 
 
@@ -40,10 +40,6 @@ class OuterRecord:
         """Return the digest of the state and of all other agreed facts, by which members compare records."""
         parts = self.digest, self.ledger.digest()
         return digest_of(*parts, self.sizes) if self.sizes else digest_of(*parts)
-
-    def usual(self) -> Size | None:
-        """Return the median size of the messages of the last rounds (`outliers`)."""
-        return median(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, for a manifest or a checkpoint."""
@@ -136,7 +132,6 @@ class Header:
 
     @property
     def identity(self) -> str:
-        """Name and session as one word."""
         return f"{self.name}/{self.session}"
 
 
@@ -155,7 +150,6 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Name and session, as `Header.identity`."""
         return f"{self.name}/{self.session}"
 
 

@@ -8,6 +8,7 @@ from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
+from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
@@ -38,8 +39,6 @@ class PendingCommit:
 
 
 class MemberState:
-    """The state of a member; `member.Member` documents it."""
-
     def __init__(
         self, identity: Identity, outer: OuterRecord, timing: Timing, rules: Rules, holder: str = "", used: int = 0
     ):
@@ -113,7 +112,7 @@ class MemberState:
             ready=message is not None,
             weight=message.weight if message else 0.0,
             norm=message.norm if message else 0.0,
-            usual=outer.usual(),
+            usual=median(outer.sizes),
             starved=self.handover.weighs_nothing and self.handover.starved,
             seen=self._seen,
             healing=self._healing,

@@ -1,10 +1,5 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
-    membership = Membership(minimum=1, join_seconds=2.0, heartbeat_seconds=2.0, first_id=1)
-    membership.beat("oslo", "9f31", now)
-    membership.ask(Ask("oslo", "9f31", number=4, header=header, until=now + 30.0), now)
-    for answer in membership.tick(now): ...   # answer.view, or answer.refused, or neither: the request is dropped
-
 A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or a request within
 `heartbeat_seconds`; after that it has no owner. A tick answers all pending requests with one view in two cases:
 

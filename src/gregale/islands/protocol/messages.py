@@ -2,11 +2,6 @@
 
 A driver owns one `member.Member` and everything that is not pure. It converts observations to events, passes each to
 `Member.handle`, and carries out the resulting actions in order. Events for one member come one at a time.
-
-    for action in member.handle(ViewReceived(view)):
-        match action:
-            case RequestView(header): ...     # to the coordinator; later: handle(ViewReceived(view)) or ViewFailed
-            case Reduce(key, ...): ...        # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
 """
 
 from dataclasses import dataclass
@@ -221,10 +216,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Keep the outer state but replace its record: the fleet began, or changed to a new generation.
-
-    A round that was due stays due.
-    """
+    """Keep the outer state, replace its record: the fleet began or changed its generation. A round stays due."""
 
     outer: OuterRecord
 

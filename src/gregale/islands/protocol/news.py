@@ -1,9 +1,4 @@
-"""The coordinator's lines for its user: islands that come and go, and stalled fleets. No clocks, no output.
-
-news = News(heartbeat_seconds=2.0)
-news.report("oslo", round=12, stalled="turin is waited for", now=now)   # with a heartbeat of oslo
-for line in [*news.changes({"oslo": "9f31"}, now), *news.stall(asking={"oslo"}, now=now)]: ...
-"""
+"""The coordinator's lines for its user: islands that come and go, and stalled fleets. No clocks, no output."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping

@@ -40,7 +40,6 @@ class NewGeneration:
 
     @property
     def identities(self) -> frozenset[str]:
-        """The identities of the members."""
         return frozenset(peer.identity for peer in self.members)
 
 
@@ -73,7 +72,6 @@ class FormGroup:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The rank of each member, by identity."""
         return {identity: rank for rank, identity in enumerate(self.identities)}
 
 
@@ -110,7 +108,6 @@ class Decision:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of hosts 0."""
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
 
     def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:

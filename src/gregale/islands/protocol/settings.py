@@ -25,11 +25,6 @@ class Timing:
         """The limit of a view request: twice the coordinator's longest time to answer."""
         return 2 * (self.heartbeat_seconds + self.join_seconds)
 
-    @property
-    def first_round_seconds(self) -> float:
-        """The expected time of a round before the first one, from when it is due."""
-        return self.join_seconds + self.reduce_seconds
-
 
 LAN = Timing()
 WAN = Timing(

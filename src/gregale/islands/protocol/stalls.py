@@ -28,7 +28,8 @@ class Stalls:
         self.line: str | None = None
 
     def _late_seconds(self) -> float:
-        usual = median(self._took) if self._took else self._member.timing.first_round_seconds
+        timing = self._member.timing
+        usual = median(self._took) if self._took else timing.join_seconds + timing.reduce_seconds
         return max(LATE * usual, LEAST_SECONDS)
 
     def went_on(self, now: float, outer: OuterRecord, is_healed: bool = False) -> str | None:

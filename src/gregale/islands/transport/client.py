@@ -90,10 +90,7 @@ class PeerClient:
         return True
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the requested chunks. They are not signed: check their hash.
-
-        Raises PeerUnreachable.
-        """
+        """Fill `target` with the next bytes of the requested chunks; check their hash. Raises PeerUnreachable."""
         filled = 0
         try:
             while filled < len(target):

@@ -1,13 +1,4 @@
-"""The client of the coordinator (`lighthouse`): signed requests and heartbeats over open connections.
-
-    coordinator = CoordinatorClient("10.8.0.1:29510", "oslo", token, heartbeat_seconds=5.0)
-    view = coordinator.ask({"round": 4}, timeout_seconds=30.0)
-    view.id, view.headers
-    coordinator.report(round=4, stalled=None)     # sent with the next heartbeat
-    coordinator.close()
-
-`protocol.membership` defines when a view forms, and its members.
-"""
+"""The client of the coordinator (`lighthouse`): signed requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
 import secrets

@@ -1,11 +1,5 @@
 """A group of islands' hosts that exchange bytes: a Gloo process group of PyTorch with a failure detector.
 
-    group = Group.build(key, rank, hosts, server, timeout_seconds=10.0)   # hosts: addresses of the members' Servers
-    work = group.send(peer, message, tag=3)                               # uint8, contiguous; returns at once
-    other = group.recv(peer, buffer, tag=3)
-    other.wait(5.0); work.wait(5.0)                                       # GroupFailed, also when a peer dies
-    group.drop()                                                          # all others notice within a second
-
 The addresses of Gloo's own sockets travel over the members' authenticated servers, so that no store listens. Gloo's
 connections are not authenticated: bind them to an address that only the fleet reaches.
 
@@ -16,8 +10,6 @@ This module adds two properties to Gloo (torch 2.13, tests/islands/transport/tes
 - `abort` and `shutdown` leave the sockets open. A wait that times out closes all of them, here and so at the others:
   `drop` waits a millisecond for a byte that is never sent.
 """
-
-from __future__ import annotations
 
 import atexit
 import ctypes
@@ -68,7 +60,7 @@ class GroupFailed(Exception):
 class Work:
     """A message in progress. Neither change nor free the array until `wait` has returned or raised."""
 
-    def __init__(self, group: Group, work: Any, array: np.ndarray, what: str):
+    def __init__(self, group: "Group", work: Any, array: np.ndarray, what: str):
         self._group, self._array, self._what = group, array, what
         self._work: Any = work
 
@@ -89,8 +81,8 @@ class Work:
             raise GroupFailed(self._group.fail_for(error, reason))
 
 
-OPEN_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
-CONNECTING: weakref.WeakSet[Connecting] = weakref.WeakSet()
+OPEN_GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
+CONNECTING: "weakref.WeakSet[Connecting]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -140,7 +132,7 @@ class Group:
         server: Server,
         timeout_seconds: float,
         names: Sequence[str] = (),
-    ) -> Group:
+    ) -> "Group":
         """Build the group of a key; all members must join within the timeout.
 
         - `key`: never used before by another group, even a failed one (hash it with the view's `instant`)

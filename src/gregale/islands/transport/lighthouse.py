@@ -1,9 +1,5 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-    lighthouse = serve("127.0.0.1:29510", token, Quorum(minimum=1, join_seconds=2.0, heartbeat_seconds=2.0), say=print)
-    lighthouse.address                             # "127.0.0.1:29510"
-    lighthouse.close()
-
 Clients (`coordinator`) send signed requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
 answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
 """

@@ -1,14 +1,6 @@
 """The server of each host: serves its state to joiners, accepts small messages and returns its status. HTTP, signed.
 
-    server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
-    server.outer.publish(Snapshot(generation=0, round=4, leaves={"wte|0": ServedArray(array, version=3)}, facts={...}))
-    server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
-    call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns the result of the peer's on_message
-    ask_status(peer, token, timeout_seconds=2.0)
-    server.close()
-
-A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
-and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `snapshot_store.py`.
+A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
 
 A request is signed over its recipient, method, path, time, single-use nonce and body hash. The server checks the
 signature before it reads the body; a wrong one gets an empty refusal. The recipient is the last part of `address`, a
@@ -17,8 +9,6 @@ accept it twice, nor after a restart at the same port. A connection without a co
 `IDLE_SECONDS` is closed (`listener`). Replies are signed over the request's nonce, or are chunks whose hashes are in a
 signed manifest. Nothing is encrypted.
 """
-
-from __future__ import annotations
 
 import json
 import secrets
@@ -35,7 +25,6 @@ from gregale.distributed.signing import canonical, digest, is_signed, sign
 from gregale.errors import UserError
 from gregale.islands.transport.client import STATUS_PATH, RequestRejected
 from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
-from gregale.islands.transport.mailbox import Mailbox
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 
 SEND_BYTES = 256 << 10
@@ -43,6 +32,9 @@ POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
+LARGEST_VALUE_BYTES = 64 << 10
+MAX_VALUES = 4096
+KEPT_SECONDS = 120.0
 
 
 class Server:
@@ -243,3 +235,48 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+class Mailbox:
+    """A limited number of values by (group, key); a thread that waits for one wakes when it arrives."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._values: dict[tuple[str, str], tuple[float, bytes]] = {}
+        self._cancelled: set[str] = set()
+
+    def post(self, body: bytes) -> dict:
+        """Store a peer's value: JSON with group, key and the value as hexadecimal digits."""
+        posted = json.loads(body)
+        self.put(posted["group"], posted["key"], bytes.fromhex(posted["value"]))
+        return {}
+
+    def put(self, group: str, key: str, value: bytes) -> None:
+        with self._changed:
+            oldest = time.monotonic() - KEPT_SECONDS
+            self._values = {name: kept for name, kept in self._values.items() if kept[0] > oldest}
+            if len(value) > LARGEST_VALUE_BYTES or len(self._values) >= MAX_VALUES:
+                raise RequestRejected("there is no room for this value")
+            self._values[group, key] = time.monotonic(), value
+            self._changed.notify_all()
+
+    def get(self, group: str, key: str, timeout_seconds: float) -> bytes | None:
+        """Return the value; wait for it. None after the timeout, or if the group is cancelled."""
+        with self._changed:
+            self._changed.wait_for(lambda: (group, key) in self._values or group in self._cancelled, timeout_seconds)
+            kept = None if group in self._cancelled else self._values.get((group, key))
+            return None if kept is None else kept[1]
+
+    def cancel(self, group: str) -> None:
+        """Cancel all waits for this group's values, until `forget`."""
+        with self._changed:
+            self._cancelled.add(group)
+            self._changed.notify_all()
+
+    def is_cancelled(self, group: str) -> bool:
+        return group in self._cancelled
+
+    def forget(self, group: str) -> None:
+        with self._changed:
+            self._cancelled.discard(group)
+            self._values = {name: kept for name, kept in self._values.items() if name[0] != group}

@@ -1,16 +1,10 @@
 """A joiner's side of healing: fetches a state in chunks, each with its hash, from all peers in parallel.
 
-    fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
-    fetched = fetcher.fetch(sources, timeout_seconds=60.0)
-    fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
-
 Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
 requests many missing chunks at a time, so that a request, not each chunk, costs a round trip. It stores a chunk if its
 hash is right. At the end, slow chunks are requested from a second source. If the sources commit a new round meanwhile
 and drop the old one, unchanged chunks stay.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -132,7 +126,7 @@ def ask_for_offers(
     return offers
 
 
-def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
+def run_streams(peers: Sequence[PeerClient], assembly: "Assembly", complaints: dict[str, str], deadline: float) -> None:
     """Fetch until all chunks are here, no source is left, or the deadline has passed."""
 
     def run(peer: PeerClient) -> None:
@@ -144,7 +138,7 @@ def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dic
     in_threads([lambda peer=peer: run(peer) for peer in peers])
 
 
-def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+def stream(peer: PeerClient, assembly: "Assembly", streams: int, is_over: Callable[[], bool]) -> None:
     """Send requests on one of `streams` connections, until no work is left for it."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     while not is_over() and not assembly.is_complete:

@@ -1,7 +1,5 @@
 """The choice of the form of the operations for a device; no other module chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

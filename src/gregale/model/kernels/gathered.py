@@ -4,8 +4,6 @@ A device computes the scores of its queries in blocks, those pairs of blocks tha
 many as each other device (`axes.position_order`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -63,7 +61,7 @@ class Blocks:
     window: int | None
 
     @staticmethod
-    def of(chunk: int, devices: int, window: int | None) -> Blocks:
+    def of(chunk: int, devices: int, window: int | None) -> "Blocks":
         """Return equal blocks of a chunk: as few as `MOST_ROWS` allows, or one if they would be too small."""
         count = next(count for count in range(-(-chunk // MOST_ROWS), chunk + 1) if chunk % count == 0)
         count = count if chunk // count >= FEWEST_ROWS else 1

@@ -1,7 +1,5 @@
 """The operations of a model that have more than one form, and their definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

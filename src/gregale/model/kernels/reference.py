@@ -1,7 +1,5 @@
 """The operations in plain JAX, which differentiates them: the form for every platform without its own rules."""
 
-from __future__ import annotations
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -25,10 +23,7 @@ def geglu(gate: NamedArray, up: NamedArray) -> NamedArray:
 
 
 def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s, times `by_output`; s = sigmoid(gate).
-
-    Inputs and results are float32.
-    """
+    """Return d/dgate = up s (1 + gate (1 - s)) and d/dup = gate s, times `by_output`, in float32; s = sigmoid(gate)."""
     sigmoid = jax.nn.sigmoid(gate)
     return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
 
@@ -78,7 +73,6 @@ def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Arr
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Return cap * tanh(x / cap); without a cap `x` itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

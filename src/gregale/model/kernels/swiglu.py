@@ -1,7 +1,5 @@
 """SwiGLU with its own backward pass, whose barriers differ between platforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -126,7 +126,9 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(hold_run(run, options.fresh, console.message))
         checkpoints = stack.enter_context(
-            Checkpoints(run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run), check)
+            Checkpoints(
+                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run, console.message), check
+            )
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)

@@ -13,7 +13,7 @@ from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
 from gregale.programs.local_fleet.processes import Member, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
-from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, poll_all
+from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
 from gregale.programs.watch.run_poller import RunPoller
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import read_history
@@ -69,13 +69,9 @@ class Fleet:
 
     def run(self) -> int:
         """Start all processes, show them until they end, and write a report."""
-        old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
+        with handled_signals(self._stop):
             self._start()
             self._watch()
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
         return self._finish()
 
     def end(self) -> None:

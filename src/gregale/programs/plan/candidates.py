@@ -59,8 +59,8 @@ class ScoredCandidate:
     fits: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        figures = {key: value for key, value in vars(self).items() if key != "candidate"}
-        return {**asdict(self.candidate), **figures}
+        estimates = {key: value for key, value in vars(self).items() if key != "candidate"}
+        return {**asdict(self.candidate), **estimates}
 
 
 def scored_candidates(

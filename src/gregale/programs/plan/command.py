@@ -26,10 +26,7 @@ WIDTH = 110  # width of tables without a terminal
 
 @dataclass(frozen=True)
 class PlanOptions(Settings):
-    """Options of the command, besides the configuration.
-
-    Raises `UserError` if options exclude one another, or a number is invalid.
-    """
+    """Options besides the configuration. Raises `UserError` if they exclude one another, or a number is invalid."""
 
     topology: str | None = setting(None, "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8")
     slices: int = setting(1, "number of slices of the topology; for GPUs, of boxes", range=whole(1, 4096))

@@ -42,7 +42,6 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory of one device."""
         return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
     @property
@@ -52,10 +51,7 @@ class Target:
 
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
-    """Return simulated CPU devices; call it before any use of a device.
-
-    Raises `UserError` if neither `count` nor the configuration has the number of devices.
-    """
+    """Return simulated CPU devices, before any other use of one; raise `UserError` if their number is unknown."""
     count = count or config.cpu_devices or _mesh_size(config)
     if config.cpu_devices is not None:  # The run uses CPU devices too, so that the plan has the programs of `train`.
         set_flags(count)

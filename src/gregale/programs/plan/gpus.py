@@ -45,10 +45,7 @@ GPUS = {
 
 
 def described(family: str, boxes: int, each: int) -> list[Device]:
-    """Return the devices of `boxes` boxes with `each` GPUs.
-
-    Raises `UserError` if the compiler is not installed, or it rejects the description.
-    """
+    """Return the devices of `boxes` boxes with `each` GPUs; raise `UserError` if the compiler is missing or refuses."""
     cuda = next((version for plugin, version in PLUGINS.items() if find_spec(plugin)), None)
     if cuda is None:
         raise UserError(

@@ -1,7 +1,5 @@
 """Provides compilation for TPUs up to the memory report, which has a program's memory and schedule.
 
-    outcome = reported(request, "step", arguments)
-
 The TPU compiler has no option to stop there. With `xla_dump_to` it writes, in this order, the schedule, the memory
 report and the schedule again, and then generates code, which takes ten times as long. Therefore a separate process
 compiles (`gregale.programs.plan.compile_worker`). This module kills it when the third file exists, because the other

@@ -64,7 +64,7 @@ def report_of(
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
         "remedies": [] if memory["peak"] <= memory["chip"] else [each.to_dict() for each in remedies(plan, tokens)],
-        **{key: figure for key, figure in programs[STEP].items() if key not in ("peak", "refused")},
+        **{key: value for key, value in programs[STEP].items() if key not in ("peak", "refused")},
         "programs": programs,
         "roofline": None if bound is None else {**bound_to_dict(bound), "sent_bytes": plan.link_bytes},
         "link_gbit_per_second": None if far is None else far / GBIT,

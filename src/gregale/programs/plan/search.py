@@ -1,7 +1,5 @@
 """Provides the search for the fastest step that fits: remat policy x microbatches x unrolled layers x gather.
 
-    found = search(config, tokens, target, SearchOptions(link_gbit_per_second, count, report))
-
 The search scores all candidates by the closed forms of memory and time. It then compiles them to the memory report, the
 fastest first, until enough fit; the result is the fastest of these by its schedule. It tries unrolled layers only at
 the end, because the closed forms do not include the overlap of unrolling. It does not search meshes, pipelines,
@@ -69,8 +67,7 @@ class SearchOptions:
 def search(config: TrainConfig, tokens: int, target: Target, options: SearchOptions) -> Found:
     """Return the fastest candidate that fits.
 
-    Raises `UserError` if the configuration does not fit the devices, has a pipeline, or has a model without closed
-    forms.
+    Raises `UserError` for a pipeline, a model without closed forms, or if the devices do not suit.
     """
     if config.pipeline is not None:
         raise UserError(

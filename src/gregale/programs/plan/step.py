@@ -119,7 +119,6 @@ class Plan:
 
     @property
     def largest(self) -> str:
-        """Return the name of the program with the largest memory peak."""
         return max(self.programs, key=lambda name: self.programs[name].memory.peak)
 
     @property

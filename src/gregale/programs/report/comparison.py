@@ -88,7 +88,6 @@ def loss_before(run: ReportRun, axis: str, point: float) -> float | None:
 
 
 def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
-    """Return the newest held-out loss before a point of an axis."""
     column = run.column("eval_loss")
     where = None if column is None else _over(run, axis, column)
     if column is None or where is None:

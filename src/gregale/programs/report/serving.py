@@ -1,10 +1,4 @@
-"""Provides the page of running runs, which it rebuilds after changes.
-
-    page = LivePage(runs)
-    page.now()                        # HTML, for `gregale.programs.watch.web`
-
-The page reloads every few seconds and keeps the reader's selections, zoom and open sections.
-"""
+"""Provides the page of running runs, rebuilt after changes; it reloads itself and keeps the reader's selections."""
 
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Provides batches as global arrays on the mesh, made of each process's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -79,14 +77,13 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         return {name: self.placed(array) for name, array in next(self._batches).items()}
 
     def placed(self, array: np.ndarray) -> NamedArray:
-        """Return the result of `Placement.placed`."""
         return self._placement.placed(array)
 
     def close(self) -> None:
         """End the thread that reads ahead."""
         self._batches.close()
 
-    def __enter__(self) -> GlobalBatches:
+    def __enter__(self) -> "GlobalBatches":
         return self
 
     def __exit__(self, *_) -> None:
@@ -103,7 +100,7 @@ def batches(
     rows: Sequence[int] | None = None,
     first: int = 0,
     part: Callable[[ExampleBatch], ExampleBatch] = lambda rows: rows,
-) -> grain.DatasetIterator[ExampleBatch]:
+) -> "grain.DatasetIterator[ExampleBatch]":
     """Return an iterator over the rows of consecutive batches that one process needs, arrays [row, L].
 
     Blank rows pad the last batch of a finite set. Threads prepare batches until the iterator's `close` is called.

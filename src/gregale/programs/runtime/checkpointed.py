@@ -1,7 +1,5 @@
 """Provides the form of the state in a run's checkpoint, and the checkpoint's metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provides the loss of a model on held-out and validation text, in nats per token and bits per byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """Provides the log likelihoods of texts under a model, in batches by length on the mesh."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from math import prod

@@ -1,7 +1,5 @@
 """Provides the setup of a run from its configuration: layout, model, method, step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,25 +7,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, CONTEXT, POSITION, Layout, check_divides, standard_layout
+from gregale.axes.layout import BATCH, CONTEXT, POSITION, Layout, check_divides, is_named, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError, below, multiples_near
+from gregale.errors import UserError, below, multiples_near, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
-from gregale.model.config import CompilerOptions
+from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
-from gregale.tracking.callback import Callback, call
-from gregale.tracking.metrics import metric_of
+from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -59,7 +57,6 @@ class Setup:
         return parts_of(self.config, self.model, self.layout, self.callbacks)
 
     def method_after(self, step: int) -> Method:
-        """Return the method of the step that follows `step` steps."""
         return self.psdp if step < self.config.sync.warm_up() else self.method
 
     def initial_state(self) -> TrainState:
@@ -119,10 +116,7 @@ class Setup:
         return jax.jit(self.psdp.optimizer.learning_rate)
 
     def traffic(self, step: int) -> dict[str, int]:
-        """Return the bytes that a device sends over `replica` in the first `step` steps, if all have this setup.
-
-        The result includes the method's other metrics.
-        """
+        """Return a device's bytes over `replica` in the first `step` steps of this setup, and the method's metrics."""
         method, warm = self.method, min(step, self.config.sync.warm_up())
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
         return {"replica_bytes": sent, **method.metrics(step)}
@@ -243,9 +237,14 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
-    model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
+    kind = config.model.get_choice_name(type(config.model))
+    with naming_own_code(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
+        model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
+    if not hasattr(model, "loss"):
+        raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
+    check_own_axes(config, layout, model)
     check_parameters(model)
-    callbacks = tuple(each.build() for each in config.callbacks)
+    callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
 
@@ -262,6 +261,16 @@ def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Cal
     options = compiler_options(config.compute.compiler_options, layout.mesh)
     psdp = partial(psdp_on, config, model, callbacks)
     return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
+
+
+def check_own_axes(config: TrainConfig, layout: Layout, model) -> None:
+    """Raise `UserError` if the mesh does not divide an axis of the parameters of a plugin's model."""
+    if type(config.model).__module__.startswith("gregale."):
+        return
+    named = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
+    axes = {axis.name: axis for leaf in named for axis in leaf.axes}
+    found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
+    check_divides(layout, {"batch.size": ("the sequences of a step", Axis(BATCH, config.batch.size)), **found})
 
 
 def check_parameters(model) -> None:
@@ -305,7 +314,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: model.loss(batch, in_loop),
+        loss=lambda model, batch: own_loss(config.model, model, batch, in_loop),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
@@ -314,16 +323,35 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     )
 
 
+def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of a model; raise `UserError` if a plugin's model does not return two scalars."""
+    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
+    with naming_own_code(what, type(model)):
+        found = model.loss(batch, run)
+    if not isinstance(found, tuple) or [jnp.shape(each) for each in found if is_array(each)] != [(), ()]:
+        raise UserError(
+            f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
+            "(`hax.sum(...).scalar()`)."
+        )
+    return found
+
+
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
-    """Return the metrics of callbacks as float32 scalars; raise `UserError` for other values and for a name of two."""
+    """Return the metrics of callbacks as float32 scalars; raise `UserError` for a name that two of them give."""
     found: dict[str, jax.Array] = {}
     for callback in callbacks:
-        name = f"callbacks: {type(callback).__name__}.metrics"
-        for key, value in call(callback, "metrics", model, batch, run).items():
-            scalar = jnp.asarray(getattr(value, "array", value), jnp.float32)
-            if scalar.shape != ():
-                raise UserError(f"{name} returns {key!r} of the shape {scalar.shape}; give a scalar, such as its mean.")
-            if key in found or metric_of(key) is not None:
-                raise UserError(f"{name} returns {key!r}, which is a metric already; choose another name.")
-            found[key] = scalar
+        for name, value in own_metrics(callback, "metrics", model, batch, run).items():
+            if name in found:
+                raise UserError(f"callbacks: two callbacks give the metric {name!r}; rename one of them.")
+            found[name] = jnp.asarray(value, jnp.float32)
     return found
+
+
+def built(config: CallbackConfig) -> Callback:
+    """Return the callback of a configuration; raise `UserError` if a plugin's `build` fails."""
+    what = f"callbacks: {type(config).__name__}.build"
+    with naming_own_code(what, type(config)):
+        callback = config.build()
+    if not isinstance(callback, Callback):
+        raise UserError(f"{what} returns {type(callback).__name__}; it has to return a Callback.")
+    return callback

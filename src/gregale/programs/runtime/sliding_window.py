@@ -1,7 +1,5 @@
 """Provides perplexity and bits per byte of documents by sliding windows that score each token once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,7 +24,7 @@ class Documents(NamedTuple):
     sizes: np.ndarray
 
     @staticmethod
-    def joined(parts: Sequence[Documents]) -> Documents:
+    def joined(parts: "Sequence[Documents]") -> "Documents":
         return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
     def metrics(self) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """Provides a model's metrics on tasks, for a run and for `gregale eval`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 

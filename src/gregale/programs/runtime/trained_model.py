@@ -1,7 +1,5 @@
 """Provides the model of a complete or running training run, whole or one parameter at a time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,7 +109,6 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
 
 
 def refuse_step(run: RunDirectory, step: int | None) -> None:
-    """Raise `UserError` for a step of an imported model."""
     if step:
         raise UserError(f"{run.path} is an imported model: it has no checkpoint of step {step}.")
 

@@ -107,10 +107,7 @@ def context_of(run: RunDirectory) -> int:
 
 
 def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:
-    """Return the sampler of a run, its model, and the number of rows in a batch.
-
-    The parameters in the checkpoint's precision are freed.
-    """
+    """Return the sampler of a run, its model, and a batch's number of rows; the checkpoint's parameters are freed."""
     trained = open_trained(options.run, options.step, options.mesh)
     setup = trained.setup
     if setup.config.sync.evaluates_replicas:
@@ -122,10 +119,7 @@ def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, i
 
 
 def show(options: SampleOptions, form: TextFormat, prompt: Prompt) -> int:
-    """Print the prompt and its continuation during sampling; an interrupt ends the text.
-
-    Returns the number of sampled tokens.
-    """
+    """Print prompt and continuation during sampling; an interrupt ends the text. Returns the number of tokens."""
     sampler, model, _ = opened(options, form)
     screen, meter = Screen(sys.stdout), ThroughputMeter()
     text = Continuation(form, options.tokens, options.stop)

@@ -1,7 +1,5 @@
 """Provides `gregale train`, which trains, evaluates, saves and resumes a run."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -106,7 +104,7 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         with (
             hold_run(run, fresh, console.message) as check,
             Checkpoints(
-                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run), check
+                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run, console.message), check
             ) as checkpoints,
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
@@ -116,13 +114,16 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
             return train(setup, corpus, run, checkpoints, console, watching)
 
 
-def on_checkpoint(setup: Setup, run: RunDirectory) -> Callable[[int], None]:
-    """Return what process 0 does after each checkpoint, in the thread that saves."""
+def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
+    """Return what process 0 does after each checkpoint, in the thread that saves; errors of callbacks are reported."""
 
     def tell(step: int) -> None:
         run.note_checkpoint(step)
         for callback in setup.callbacks:
-            call(callback, "on_checkpoint", step)
+            try:
+                call(callback, "on_checkpoint", step)
+            except UserError as error:
+                report(f"{error} The run continues.")
 
     return tell
 

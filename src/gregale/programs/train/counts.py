@@ -1,7 +1,5 @@
 """Provides counts of a run's examples, bytes sent and seconds, across changes of batch size and mesh."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The callbacks of a run that evaluate, continue the prompts of `samples`, and save."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ change the step's program. The error of quantised averages also has a separate p
     metrics = inspector(state, batch)  # before the step that takes this batch
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, ClassVar

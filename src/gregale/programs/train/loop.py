@@ -1,7 +1,5 @@
 """Provides the training loop: the next batch, its step, and the events of callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.inspection import Inspection
 from gregale.programs.train.step_log import Observers, StepLog, TooManySkipped
 from gregale.programs.train.steps import Batch, Steps
-from gregale.tracking.callback import Callback, Pause, call
+from gregale.tracking.callback import Callback, Pause, own_metrics
 from gregale.training.state import TrainState
 
 HELP = "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
@@ -42,6 +40,7 @@ class Loop:
     ):
         self._steps, self._log, self._observers = steps, log, observers
         self._evaluation, self._saving = evaluation, saving
+        self._own = setup.callbacks
         self._waiting = (*profile, Inspection(setup, observers.progress), evaluation, *setup.callbacks, saving)
         self._trained = {
             method.name: jax.jit(method.eval_model, compiler_options=setup.compiler_options)
@@ -118,7 +117,7 @@ class Loop:
 
     def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):
-            return call(callback, event, pause)
+            return own_metrics(callback, event, pause) if callback in self._own else getattr(callback, event)(pause)
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         if metrics:

@@ -1,7 +1,5 @@
 """Provides the first state of a run: a new one, that of a model, or that of the newest checkpoint of any method."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import NamedTuple

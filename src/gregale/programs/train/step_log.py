@@ -1,7 +1,5 @@
 """Provides the log of step metrics, which reads losses a few steps late so that the loop never waits for one."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque
@@ -19,8 +17,7 @@ from gregale.audit.roofline import model_flops_per_token
 from gregale.distributed.hang_detector import Progress
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
-from gregale.model.config import LlamaConfig
-from gregale.programs.plan.shapes import step_shape
+from gregale.programs.plan.shapes import has_closed_forms, step_shape
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.tracking.callback import Callbacks
@@ -155,7 +152,7 @@ def peak_tokens_per_second(setup: Setup) -> float | None:
     """
     mesh = setup.layout.mesh
     chip = of_device(mesh.devices.flat[0].device_kind)
-    if chip is None or not isinstance(setup.config.model, LlamaConfig):
+    if chip is None or not has_closed_forms(setup):
         return None
     return mesh.size * chip.flops_per_second / chip.devices / model_flops_per_token(step_shape(setup))
 

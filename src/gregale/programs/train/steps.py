@@ -1,7 +1,5 @@
 """The source of a loop's steps: their batches, their state, and what happens between two of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, Self
 

@@ -1,11 +1,9 @@
 """Provides `gregale watch`, which follows a run, or the islands of a fleet, until completion or Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +54,8 @@ def main(options: WatchOptions) -> int:
     pollers = {run.path: RunPoller(run) for run in runs}
     seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, ObjectPath) else SECONDS)
     with ExitStack() as stack:
-        stop, screen = stack.enter_context(stopped_by_signals()), stack.enter_context(Screen())
+        stop, screen = Stop(), stack.enter_context(Screen())
+        stack.enter_context(handled_signals(stop.take))
         if options.web:
             screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
@@ -72,7 +71,7 @@ def main(options: WatchOptions) -> int:
                 return stop.code
 
 
-def served(runs: Sequence[RunPaths], options: WatchOptions) -> Server:
+def served(runs: Sequence[RunPaths], options: WatchOptions) -> "Server":
     """Return a server of the page of runs. Raises `UserError` if the page cannot be made or served."""
     from gregale.programs.report.serving import LivePage  # a late import, because the terminal does not need it
     from gregale.programs.watch.web import Server
@@ -113,7 +112,7 @@ def logs_of(name: str) -> list[Path]:
     return []
 
 
-def poll_all(pollers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
+def poll_all(pollers: Iterable[RunPoller], screen: "Screen") -> list[RunStatus]:
     """Return the current state of the runs and print their events; return none if their store does not answer."""
     try:
         found = [poller.poll() for poller in pollers]
@@ -157,7 +156,7 @@ class Screen:
         """Print a line, above the view if there is one."""
         self._console.print(printable(text), soft_wrap=self._live is None)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> "Screen":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,16 +181,14 @@ class Stop:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[Stop]:
-    """Make signals request a stop between two polls, so that the command restores the terminal."""
-    stop = Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop.take) for number in numbers}
+def handled_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Call `handler` for the signals that end a command, so that it ends between polls and restores the terminal."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield stop
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 COMMAND = Command(main=main, options=WatchOptions, positional=("run",))

@@ -48,16 +48,16 @@ class RunStatus:
         return None if column is None or column.values[-1] != column.values[-1] else float(column.values[-1])
 
 
-def seconds_a_step(figures: Figures) -> float | None:
+def seconds_a_step(metrics: Figures) -> float | None:
     """Return the recent time per step since the newest start, which includes evaluations and checkpoints."""
-    elapsed = figures.get("elapsed_seconds")
+    elapsed = metrics.get("elapsed_seconds")
     if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
         falls = (values[1:] < values[:-1]).nonzero()[0]  # each start begins at 0
         first = falls[-1] + 1 if len(falls) else 0
         if steps[-1] > steps[first]:
             return float((values[-1] - values[first]) / (steps[-1] - steps[first]))
-    seconds = figures.get("step_seconds")
+    seconds = metrics.get("step_seconds")
     return None if seconds is None or not seconds.values[-1] > 0 else float(seconds.values[-1])
 
 
@@ -72,13 +72,13 @@ class RunPoller:
 
     def poll(self) -> tuple[RunStatus, list[str]]:
         """Return the current state of the run, and its events since the last poll as sentences."""
-        summary, figures = summary_of(self.run), self._reader.read()
-        if figures.lines != self._lines:
+        summary, metrics = summary_of(self.run), self._reader.read()
+        if metrics.lines != self._lines:
             self._came = None if self._lines < 0 else self._clock()
-            self._lines = figures.lines
+            self._lines = metrics.lines
         silent = None if self._came is None else self._clock() - self._came
         stalled = stalled_line(self.run) if summary.state is State.RUNNING else ""
-        now = RunStatus(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
+        now = RunStatus(summary, metrics, read_entries(self.run.starts).entries, silent, stalled)
         events = [] if self._before is None else events_between(self._before, now)
         self._before = now
         return now, events
@@ -90,8 +90,8 @@ def events_between(before: RunStatus, now: RunStatus) -> list[str]:
     if len(now.starts) > len(before.starts):
         events.append(f"{name} goes on after step {now.start.get('step', 0)}, on {devices(now.start)}.")
     if (step := evaluated_step(now.figures)) > evaluated_step(before.figures):
-        figures = (each for each in evaluations(now.figures) if now.figures[each].steps[-1] == step)
-        words = (f"{each.replace('_', ' ')} {in_unit(each, now.last(each))}" for each in figures)
+        metrics = (each for each in evaluations(now.figures) if now.figures[each].steps[-1] == step)
+        words = (f"{each.replace('_', ' ')} {in_unit(each, now.last(each))}" for each in metrics)
         events.append(f"{name} step {step:,}: {', '.join(words)}")
     if now.summary.state is not before.summary.state:
         events.append(state_sentence(now.summary))
@@ -108,15 +108,15 @@ def stalled_line(run: RunPaths) -> str:
         return ""
 
 
-def evaluations(figures: Figures) -> list[str]:
+def evaluations(metrics: Figures) -> list[str]:
     """Return the names of evaluation metrics, without their standard errors."""
-    found = ((name, metric_of(name)) for name in figures if "_stderr." not in name)
+    found = ((name, metric_of(name)) for name in metrics if "_stderr." not in name)
     return [name for name, metric in found if metric is not None and metric.when == EVALUATION]
 
 
-def evaluated_step(figures: Figures) -> int:
+def evaluated_step(metrics: Figures) -> int:
     """Return the step of the newest evaluation; 0 before the first."""
-    return max((int(figures[name].steps[-1]) for name in evaluations(figures)), default=0)
+    return max((int(metrics[name].steps[-1]) for name in evaluations(metrics)), default=0)
 
 
 def state_sentence(summary: Summary) -> str:

@@ -1,9 +1,5 @@
 """Provides a page over HTTP to this machine; other machines need a secret path, and other web pages get no content.
 
-    with Server(page.now, "127.0.0.1", 0) as server:
-        print(server.address)                # http://127.0.0.1:40321/
-        ...                                  # the server answers in its own threads until the block ends
-
 Another site can direct a reader's browser here by a host name that resolves to this machine (DNS rebinding). On
 loopback the server therefore accepts only loopback host names. On any other address the page has a secret path. A
 browser that has the current page gets a short "not modified" answer.

@@ -71,21 +71,19 @@ def test_rms_norm(dtype):
     )
 
 
-# One block, a length that is no multiple of four blocks, and windows that end inside of a block and before it.
+# A length that is no multiple of four blocks, and windows that end inside of a block and before it.
 LONG = 4 * FEWEST_ROWS - 1
 CASES = [
-    (1, None, (2, 2), False),
     (2 * FEWEST_ROWS + 3, None, (2, 2), False),
     (LONG, None, (6, 2), True),
     (LONG, FEWEST_ROWS + 9, (4, 2), False),
     (7, 3, (2, 2), True),
-    (7, 100, (2, 1), False),
 ]
 
 
 @pytest.mark.parametrize(
     ("length", "window", "heads", "packed", "dtype"),
-    [*((*case, jnp.float32) for case in CASES), (*CASES[3], jnp.bfloat16)],
+    [*((*case, jnp.float32) for case in CASES), (*CASES[2], jnp.bfloat16)],
 )
 def test_attention(length, window, heads, packed, dtype):
     q, k, v = (

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from gregale.model.kernels.dispatch import kernels_for
 from gregale.model.kernels.gpu import cudnn
 from gregale.model.kernels.reference import PLAIN
 from tests.audit.steps import lowered_for, small_setup
+from tests.mesh.support import Device
 from tests.model.kernels.forms import assert_equal
 from tests.model.kernels.gpu.cudnn_oracle import stand_in
 
@@ -61,20 +62,11 @@ def test_no_mask_is_kept_for_the_backward_pass(monkeypatch):
     assert not [shape for shape in kept if shape[-2:] == (64, 64)]
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What is read of a device."""
-
-    platform: str = "gpu"
-    device_kind: str = "NVIDIA H100 80GB HBM3"
-    compute_capability: str = "9.0"
-
-
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(
-        execution, "kernels_for", lambda task, attention: kernels_for(replace(task, device=Gpu()), attention)
-    )
+    gpu = Device(device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    chosen = lambda task, attention: kernels_for(replace(task, device=gpu), attention)  # noqa: E731
+    monkeypatch.setattr(execution, "kernels_for", chosen)
 
 
 def custom_calls(program: str) -> Counter:

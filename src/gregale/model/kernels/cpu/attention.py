@@ -1,7 +1,5 @@
 """Causal attention in blocks of rows, each with its visible keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -94,7 +92,7 @@ def _attend_backward(shown: Shown, saved, cotangent):
         by_output = cotangent[..., block.rows, :]
         by_weights = _float32_einsum("bkgsd,bktd->bkgst", by_output, v[:, :, block.keys])
         along = jnp.sum(weights * by_weights, axis=-1, keepdims=True)
-        by_scores = weights * (by_weights - along) * _scale(q)
+        by_scores = weights * (by_weights - along) * q.shape[-1] ** -0.5
         by_scores = by_scores if shown.cap is None else by_scores * (1 - jnp.square(scores / shown.cap))
         by_q.append(_float32_einsum("bkgst,bktd->bkgsd", by_scores, k[:, :, block.keys]))
         around = ((0, 0), (0, 0), (0, 0), (block.first, k.shape[2] - block.stop))
@@ -116,13 +114,10 @@ def _ungrouped(x: jax.Array) -> jax.Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, size)
 
 
-def _scale(q: jax.Array) -> float:
-    return q.shape[-1] ** -0.5
-
-
 def _scores(q, k, block: Block) -> jax.Array:
     """Return q . k / sqrt(size): [batch, kv_heads, heads / kv_heads, row, key] of a block."""
-    return _float32_einsum("bkgsd,bktd->bkgst", q[..., block.rows, :], k[:, :, block.keys]) * _scale(q)
+    scores = _float32_einsum("bkgsd,bktd->bkgst", q[..., block.rows, :], k[:, :, block.keys])
+    return scores * q.shape[-1] ** -0.5
 
 
 def _seen(scores, segments: jax.Array | None, window: int | None, block: Block) -> jax.Array:

@@ -1,7 +1,5 @@
 """The operations with differentiation rules for XLA:CPU."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ the segments instead of their mask, which is [position, position]. It does not c
 replicas mapped around it as more rows, for which JAX's rule has no form with a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,7 +72,6 @@ def _forward(window: int | None, differentiated: bool, q, k, v, segments) -> tup
 
 
 def _backward(window: int | None, q, k, v, segments, log_sum_exp, attended, gradient) -> tuple[jax.Array, ...]:
-    """Return the gradients by q, k and v."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     operands, options = _call(window, q, segments)

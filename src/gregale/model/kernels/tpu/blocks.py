@@ -1,7 +1,5 @@
 """Sizes of the splash kernels' blocks, by chip, length and window."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 LANES = 128  # values in a row of a vector unit; blocks are multiples of it

@@ -1,7 +1,5 @@
 """The operations with differentiation rules for XLA:TPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Causal attention by JAX's splash kernels for TPU, which store no scores and skip masked blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -66,8 +66,17 @@ class Failing(Callback):
         self._how = how
 
     def metrics(self, model, batch, execution):
-        given = {"taken": {"grad_norm": 1.0}, "shape": {"mine": jnp.zeros(3)}}
+        given = {"taken": {"step": 1.0}, "shape": {"mine": jnp.zeros(3)}, "nothing": None}
         return given.get(self._how, {})
+
+    def waits_after(self, step):
+        return self._how == "text"
+
+    def after_step(self, pause):
+        return {"mine": "text"}
+
+    def on_checkpoint(self, step):
+        raise ZeroDivisionError("no checkpoints.")
 
     def on_step(self, step, metrics):
         if self._how == "raises":
@@ -77,7 +86,7 @@ class Failing(Callback):
 @CallbackConfig.register_subclass("failing")
 @dataclass(frozen=True)
 class FailingConfig(CallbackConfig):
-    how: str = setting("raises", "taken, shape or raises")
+    how: str = setting("raises", "taken, shape, nothing, text, build or raises")
 
     def build(self):
-        return Failing(self.how)
+        return None if self.how == "build" else Failing(self.how)
