@@ -37,7 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("qwen2", WINDOW),
-    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
+        "rope_parameters": YARN,
+    }),
     "olmo2": ("olmo2", {}),
     "gemma2": ("gemma2", GEMMA | {
         "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "attn_logit_softcapping": 2.0,
