@@ -11,18 +11,19 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, CONTEXT, POSITION, Layout, check_divides, is_named, standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, check_divides, is_named, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError, below, multiples_near, naming_own_code
+from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
+from gregale.programs.runtime.shared_sequences import check_context
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
@@ -166,34 +167,6 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     rows = rows_per_part(batch.size, layout, batch.microbatches)
     check_pipeline(config, layout, rows)
     return layout
-
-
-def check_context(config: TrainConfig, layout: Layout) -> None:
-    """Raise `UserError` for a run whose sequences cannot be split over `mesh.context`."""
-    if (devices := layout.mesh.shape[CONTEXT]) == 1:
-        return
-    kind = config.model.get_choice_name(type(config.model))
-    lengths = [("batch.sequence_length", config.batch.sequence_length)]
-    lengths += [("evaluation.sequence_lengths", length) for length in config.evaluation.sequence_lengths]
-    for key, length in [each for each in lengths if each[1] % (2 * devices)]:
-        raise UserError(
-            f"{key} is {length}: mesh.context {devices} cuts a sequence into 2 x {devices} = "
-            f"{2 * devices} chunks, and {length} / {2 * devices} = {length / (2 * devices):.4g} is not a whole number "
-            f"of tokens. {key} {multiples_near(length, 2 * devices)} would work."
-        )
-    if not config.model.splits_positions:
-        reason = f"model.type is {kind}, whose loss does not know the order of split positions (splits_positions)"
-    elif config.pipeline is not None:
-        reason = "there is a pipeline, whose stages hold whole sequences"
-    elif config.islands.lighthouse is not None:
-        reason = "this is an island of a fleet (islands.lighthouse), where no test has shown it to be exact"
-    else:
-        reason = None
-    if reason is not None:
-        raise UserError(
-            f"mesh.context is {devices}, but {reason}. Set mesh.context to 1; to save memory, give its devices to "
-            "mesh.data or mesh.model."
-        )
 
 
 def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
