@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import BATCH, EMBED, REPLICA, check_divides, vmap_over
+from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, check_divides, vmap_over
 from gregale.errors import UserError
 from tests.mesh.support import bare_layout, layout_of, named_leaves, placed, small_model
 
@@ -66,6 +66,10 @@ def test_mappings_are_those_of_the_design():
     assert stages.mesh_axes((BATCH,), stages.compute) == ("island", "replica", "data", "stage")
     assert stages.mesh_axes((EMBED,), stages.params) == ("data", "stage")
     assert stages.mesh_axes((EMBED,), stages.opt_state) == ("data", "stage", "replica")
+    shared = layout_of(replica=2, context=2, data=2)
+    assert shared.mesh_axes((POSITION,), shared.compute) == ("context",)
+    assert shared.mesh_axes((EMBED,), shared.params) == ("context", "data")
+    assert shared.mesh_axes((EMBED,), shared.opt_state) == ("context", "data", "replica")
 
 
 def test_shardings_of_plain_and_named_arrays():

@@ -63,8 +63,8 @@ def test_refused(devices, shape, message):
 
 def test_the_real_mesh_has_the_axes_of_the_design():
     mesh = make_mesh(MeshConfig(replica=2, model=2))
-    assert mesh.axis_names == AXES == ("island", "replica", "stage", "data", "model")
-    assert dict(mesh.shape) == {"island": 1, "replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert mesh.axis_names == AXES == ("island", "replica", "stage", "context", "data", "model")
+    assert dict(mesh.shape) == {"island": 1, "replica": 2, "stage": 1, "context": 1, "data": 2, "model": 2}
     assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
 
 

@@ -54,12 +54,17 @@ MISTAKES = {
     "--model.mlp 63": "model.mlp is 63 ... 63 / 2 = 31.5 ... 62 or 64 would work",
     "--model.hidden 1073741824 --model.mlp 1073741824": "8,070, ... 1,000,000,000,000,000 is the most ... model.hidden",
     "--model.vocabulary 256": "model.vocabulary is 256 ... the tokenizer has 257 tokens ... at least 257",
-    "--mesh.replica 4": "mesh: ... 4 * 1 * 2 * 2 = 16 devices, but there are 8 ... `cpu_devices: 16`",
+    "--mesh.replica 4": "mesh: ... 4 * 1 * 1 * 2 * 2 = 16 devices, but there are 8 ... `cpu_devices: 16`",
     "--mesh.replica 3 --mesh.data -1": "mesh.data is -1 ... = 6 devices ... does not divide the 8",
     "--mesh.replica 1 --mesh.stage 2": "mesh.stage is 2 ... Set mesh.stage to 1",
     f"{STAGES} --pipeline.microbatches 8": "batch.size is 8 ... 1 rows ... 8 / mesh.stage 2 = 4 ... batch.size 32",
     f"{STAGES} --batch.microbatches 4": "data 2 x stage 2 x microbatches 4 = 16 ... batch.size 16 would work",
     f"{STAGES} --compute.gather per_step": "compute.gather is per_step ... pipeline.gather once",
+    "--mesh.context 2 --mesh.data 1 --batch.sequence_length 18": (
+        "batch.sequence_length is 18 ... 2 x 2 = 4 chunks ... 16 or 20 would work"
+    ),
+    "--mesh.context 2 --mesh.data 1 --compute.attention cudnn": "mesh.context is 2 ... `auto` would work",
+    f"{STAGES} --mesh.data 1 --mesh.context 2": "mesh.context is 2, but there is a pipeline ... mesh.model",
     "--mesh.replica -1 --mesh.data -1": "mesh.data is -1 (on the command line), and so is mesh.replica",
     "--distributed.processes 2": "distributed.processes is 2 ... distributed.coordinator is not set",
     "--cpu_devices 3 --distributed.processes 2": "cpu_devices is 3 ... Use a multiple of 2",

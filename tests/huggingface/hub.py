@@ -21,6 +21,14 @@ OF_KINDS = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 32,
+}
 WINDOW = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 GEMMA = {"head_dim": 16, "sliding_window": 5}
 # A name -> model_type and what its config.json has beside the sizes.
@@ -29,7 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("qwen2", WINDOW),
-    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
+        "rope_parameters": YARN,
+    }),
     "olmo2": ("olmo2", {}),
     "gemma2": ("gemma2", GEMMA | {
         "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "attn_logit_softcapping": 2.0,

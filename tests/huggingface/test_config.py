@@ -32,7 +32,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_theta": 10**400}, "is damaged: a number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "of type 'yarn'; Gregale has default, linear and llama3"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "is of type 'longrope'; Gregale has default, linear, llama3 and yarn",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
         (
             SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS},

@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, Layout, is_named, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.position_order import position_order
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.dispatch import KernelRequest, kernels_for
+from gregale.model.kernels.kernels import Kernels
 from gregale.model.llama import Llama
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
@@ -32,21 +36,26 @@ class Device:
     compute_capability: str = ""
 
 
-def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1) -> Layout:
-    """The standard mappings on the first replica * stage * data * model simulated devices."""
-    devices = jax.devices()[: replica * stage * data * model]
-    return standard_layout(make_mesh(MeshConfig(replica=replica, stage=stage, data=data, model=model), devices))
+def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1, context: int = 1) -> Layout:
+    """The standard mappings on the first simulated devices, as many as the axes need."""
+    config = MeshConfig(replica=replica, stage=stage, context=context, data=data, model=model)
+    return standard_layout(make_mesh(config, jax.devices()[: config.device_count]))
 
 
 def bare_layout(replica: int = 1, data: int = 1, model: int = 1) -> Layout:
     """A layout of a mesh of any size, without devices: only the sizes are read."""
-    shape = {"island": 1, "replica": replica, "stage": 1, "data": data, "model": model}
+    shape = {"island": 1, "replica": replica, "stage": 1, "context": 1, "data": data, "model": model}
     return standard_layout(SimpleNamespace(shape=shape))
 
 
 def executed(layout: Layout, **options) -> Execution:
     """A float32 execution with the kernels that CPU devices get."""
     return Execution(**{"layout": layout, "kernels": cpu_kernels(), **options})
+
+
+def kernels_of(layout: Layout) -> Kernels:
+    """The kernels that CPU devices get on a layout."""
+    return kernels_for(KernelRequest(jax.devices()[0], "auto", jnp.dtype("float32"), 4, None, layout.context), "auto")
 
 
 def one_device(**options) -> Execution:
@@ -83,6 +92,13 @@ def token_batch(
 def placed(tree, layout: Layout, mapping):
     """The arrays of a tree on the devices that a mapping gives them; NumPy cuts them without compiling anything."""
     return jax.device_put(jax.device_get(tree), layout.shardings(tree, mapping))
+
+
+def held(batch, layout: Layout):
+    """A batch on its devices, positions in the order in which those that share a sequence hold them."""
+    order = position_order(batch["tokens"].axes[1].size, layout.context)
+    arrays = {name: NamedArray(x.array[:, order], x.axis_names) for name, x in batch.items()}
+    return placed(arrays, layout, layout.compute)
 
 
 def assert_trees_close(actual, expected, atol: float, rtol: float = 0.0) -> None:

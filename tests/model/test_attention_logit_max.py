@@ -10,7 +10,7 @@ import pytest
 from gregale.model import attention
 from gregale.model.attention import largest_logits
 from gregale.model.llama import Llama
-from tests.mesh.support import SMALL, executed, layout_of, placed, small_model, token_batch
+from tests.mesh.support import SMALL, executed, held, kernels_of, layout_of, placed, small_model, token_batch
 from tests.model import oracle
 
 
@@ -33,7 +33,7 @@ def test_they_are_the_largest_of_the_pairs(window, packed, monkeypatch):
     random = np.random.default_rng(0)
     q, k = (random.normal(size=(2, 10, heads, 4)).astype(np.float32) for heads in (4, 2))
     segments = np.sort(random.integers(0, 3, (2, 10)), axis=1) if packed else None
-    found = largest_logits(q, k, segments, window)
+    found = largest_logits(q, k, segments, window, np.arange(10))
     np.testing.assert_allclose(found, by_pairs(q, k, segments, window), rtol=1e-5)
 
 
@@ -41,14 +41,13 @@ def test_a_mesh_finds_those_of_one_device():
     config = replace(SMALL, kv_heads=4)
     model, batch = small_model(config), token_batch(rows=4)
     found = []
-    for sizes in ((1, 1, 1), (2, 2, 2)):
-        layout = layout_of(*sizes)
-        execution = executed(layout)
+    for layout in (layout_of(), layout_of(2, 2, 2), layout_of(data=2, context=2)):
+        execution = executed(layout, kernels=kernels_of(layout))
         maxima = jax.jit(lambda model, batch, execution=execution: model.attention_logit_maxima(batch, execution))
-        here = placed(model, layout, layout.params), placed(batch, layout, layout.compute)
+        here = placed(model, layout, layout.params), held(batch, layout)
         found.append(np.asarray(maxima(*here).array))
     assert found[0].shape == (config.layers,)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-5)
     np.testing.assert_allclose(found[0], by_oracle(model, batch), rtol=1e-5)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from gregale.huggingface.config import read_config
 from gregale.model.attention import frequencies, rotate
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
@@ -25,6 +26,25 @@ LLAMA_3 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_fac
 def test_frequencies_equal_the_published_cases(half, base, scaling):
     expected = [oracle.rotary_frequency(pair, half, base, scaling) for pair in range(half)]
     np.testing.assert_allclose(frequencies(half, base, scaling), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("base", "rope"),
+    [
+        (1e6, {"factor": 4.0, "original_max_position_embeddings": 32768}),
+        (1e4, {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7}),
+        (1e4, {"factor": 2.0, "original_max_position_embeddings": 512, "beta_fast": 8, "beta_slow": 0.5}),
+        (1e4, {"factor": 2.0, "original_max_position_embeddings": 512, "truncate": False, "attention_factor": 1.5}),
+    ],
+)
+def test_yarn_is_that_of_transformers(base, rope):
+    transformers, rope = pytest.importorskip("transformers"), {**rope, "rope_type": "yarn", "rope_theta": base}
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 8}
+    theirs = transformers.LlamaConfig(**sizes, vocab_size=8, rope_parameters=rope, max_position_embeddings=4096)
+    expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    ours = read_config(theirs.to_dict(), "config.json")[1]
+    np.testing.assert_allclose(frequencies(32, base, ours.rotary_scaling), expected.numpy(), rtol=1e-5)
+    assert ours.kinds[0].score_factor == pytest.approx(factor**2)
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, cpu_kernels(), tpu_kernels()], ids=["plain", "cpu", "tpu"])

@@ -1,15 +1,19 @@
 """`gregale eval`, and the held-out loss against an evaluation a token at a time."""
 
 import math
+from dataclasses import replace
 from itertools import groupby
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gregale.data.preparation import prepare
+from gregale.programs.runtime import evaluation
 from gregale.programs.runtime.trained_model import open_trained
+from gregale.runs.config import EvaluationConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.model import oracle
 from tests.programs.tiny import lines
@@ -86,3 +90,29 @@ def test_other_files(inputs, final, evaluated):
 def test_mistakes(refused, whole):
     assert "There is no checkpoint of step 5 in" in refused("eval", "whole", "--step", "5")
     assert "none-*.txt" in refused("eval", "whole", "--data", "none-*.txt")
+
+
+def test_losses_by_length_and_by_position(gregale, whole, final, monkeypatch):
+    """In sequences of 16 and 32 tokens, the longer of which is the run's own; positions by a token at a time."""
+    monkeypatch.setattr(evaluation, "FIRST_POSITIONS", 4)
+    trained = open_trained("whole", None, 1)
+    config = replace(
+        trained.setup.config,
+        evaluation=EvaluationConfig(sequence_lengths=[16, 32], by_position=True),
+    )
+    setup = replace(trained.setup, config=config)
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
+    text = evaluation.evaluation_text(corpus, config)
+    found = evaluation.Evaluator(setup, text, corpus.tokenizer.token_bytes)(trained.model, None)
+    assert found["eval_loss"] == pytest.approx(final["eval_loss"], rel=1e-5)
+    assert found["eval_loss_length.32"] == found["eval_loss"] < found["eval_loss_length.16"]
+    sums = dict.fromkeys([0, 4, 8, 16], (0.0, 0))
+    batch = text.lengths[32].rows(range(len(text.lengths[32])))
+    named = {name: hax.named(array, ("batch", "position")) for name, array in batch.items()}
+    scored, _ = trained.model.scores(named, setup.Vocab.size, setup.evaluation_execution())
+    rows = (-np.asarray(scored.array), batch["loss_mask"], batch["positions"])
+    for loss, mask, position in zip(*(array.ravel().tolist() for array in rows), strict=True):
+        first = max(bound for bound in sums if bound <= position)
+        sums[first] = (sums[first][0] + loss * mask, sums[first][1] + mask)
+    for first, (loss, weight) in sums.items():
+        assert found[f"eval_loss_position.{first}"] == pytest.approx(loss / weight, rel=1e-5)

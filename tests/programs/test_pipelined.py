@@ -34,7 +34,7 @@ def test_it_is_evaluated_on_its_own_mesh_and_sampled_on_one_device(run, gregale,
     on_one = open_trained(str(run), None, devices=1)
     config = on_one.setup.config
     corpus = prepare(config.data, config.batch.sequence_length, config.seed)
-    alone = Evaluator(on_one.setup, evaluation_text(corpus), corpus.tokenizer.token_bytes)(on_one.model, None)
+    alone = Evaluator(on_one.setup, evaluation_text(corpus, config), corpus.tokenizer.token_bytes)(on_one.model, None)
     assert alone["eval_loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-5)
     prompt = "the wind "
     assert gregale("sample", run.name, prompt, "--temperature", "0", "--tokens", "8") == 0

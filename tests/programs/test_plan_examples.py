@@ -4,7 +4,7 @@ Those for TPUs are compiled as far as the memory report. Those for GPUs are plan
 devices; of the shapes of one the TPU compiler says whether it is to be believed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -15,6 +15,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.tokenizers import BpeConfig
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.remedies import _mesh
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.setup import set_up
@@ -22,7 +23,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.programs.plans import CONFIGS
 
-ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
+ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_8b_131k": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
 ON_GPU = {"mistral_7b": (8, "A100"), "qwen3_600m": (8, "A100"), "llama_124m_gpu": (1, "A100-40GB")}
 ON_CPU = {"quickstart": 8, "diloco_small": 4, "islands": 2}
 ALL_IN_HOST_MEMORY = GIB  # of all simulated devices together, on any machine
@@ -81,6 +82,20 @@ def test_an_example_for_tpus_fits(name):
 def test_an_example_for_gpus_fits(name):
     count, gpu = ON_GPU[name]
     assert closed_form(name, count, "gpu").peak <= chip(gpu).memory_bytes
+
+
+def test_devices_that_share_sequences_are_a_remedy():
+    """Whole sequences of 131,072 tokens leave a device at least one; of a shared one it has a sixteenth."""
+    config = config_of("llama_8b_131k", "--mesh.replica=1", "--mesh.context=1", "--mesh.data=64", "--batch.size=64")
+    config = replace(config, batch=replace(config.batch, microbatches=1))
+    devices = [Device(number, "gpu") for number in range(64)]
+    meshes = dict(_mesh(set_up(config, tokens_in(config), make_mesh(config.mesh, devices))))
+    shared = meshes["mesh.data: 4, mesh.context: 16"]
+    peaks = []
+    for each in (config, replace(shared, batch=replace(config.batch, microbatches=16))):
+        setup = set_up(each, tokens_in(each), make_mesh(each.mesh, devices))
+        peaks.append(estimate(setup, ACCELERATOR).peak)
+    assert peaks[1] < 0.3 * peaks[0]
 
 
 def test_one_for_gpus_that_is_too_large_does_not():

@@ -69,7 +69,7 @@ def test_a_run_leaves_what_is_documented(whole):
     (start,) = map(json.loads, (whole / "starts.jsonl").read_text().splitlines())
     facts = {"step": 0, "devices": 8, "device_kind": "cpu", "kernels": {"rules": "cpu", "attention": "blocked"}}
     assert start.items() >= {**facts, "compiler_options": {}}.items()
-    assert start["mesh"] == {"island": 1, "replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert start["mesh"] == {"island": 1, "replica": 2, "stage": 1, "context": 1, "data": 2, "model": 2}
     for line in (whole / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
@@ -85,8 +85,8 @@ def test_config_yaml_is_the_resolved_configuration(whole, inputs):
     assert load(TrainConfig, whole / "config.yaml") == expected
 
 
-def on_mesh(replica: int, data: int, model: int) -> list[str]:
-    sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model]
+def on_mesh(replica: int, data: int, model: int, context: int = 1) -> list[str]:
+    sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model, "--mesh.context", context]
     return [*map(str, sizes), "--batch.microbatches", "1"]
 
 
@@ -107,9 +107,9 @@ def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs):
 
 
 def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys):
-    assert go_on(half, *on_mesh(8, 1, 1)) == 0
+    assert go_on(half, *on_mesh(4, 1, 1, context=2)) == 0
     out = capsys.readouterr().out
-    assert "(replica 8)" in out
+    assert "(replica 4 x context 2)" in out
     assert "The newest checkpoint, of step 12, is gone: going on from that of step 8 repeats 4 steps." in out
     assert losses(half)[:8] == losses(whole)[:8]
     np.testing.assert_allclose(losses(half), losses(whole), rtol=0, atol=1e-5)

@@ -13,6 +13,7 @@ FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
+KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
@@ -145,7 +146,7 @@ def _saved(step: StepShape, backend: Backend) -> int:
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else _a_layer(step) * narrow
-    attention = tokens * (2 * heads + 2 * keys) * narrow
+    attention = (tokens * (2 * heads + 2 * keys) + 2 * step.gathered_keys) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     if step.rules == "cpu":
         return weights + attention + 4 * stream + wide
@@ -174,7 +175,7 @@ def _layer(step: StepShape, backend: Backend) -> int:
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
-    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend)
+    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend) + KEY_ARRAYS * width * step.gathered_keys
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     gathered = 0 if step.per_step else width * weights

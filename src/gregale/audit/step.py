@@ -6,7 +6,7 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import LAYERS, REPLICA, AxisMapping, Layout
+from gregale.axes.layout import CONTEXT, LAYERS, REPLICA, AxisMapping, Layout
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
 
@@ -144,8 +144,19 @@ class StepShape(ParameterShape):
     @property
     def tokens(self) -> int:
         """Return the tokens of one microbatch on one device."""
+        return self.rows_here * self.positions // self.mesh[CONTEXT]
+
+    @property
+    def rows_here(self) -> int:
+        """Return the rows of one microbatch of which one device has tokens."""
         shards = prod(size for axis, size in self.mesh.items() if axis in BATCH_MESH_AXES)
-        return self.rows // (shards * self.microbatches) * self.positions
+        return self.rows // (shards * self.microbatches)
+
+    @property
+    def gathered_keys(self) -> int:
+        """Return a device's values of a layer's keys, or values, gathered over `context`; 0 if it splits nothing."""
+        split = self.mesh[CONTEXT] > 1
+        return split * self.rows_here * self.positions * self.kv_heads // self.mesh["model"] * self.head_size
 
     @property
     def embed(self) -> int:
@@ -167,7 +178,7 @@ class StepShape(ParameterShape):
     @property
     def shards(self) -> int:
         """Return the number of devices of a replica with different rows and parameters."""
-        return self.mesh["data"] * self.mesh["stage"]
+        return self.mesh[CONTEXT] * self.mesh["data"] * self.mesh["stage"]
 
     @property
     def exchanges_rows(self) -> bool:

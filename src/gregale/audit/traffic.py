@@ -12,10 +12,11 @@ from math import prod
 from haliax import NamedArray
 
 from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, values
-from gregale.axes.layout import REPLICA
+from gregale.axes.layout import CONTEXT, LAYERS, REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
-SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
+# Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
+SHARDS = (STAGE, CONTEXT, DATA)
 INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
@@ -50,7 +51,8 @@ def expected_transfers(
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
-    found += [*_vocabulary(step, backend), Transfer("loss and weight", "all-reduce", SHARDS, 8, step.microbatches)]
+    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
+    found += _summed_over_tokens("weight", FLOAT32, step.microbatches)
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
@@ -61,7 +63,21 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
         Transfer("activations", "all-reduce", (MODEL,), sums_of_a_layer(step, backend) * size, layers),
+        *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
+    ]
+
+
+def _keys(step: StepShape, backend: Backend) -> list[Transfer]:
+    """Return the gathers of keys, values and segments of sequences that devices share, and the sums of gradients."""
+    width, layers = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches * step.layers
+    size = step.gathered_keys * width
+    gathers = (1 if step.remat == "none" else 2) * layers
+    once = step.microbatches if backend.hoists_gathers else layers
+    return [
+        Transfer("keys and values", "all-gather", (CONTEXT,), 2 * size, gathers),
+        Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once),
+        Transfer("keys and values", "reduce-scatter", (CONTEXT,), 2 * size, layers),
     ]
 
 
@@ -138,19 +154,30 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        found += _summed(step, kind, size, times * step.uses(weight))
+        if table:
+            found += _scattered(step, size, times * step.uses(weight))
+        elif kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
+            found += _summed_over_tokens("gradients", size, times)
+        else:
+            found.append(Transfer("gradients", kind, SHARDS, size, times * step.uses(weight)))
         if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
     return found
 
 
-def _summed(step: StepShape, kind: str, size: int, times: int) -> list[Transfer]:
-    """Return a sum over the devices of a replica that share rows; a scattered sum goes axis by axis."""
-    if kind == "all-reduce":
-        return [Transfer("gradients", kind, SHARDS, size, times)]
-    scattered = Transfer("gradients", kind, (STAGE,), size // step.mesh[DATA], times)
-    return [Transfer("gradients", kind, (DATA,), size, times), scattered]
+def _summed_over_tokens(purpose: str, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a vector over rows, and then over positions; a product sums over both at once."""
+    return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), (CONTEXT,))]
+
+
+def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a table's gradient over the devices of a replica, which go axis by axis."""
+    found = []
+    for axis in (CONTEXT, DATA, STAGE):
+        found.append(Transfer("gradients", "reduce-scatter", (axis,), size, times))
+        size //= step.mesh[axis]
+    return found
 
 
 ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}

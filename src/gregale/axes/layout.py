@@ -21,6 +21,8 @@ AxisMapping = Mapping[str, str | tuple[str, ...]]
 REPLICA = "replica"
 ISLAND = "island"
 BATCH = "batch"
+POSITION = "position"
+CONTEXT = "context"
 EMBED = "embed"
 LAYERS = "layers"
 
@@ -56,6 +58,11 @@ class Layout:
     def axis(self, name: str) -> Axis:
         """Return the named axis that maps to the mesh axis `name` (`replica`, `island`); size 1 if there is none."""
         return Axis(name, self.mesh.shape[name] if name in self.params else 1)
+
+    @property
+    def context(self) -> int:
+        """Return the number of devices that share a sequence: they hold its positions in `position_order`."""
+        return prod(self.mesh.shape[name] for name in self.mesh_axes((POSITION,), self.compute))
 
     def inside(self, name: str) -> "Layout":
         """Return the layout of one index of the axis `name` under `vmap_over`: nothing maps to that mesh axis."""
@@ -131,15 +138,19 @@ def standard_layout(mesh: Mesh) -> Layout:
     """Return the three mappings of DESIGN section 2 for a model whose `TENSOR_PARALLEL` axes are split over `model`.
 
     Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
-    embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline.
+    embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline. The devices of `context`
+    share the parameters with those of `data`, so that the axis costs no memory.
     """
     model = dict.fromkeys(TENSOR_PARALLEL, "model")
     data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
+    positions, shards = {}, data
+    if mesh.shape[CONTEXT] > 1:
+        positions, shards = {POSITION: CONTEXT}, (CONTEXT, *data)
     return Layout(
         mesh=mesh,
-        compute={BATCH: (ISLAND, REPLICA, *data), REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        params={EMBED: data, REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        opt_state={EMBED: (*data, REPLICA), **model},
+        compute={BATCH: (ISLAND, REPLICA, *data), **positions, REPLICA: REPLICA, ISLAND: ISLAND, **model},
+        params={EMBED: shards, REPLICA: REPLICA, ISLAND: ISLAND, **model},
+        opt_state={EMBED: (*shards, REPLICA), **model},
     )
 
 

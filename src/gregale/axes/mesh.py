@@ -15,7 +15,7 @@ from gregale.settings import Settings, setting, whole
 Device = Any  # a `jax.Device`; tests also pass descriptions of devices
 
 AXIS_SIZE = whole(1, also=(-1,))  # -1: the remaining devices
-AXES = ("island", "replica", "stage", "data", "model")
+AXES = ("island", "replica", "stage", "context", "data", "model")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ class MeshConfig(Settings):
         aliases=("replicas", "dp_replicate", "num_replicas"),
     )
     stage: int = setting(1, "pipeline stages", range=AXIS_SIZE, aliases=("stages", "pipeline_parallel", "pp"))
+    context: int = setting(
+        1,
+        "devices that split each sequence",
+        range=AXIS_SIZE,
+        aliases=("cp", "context_parallel", "sequence_parallel"),
+    )
     data: int = setting(
         -1,
         "devices that share a replica's batch and parameters (FSDP)",
@@ -83,7 +89,7 @@ class MeshConfig(Settings):
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return the mesh with axes (island, replica, stage, data, model), in this device order.
+    """Return the mesh with axes (island, replica, stage, context, data, model), in this device order.
 
     Of all axes `island` and then `replica` cross slices first (`slice_index` on TPU), then hosts (`process_index`).
     Every other axis stays in the smallest possible group of close devices. On TPU the devices of one slice keep the

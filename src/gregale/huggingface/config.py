@@ -1,5 +1,6 @@
 """Provides the conversion of `config.json` to `LlamaConfig`, and back."""
 
+import math
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from gregale.errors import KeyedError, UserError
 from gregale.huggingface.families import Family, family_of
 from gregale.model.config import LlamaConfig
-from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
+from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 
 SIZES = {
     "num_hidden_layers": "layers",
@@ -32,6 +33,14 @@ LLAMA3 = {
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_context",
+}
+
+YARN = {
+    "beta_fast": "fast_turns",
+    "beta_slow": "slow_turns",
+    "original_max_position_embeddings": "original_context",
+    "attention_factor": "attention_factor",
+    "truncate": "whole_channels",
 }
 
 
@@ -128,7 +137,19 @@ def _scaling(rope: Mapping[str, Any], source: str) -> RotaryScaling | None:
         return LinearScaling(factor=float(rope["factor"]))
     if kind == "llama3":
         return Llama3Scaling(factor=float(rope["factor"]), **{ours: rope[key] for key, ours in LLAMA3.items()})
-    raise UserError(f"{source}: the rotary scaling is of type {kind!r}; Gregale has default, linear and llama3.")
+    if kind == "yarn":
+        return _yarn(rope)
+    raise UserError(f"{source}: the rotary scaling is of type {kind!r}; Gregale has default, linear, llama3 and yarn.")
+
+
+def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
+    """Return YaRN's scaling; the attention factor may be given by two factors of the logarithm."""
+    found = {ours: rope[key] for key, ours in YARN.items() if rope.get(key) is not None}
+    factor, scales = float(rope["factor"]), [rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")]
+    if all(scales) and "attention_factor" not in found:
+        above, below = (1 + 0.1 * float(scale) * math.log(max(factor, 1)) for scale in scales)
+        found["attention_factor"] = above / below
+    return YarnScaling(factor=factor, **{"original_context": rope["original_max_position_embeddings"], **found})
 
 
 def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
@@ -210,6 +231,9 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
     elif isinstance(scaling, Llama3Scaling):
         own = {key: getattr(scaling, ours) for key, ours in LLAMA3.items()}
         rope = {"rope_type": "llama3", "factor": scaling.factor, **own}
+    elif isinstance(scaling, YarnScaling):
+        own = {key: value for key, ours in YARN.items() if (value := getattr(scaling, ours)) is not None}
+        rope = {"rope_type": "yarn", "factor": scaling.factor, **own}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}

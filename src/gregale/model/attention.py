@@ -8,8 +8,9 @@ import numpy as np
 from haliax import NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH
-from gregale.model.cache import POSITION, Cache, DecodeStep
+from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.position_order import position_order
+from gregale.model.cache import Cache, DecodeStep
 from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
 from gregale.model.kernels.kernels import Kernels
@@ -59,15 +60,19 @@ class Attention(eqx.Module):
         """Return rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize].
 
         Attention divides scores by the root of a head's size; queries are scaled so that the divisor is the root of
-        `score_width`.
+        `score_width`, and by the factor of the rotary scaling.
         """
         c = self.config
         q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
         q = self.query_norm(q, execution) if self.query_norm is not None else q
         k = self.key_norm(k, execution) if self.key_norm is not None else k
         q, k = (rotate(a, positions, c, execution.kernels, kind) for a in (q, k))
-        if c.score_width is not None and c.score_width != c.HeadSize.size:
-            q = (q * (c.HeadSize.size / c.score_width) ** 0.5).astype(q.dtype)
+        factors = [each.score_factor for each in c.kinds]
+        if c.score_width is not None:
+            factors = [factor * (c.HeadSize.size / c.score_width) ** 0.5 for factor in factors]
+        if any(factor != 1 for factor in factors):
+            own = jnp.asarray(factors)[kind.array] if isinstance(kind, NamedArray) else factors[kind]
+            q = (q * own).astype(q.dtype)
         return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
 
     def __call__(
@@ -84,8 +89,10 @@ class Attention(eqx.Module):
         q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, kind, execution))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
+        order = position_order(q.resolve_axis(POSITION).size, execution.layout.context)
+
         def largest(of: LayerKind, q, k, ids) -> jax.Array:
-            return largest_logits(q, k, ids, of.window)
+            return largest_logits(q, k, ids, of.window, order)
 
         return NamedArray(by_kind(self.config, kind, largest, q.array, k.array, ids), (BATCH, self.config.KvHeads.name))
 
@@ -156,20 +163,23 @@ def rotate(
     return hax.named(turned, (*others, HeadSize)).rearrange(x.axes)
 
 
-def largest_logits(q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None) -> jax.Array:
+def largest_logits(
+    q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None, order: np.ndarray
+) -> jax.Array:
     """Return the largest q . k / sqrt(head size) of the pairs of tokens that attend: float32 [batch, kv_heads].
 
-    Arguments: as for `Attend`. Nothing is sent between devices that split the batch or the heads.
+    Arguments: as for `Attend`, and `order`, the position of each index (`axes.position_order`). Nothing is sent between
+    devices that split the batch or the heads.
     """
     length, kv_heads, width = k.shape[1:]
     block = min(QUERIES, length)
     grouped = q.reshape(*q.shape[:2], kv_heads, -1, width)
-    places = jnp.arange(length)
+    places = jnp.asarray(order)
 
     def of_block(largest: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         queries = jax.lax.dynamic_slice_in_dim(grouped, start, block, axis=1)
         logits = jnp.einsum("bqkgd,bskd->bkgqs", queries, k, preferred_element_type=jnp.float32) / width**0.5
-        distance = (start + jnp.arange(block))[:, None] - places
+        distance = jax.lax.dynamic_slice_in_dim(places, start, block)[:, None] - places
         attends = (distance >= 0) & (True if window is None else distance < window)
         if segments is not None:
             own = jax.lax.dynamic_slice_in_dim(segments, start, block, axis=1)

@@ -51,7 +51,12 @@ class DecoderSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of a model architecture by `type`."""
+    """The choice of a model architecture by `type`.
+
+    - `splits_positions`: the loss is that of whole sequences if several devices share each, in `axes.position_order`
+    """
+
+    splits_positions: ClassVar[bool] = False
 
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import BATCH
+from gregale.axes.layout import BATCH, POSITION
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 
-POSITION, SLOT = "position", "slot"
+SLOT = "slot"
 AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer
 
 

@@ -40,11 +40,18 @@ class LayerKind(NamedTuple):
     rotary_base: float
     rotary_scaling: RotaryScaling | None
 
+    @property
+    def score_factor(self) -> float:
+        """Return the factor of attention's scores."""
+        return 1.0 if self.rotary_scaling is None else self.rotary_scaling.score_factor
+
 
 @ModelConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaConfig(Sizes):
     """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
+
+    splits_positions: ClassVar[bool] = True
 
     # Only `GemmaConfig` has settings for these.
     activation: ClassVar[str] = "silu"

@@ -14,7 +14,7 @@ from haliax.nn import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, LAYERS, Layout
+from gregale.axes.layout import BATCH, LAYERS, POSITION, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
@@ -80,7 +80,7 @@ class Execution:
         window: int | None,
         cap: float | None = None,
     ) -> jax.Array:
-        """Compute causal self-attention, see `Attend`; a kernel runs on each device, with its rows and its heads.
+        """Compute causal self-attention, see `Attend`; a kernel runs on each device: its rows, positions and heads.
 
         The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and
         a pipeline's `stage` and `data`) stay split.
@@ -88,7 +88,7 @@ class Execution:
         if not self.kernels.opaque:
             return self.kernels.attend(q, k, v, segments, window, cap)
         query, key, ids = (
-            self.layout.spec((BATCH, "position", *rest), self.layout.compute)
+            self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
         attend = partial(self.kernels.attend, window=window, cap=cap)
@@ -173,7 +173,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
-    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap)
+    task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap, layout.context)
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named, is_parameter
 from gregale.model.attention import Attention, linear
-from gregale.model.cache import POSITION, Cache, DecodeStep, slots_of
+from gregale.model.cache import Cache, DecodeStep, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named

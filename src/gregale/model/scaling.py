@@ -27,6 +27,11 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
     def kept(self, frequency: np.ndarray) -> np.ndarray:
         """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; `factor` divides others."""
 
+    @property
+    def score_factor(self) -> float:
+        """Return the factor of attention's scores."""
+        return 1.0
+
 
 @RotaryScaling.register_subclass("linear")
 @dataclass(frozen=True)
@@ -74,3 +79,53 @@ class Llama3Scaling(RotaryScaling):
         turns = self.original_context * frequency / (2 * math.pi)  # in the original context
         low, high = self.low_frequency_factor, self.high_frequency_factor
         return np.clip((turns - low) / (high - low), 0.0, 1.0)
+
+
+@RotaryScaling.register_subclass("yarn")
+@dataclass(frozen=True)
+class YarnScaling(RotaryScaling):
+    """YaRN (arXiv 2309.00071): as Llama 3.1's scaling by the channel's number, with larger scores.
+
+    Channels between those that turn `fast_turns` and `slow_turns` times in the original context are interpolated.
+    """
+
+    fast_turns: float = setting(
+        32.0, "channels that turn more often are kept", range=above(0), aliases=("beta_fast",), fixed=MEANING
+    )
+    slow_turns: float = setting(
+        1.0, "channels that turn less often are stretched", range=above(0), aliases=("beta_slow",), fixed=MEANING
+    )
+    original_context: int = setting(
+        8192,
+        "context length before the stretching, in tokens",
+        range=whole(1),
+        aliases=("original_max_position_embeddings",),
+        fixed=MEANING,
+    )
+    attention_factor: float | None = setting(
+        None, "of queries and of keys; null: 0.1 ln(factor) + 1", range=above(0), fixed=MEANING
+    )
+    whole_channels: bool = setting(True, "round both limits to whole channels", aliases=("truncate",), fixed=MEANING)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fast_turns <= self.slow_turns:
+            raise KeyedError(
+                "fast_turns",
+                f"is {self.fast_turns:g}",
+                f" and slow_turns is {self.slow_turns:g}: channels in between are interpolated, so that fast has to be "
+                "above slow.",
+            )
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        ratio = max(-math.log(frequency[1]), 1e-9) if len(frequency) > 1 else 1.0  # log, of neighbouring channels
+        turns = self.fast_turns, self.slow_turns
+        low, high = (math.log(self.original_context / (2 * math.pi * each)) / ratio for each in turns)
+        low, high = (math.floor(low), math.ceil(high)) if self.whole_channels else (low, high)
+        low, high = max(low, 0), min(high, 2 * len(frequency) - 1)
+        return 1 - np.clip((np.arange(len(frequency)) - low) / max(high - low, 0.001), 0.0, 1.0)
+
+    @property
+    def score_factor(self) -> float:
+        given = self.attention_factor
+        return (1 + 0.1 * math.log(max(self.factor, 1.0)) if given is None else given) ** 2

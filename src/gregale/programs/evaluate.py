@@ -181,7 +181,7 @@ def own_text(trained: Trained, console: Console) -> Text:
     streams: dict[str, Sequence[DocumentStream]] = {name: [each] for name, each in corpus.validation_streams.items()}
     if corpus.held_out is not None:
         streams = {"": list(corpus.held_out_streams.values()), **streams}
-    return Text(lambda: evaluation_text(corpus), streams)
+    return Text(lambda: evaluation_text(corpus, trained.setup.config), streams)
 
 
 def own_corpus(trained: Trained, console: Console) -> Corpus:

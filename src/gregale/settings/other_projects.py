@@ -87,7 +87,7 @@ ici_tensor_parallelism | mesh.model
 ici_pipeline_parallelism | mesh.stage | with pipeline
 num_pipeline_microbatches | pipeline.microbatches
 num_pipeline_repeats | pipeline.repeats
-ici_context_parallelism |
+ici_context_parallelism | mesh.context
 ici_expert_parallelism |
 opt_type | optimizer.type
 learning_rate | optimizer.learning_rate
@@ -142,7 +142,7 @@ parallelism.fsdp_reshard_after_forward | compute.gather | always is per_layer, n
 parallelism.tensor_parallel_degree | mesh.model
 parallelism.pipeline_parallel_degree | mesh.stage | with pipeline
 parallelism.pipeline_parallel_microbatch_size | pipeline.microbatches | their number, not their size
-parallelism.context_parallel_degree |
+parallelism.context_parallel_degree | mesh.context
 parallelism.expert_parallel_degree |
 fault_tolerance.semi_sync_method | sync.type
 fault_tolerance.sync_steps | sync.period

@@ -13,6 +13,7 @@ from functools import cache
 
 from gregale.formatting import format_quantity
 
+POSITION_LOSS = "eval_loss_position."  # the first part of names
 STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
 
 
@@ -34,6 +35,7 @@ class Metric:
 _REPLICAS = "replicas apart"
 _ISLANDS = "islands"
 _TASKS = "[`evaluation.tasks`](evaluation.md#tasks)"
+_LENGTHS, _BY = "`evaluation.sequence_lengths`", "`evaluation.by_position`"
 _OF_START = "since this start of the run"
 
 METRICS = (
@@ -79,6 +81,8 @@ METRICS = (
     Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
     Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),
     Metric("bits_per_byte.<source>", "bits a byte", "on a validation source", EVALUATION, "`data.validation`"),
+    Metric("eval_loss_length.<tokens>", "nats a token", "in sequences of so many tokens", EVALUATION, _LENGTHS),
+    Metric(f"{POSITION_LOSS}<first>", "nats a token", "of tokens from this place in a document on", EVALUATION, _BY),
     Metric("acc.<task>", "share of 1", "of the questions of a task that are answered right", EVALUATION, _TASKS),
     Metric("acc_norm.<task>", "share of 1", "the same by log-likelihoods a character", EVALUATION, _TASKS),
     Metric("perplexity.<task>", "", "of a task's answers", EVALUATION, _TASKS),

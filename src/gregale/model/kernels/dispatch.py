@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gregale.errors import UserError
 from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.gpu import cudnn
 from gregale.model.kernels.kernels import Attend, Kernels
 from gregale.model.kernels.reference import PLAIN
@@ -25,6 +26,7 @@ class KernelRequest:
     dtype: jnp.dtype  # of activations
     head_size: int  # width of a head of attention
     cap: float | None = None  # the limit of its scores; None: no limit
+    context: int = 1  # devices that share a sequence
 
     @property
     def platform(self) -> str:
@@ -94,12 +96,34 @@ def kernels_for(task: KernelRequest, attention: str) -> Kernels:
 
     Raises `UserError` if the named form does not fit.
     """
+    if task.context > 1:
+        return _shared(task, attention)
     name = _fastest(task) if attention == "auto" else attention
     form = FORMS[name]
     if (misfit := form.misfit(task)) is not None:
         raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
-    rules = OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
-    return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
+    return replace(_rules(task), attention=name, opaque=form.opaque, attend=form.attend(task))
+
+
+def _shared(task: KernelRequest, attention: str) -> Kernels:
+    """Return the operations for sequences that several devices share."""
+    rules, misfit = _rules(task), _off_tpu(task)
+    if attention in ("auto", "splash") and misfit is None:
+        attend = Splash(task.device.device_kind, devices=task.context)
+        return replace(rules, attention="splash", opaque=True, attend=attend)
+    if attention not in ("auto", "xla"):
+        reason = misfit if attention == "splash" else "it has no form for sequences that several devices share"
+        raise UserError(
+            f"mesh.context is {task.context} and compute.attention is {attention}, but {reason}. `auto` would work: it "
+            "takes a kernel where there is one."
+        )
+    # Rows and positions are both split, so the partitioner could not join them to one axis.
+    own = replace(rules, project=PLAIN.project) if rules.rules == "cpu" else rules
+    return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context))
+
+
+def _rules(task: KernelRequest) -> Kernels:
+    return OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
 
 
 def _fastest(task: KernelRequest) -> str:

@@ -220,7 +220,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
         return {name: self._placement.placed(array) for name, array in rows.items()}
 
     def _batch(self, first: int) -> ExampleBatch:
-        return self._examples.batch(first, self._placement.size, self._placement.rows)
+        return self._placement.part(self._examples.batch(first, self._placement.size, self._placement.rows))
 
     def close(self) -> None:
         """End the threads that make batches."""

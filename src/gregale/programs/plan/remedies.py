@@ -18,6 +18,14 @@ from gregale.runs.config import TrainConfig
 
 SHOWN = 3
 FACTORS = (2, 4, 8, 16, 32, 64)  # of microbatches
+# Of devices, from one axis to another that splits more: rows, then sequences, then layers.
+MOVES = (
+    ("replica", "data"),
+    ("data", "context"),
+    ("replica", "context"),
+    ("data", "model"),
+    ("replica", "model"),
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,9 @@ def _gather(setup: Setup) -> Changes:
 
 
 def _mesh(setup: Setup) -> Changes:
-    """Yield meshes with devices moved from an axis to a faster one, which splits more."""
+    """Yield meshes with devices moved from an axis to one that splits more."""
     sizes = dict(setup.layout.mesh.shape)
-    for source, to in (("replica", "data"), ("data", "model"), ("replica", "model")):
+    for source, to in MOVES:
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
             moved = {**sizes, source: sizes[source] // factor, to: sizes[to] * factor}

@@ -9,7 +9,7 @@ import numpy as np
 
 from gregale.programs.report.runs import ReportRun, accumulated
 from gregale.runs.history import Column, spikes_kept
-from gregale.tracking.metrics import metric_of
+from gregale.tracking.metrics import POSITION_LOSS, metric_of
 from gregale.web.charts import Lines, Series, colour_of
 
 MAX_BINS = 1000  # of a line; a chart is rarely wider in pixels
@@ -36,6 +36,7 @@ KINDS = (
     Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "Per byte of text, for any tokenizer."),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
+    Kind("Loss", "Held-out loss by length of the sequences", r"eval_loss_length\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
     Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),
     Kind("Tasks", "Answered right", r"acc\..+", "share"),
@@ -82,6 +83,9 @@ def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
     if len(runs) > 1:
         left = [name for name in left if OF_A_PART not in name]
     found: dict[str, list[Lines]] = {}
+    if positions := [name for name in left if name.startswith(POSITION_LOSS)]:
+        found["Loss"] = [_by_position(positions, runs)]
+        left = [name for name in left if name not in positions]
     for kind in KINDS:
         names = [name for name in left if re.fullmatch(kind.names, name)]
         left = [name for name in left if name not in names]
@@ -154,6 +158,19 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines
     unit = _unit(names[0]) if kind.unit is None else kind.unit
     key = quote(f"figures-{names[0]}", errors="surrogatepass")  # quoted, so that HTML keeps any name
     return Lines(key, kind.title, series, unit, help=kind.help or _meaning(names))
+
+
+def _by_position(names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
+    """Return the chart of the last losses of each run by position, at the first position of each range."""
+    series = []
+    for run in runs:
+        columns = {int(name.removeprefix(POSITION_LOSS)): run.column(name) for name in names}
+        last = [(first, each.values[-1]) for first, each in columns.items() if each is not None and len(each.steps)]
+        if last:
+            x, y = (np.array(part) for part in zip(*sorted(last), strict=True))
+            series.append(Series(run.label, x, y, colour=colour_of(run.place), dots=True))
+    title, axis = "Held-out loss by position in the document", ("Position", "")
+    return Lines("figures-by-position", title, series, axis=axis, help="Nats per token, of the last evaluation.")
 
 
 def _meaning(names: Sequence[str]) -> str:

@@ -3,16 +3,26 @@
 import math
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import Axis, NamedArray
 
-from gregale.data.examples import MORE_BYTES, Examples
+from gregale.axes.layout import BATCH, POSITION
+from gregale.data.examples import MORE_BYTES, Examples, held_out_examples
 from gregale.data.preparation import Corpus
+from gregale.data.tokenizer_training import naming
+from gregale.inference.logits import check_scored, scores
+from gregale.model.execution import Execution
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
+from gregale.tracking.metrics import POSITION_LOSS
+
+FIRST_POSITIONS = 64  # in the first range of positions whose losses are averaged
 
 
 class EvaluationText(NamedTuple):
@@ -20,6 +30,7 @@ class EvaluationText(NamedTuple):
 
     held_out: Examples | None  # examples held out of the training sources, or None
     validation: Mapping[str, Examples] = {}  # examples of the validation sources, by name
+    lengths: Mapping[int, Examples] = {}  # the same text as sequences of other lengths
 
     @property
     def first(self) -> Examples | None:
@@ -27,8 +38,14 @@ class EvaluationText(NamedTuple):
         return self.held_out if self.held_out is not None else next(iter(self.validation.values()), None)
 
 
-def evaluation_text(corpus: Corpus) -> EvaluationText:
-    return EvaluationText(corpus.held_out, corpus.validation)
+def evaluation_text(corpus: Corpus, config: TrainConfig) -> EvaluationText:
+    """Return the evaluation text of a run's corpus; raise `UserError` if it is too short for one of the lengths."""
+    streams = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
+    lengths = {}
+    for length in dict.fromkeys(config.evaluation.sequence_lengths if streams else []):
+        with naming("evaluation.sequence_lengths"):
+            lengths[length] = held_out_examples(streams, length, config.data.cross_documents)
+    return EvaluationText(corpus.held_out, corpus.validation, lengths)
 
 
 class Evaluator:
@@ -41,14 +58,23 @@ class Evaluator:
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
         self._setup, self._text = setup, text
         execution = setup.evaluation_execution()
+        losses_of = token_losses(setup, execution) if setup.config.evaluation.by_position else None
         sizes = np.zeros(setup.Vocab.size, np.float32)
         sizes[: len(token_bytes)] = token_bytes
 
         def sums(model, batch):
             more_bytes = batch[MORE_BYTES].array if MORE_BYTES in batch else 0
-            loss, weight = model.loss({key: batch[key] for key in batch if key != MORE_BYTES}, execution)
-            scored = (jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * batch["loss_mask"].array
-            return loss, weight, scored.sum()
+            batch = {key: batch[key] for key in batch if key != MORE_BYTES}
+            mask = batch["loss_mask"].array
+            scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
+            if losses_of is None:
+                loss, weight = model.loss(batch, execution)
+                return jnp.stack([loss, weight, scored])
+            losses = losses_of(model, batch) * mask
+            length = mask.shape[1]
+            bucket = jnp.searchsorted(jnp.asarray(bounds(length)), batch["positions"].array, side="right") - 1
+            parts = [x.sum(where=bucket == each) for x in (losses, mask) for each in range(len(bounds(length)))]
+            return jnp.stack([losses.sum(), mask.sum(), scored, *parts])
 
         self._sums: Callable = jax.jit(
             sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
@@ -58,26 +84,72 @@ class Evaluator:
         """Return the metrics over the first `batches` batches of each text, or over all; call `at_batch` for each.
 
         `eval_loss` (nats per token) and `bits_per_byte` are over the held-out text or, without held-out text, over
-        the tokens of all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over one source.
+        the tokens of all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over one source,
+        `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of tokens from
+        position P of their document on, up to the next P, in the longest sequences.
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
-            metrics = metrics_of(np.sum(list(validation.values()), axis=0))
+            whole = np.sum(list(validation.values()), axis=0)
         else:
-            metrics = metrics_of(self._total(model, self._text.held_out, batches, at_batch))
+            whole = self._total(model, self._text.held_out, batches, at_batch)
+        metrics = metrics_of(whole)
+        lengths = {self._setup.config.batch.sequence_length: whole}
+        for length, text in self._text.lengths.items():
+            lengths[length] = self._total(model, text, batches, at_batch)
+            metrics[f"eval_loss_length.{length}"] = metrics_of(lengths[length])["eval_loss"]
+        longest = max(lengths)
+        metrics |= losses_by_position(lengths[longest], longest)
         for name, total in validation.items():
             metrics |= {f"{metric}.{name}": value for metric, value in metrics_of(total).items()}
         return metrics
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
-        """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3]."""
-        totals = (0.0, 0.0, 0.0)
-        axes = self._setup.batch_axes
+        """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3].
+
+        By position, losses and targets of each range of `bounds` follow.
+        """
+        totals = 0.0
+        axes = self._axes(text.sequence_length)
         with GlobalBatches(text, axes, self._setup.layout) as read:
             for batch in islice(read, batches):
                 at_batch()
-                totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))
-        return np.array([float(total) for total in totals])
+                totals = totals + self._sums(model, batch)
+        return np.asarray(totals, np.float64)
+
+    def _axes(self, length: int) -> tuple[Axis, Axis]:
+        """Return the axes of batches of this length, with about as many tokens as those of the run."""
+        Batch, Position = self._setup.batch_axes
+        layout = self._setup.layout
+        parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((Batch,), layout.compute))
+        rows = max(1, Batch.size * Position.size // (length * parts)) * parts
+        return (Batch, Position) if length == Position.size else (Axis(Batch.name, rows), Axis(Position.name, length))
+
+
+def token_losses(setup: Setup, execution: Execution) -> Callable[[Any, dict[str, NamedArray]], jax.Array]:
+    """Return the function (model, batch) -> losses of the targets, nats [batch, position]; raise `UserError`."""
+    config = setup.config.model
+    check_scored(setup.model, config.get_choice_name(type(config)))
+    rows = getattr(getattr(config, "logits", None), "rows", None) or setup.Vocab.size
+
+    def losses(model, batch: dict[str, NamedArray]) -> jax.Array:
+        found, _ = scores(model, batch, rows, execution)
+        return -found.rearrange((BATCH, POSITION)).array
+
+    return losses
+
+
+def bounds(length: int) -> list[int]:
+    """Return the first positions of ranges, each as long as all before it: 0, 64, 128, 256 and so on."""
+    return [0, *(FIRST_POSITIONS << power for power in range(length.bit_length()) if FIRST_POSITIONS << power < length)]
+
+
+def losses_by_position(total: np.ndarray, length: int) -> dict[str, float]:
+    """Return the mean losses by the position of a token; nothing for sums without positions or without targets."""
+    if len(total) == 3:
+        return {}
+    parts = zip(bounds(length), *total[3:].reshape(2, -1).tolist(), strict=True)
+    return {f"{POSITION_LOSS}{first}": loss / weight for first, loss, weight in parts if weight}
 
 
 def format_losses(metrics: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
@@ -89,12 +161,14 @@ def format_losses(metrics: Mapping[str, float], held_out: bool, bits_digits: int
             bits = metrics[key.replace(metric, "bits_per_byte", 1)]
             label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
             sentences.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
+        elif metric == "eval_loss_length":
+            sentences.append(f"in sequences of {name} tokens {loss:.4f} nats a token")
     return "; ".join(sentences)
 
 
 def metrics_of(total: np.ndarray) -> dict[str, float]:
     """Return the metrics of sums [loss, targets, bytes]; NaN if nothing was scored."""
-    loss, weight, scored = total.tolist()
+    loss, weight, scored = total[:3].tolist()
     return {
         "eval_loss": loss / weight if weight else math.nan,
         "bits_per_byte": loss / math.log(2) / scored if scored else math.nan,

@@ -101,7 +101,7 @@ class Scorer:
         """Return the programs for these input lengths, the longest first so that a lack of memory shows at once."""
         layout, size = self._setup.layout, self._setup.config.batch.size
         parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
-        sizes = halves(self.context)
+        sizes = halves(self.context, 1 if layout.context == 1 else 2 * layout.context)
         smallest = len(sizes) - 1 - np.searchsorted(sizes[::-1], np.minimum(lengths, self.context))
         shapes = []
         for number, length in enumerate(sizes):
@@ -119,13 +119,13 @@ class Scorer:
         for first in range(0, len(shape.chosen), shape.rows):
             chosen = shape.chosen[first : first + shape.rows]
             mine = [continuations[chosen[row]] if row < len(chosen) else NOTHING for row in placement.rows]
-            rows = filled(mine, shape.length)
+            rows = placement.part(filled(mine, shape.length))
             yield chosen, {name: placement.placed(array) for name, array in rows.items()}
 
 
-def halves(length: int) -> list[int]:
-    """Return a length, its half and so on, rounded up, down to `MIN_LENGTH`."""
+def halves(length: int, multiple: int = 1) -> list[int]:
+    """Return a length, its half and so on, rounded up to multiples, down to `MIN_LENGTH`."""
     found = [length]
-    while (half := -(-found[-1] // 2)) >= MIN_LENGTH:
+    while MIN_LENGTH <= (half := -(-found[-1] // (2 * multiple)) * multiple) < found[-1]:
         found.append(half)
     return found

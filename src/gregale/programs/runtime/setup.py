@@ -11,7 +11,7 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, Layout, check_divides, is_named, standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, check_divides, is_named, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
@@ -20,10 +20,10 @@ from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
-from gregale.model.attention import POSITION
 from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
+from gregale.programs.runtime.shared_sequences import check_context
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
@@ -163,6 +163,7 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             ),
         },
     )
+    check_context(config, layout)
     rows = rows_per_part(batch.size, layout, batch.microbatches)
     check_pipeline(config, layout, rows)
     return layout

@@ -52,7 +52,7 @@ class SampleOptions(Sampling):
             raise UserError(f"out is {shown(self.out)}, which is for results of `prompts`; a single text is printed.")
         if "" in self.stop:
             raise UserError("stop has an empty string, which would end every text before it begins.")
-        others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]
+        others = [axis for axis in ("island", "replica", "stage", "context") if getattr(self.mesh, axis) != 1]
         if others:
             raise UserError(f"mesh.{others[0]} is for training; a model is sampled on mesh.data x mesh.model devices.")
 

@@ -10,7 +10,7 @@ from time import perf_counter
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.layout import BATCH, Layout, standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
 from gregale.inference.generate import BLOCK, Generator, Prompt
@@ -53,7 +53,8 @@ def beside_training(setup: Setup) -> SamplerPlacement:
         layout = standard_layout(make_mesh(MeshConfig(data=1), [first]))
     mesh = layout.mesh.shape
     return SamplerPlacement(
-        unbatched(layout), setup.config.compute.gather == "per_step" or mesh["data"] * mesh["stage"] == 1
+        unbatched(layout),
+        setup.config.compute.gather == "per_step" or mesh["context"] * mesh["data"] * mesh["stage"] == 1,
     )
 
 
@@ -120,8 +121,9 @@ def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
 
 
 def unbatched(layout: Layout) -> Layout:
-    """Return the layout without a split of the batch; the parameters keep their layout."""
-    return replace(layout, compute={name: axes for name, axes in layout.compute.items() if name != BATCH})
+    """Return the layout without a split of the batch and of sequences; the parameters keep their layout."""
+    kept = {name: axes for name, axes in layout.compute.items() if name not in (BATCH, POSITION)}
+    return replace(layout, compute=kept)
 
 
 def on_one_device(tree, mesh: Mesh, device):

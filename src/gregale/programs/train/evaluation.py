@@ -36,7 +36,7 @@ class Evaluation(Callback):
 
     def __init__(self, setup: Setup, corpus: Corpus, run: RunDirectory, observers: Observers, steps: Steps):
         self._setup, self._run, self._observers, self._steps = setup, run, observers, steps
-        text, config = evaluation_text(corpus), setup.config
+        text, config = evaluation_text(corpus, setup.config), setup.config
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and config.reduce.measure else None
         self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)

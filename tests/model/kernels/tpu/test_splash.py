@@ -1,15 +1,20 @@
 """The splash kernels, step by step on a CPU, against the plain form; and how rows are cut into blocks."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.position_order import position_order
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
 from gregale.model.kernels.tpu.blocks import Blocks, blocks_for
-from gregale.model.kernels.tpu.splash import Splash
+from gregale.model.kernels.tpu.splash import Mask, Splash
+from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal
 
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
@@ -52,6 +57,37 @@ def test_attention(small_blocks, length, window, cap, heads, head_size, packed, 
         return lambda q, k, v: kernels.attend(q, k, v, segments, window, cap)
 
     assert_equal(form, SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
+
+
+@pytest.mark.parametrize(("window", "packed"), [(None, True), (200, False)])
+def test_sequences_that_devices_share(small_blocks, window, packed):
+    """Two devices with two chunks of two blocks each; the gradients too, at the places where they are held."""
+    layout, order = layout_of(context=2), position_order(1024, 2)
+    heads = enumerate((2, 1, 1, 2))
+    q, k, v, by_output = (jax.random.normal(jax.random.key(seed), (1, 1024, count, 8)) for seed, count in heads)
+    segments = jnp.arange(1024)[None] // 300 if packed else None
+
+    def gradients(attend, q, k, v, segments, by_output):
+        output, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, segments, window), q, k, v)
+        return output, *pullback(by_output)
+
+    spec, ids = (layout.spec((BATCH, POSITION, *rest), layout.compute) for rest in (("heads", "size"), ()))
+    ours = partial(gradients, Splash(V5E, interpret=True, devices=2))
+    shared = layout.shard_map(ours, (spec, spec, spec, ids, spec), (spec,) * 4)
+    arrays = q, k, v, segments, by_output
+    found = jax.jit(shared)(*(None if x is None else x[:, order] for x in arrays))
+    expected = jax.jit(partial(gradients, PLAIN.attend))(*arrays)
+    for left, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(left, right[:, order], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("devices", "window"), [(1, None), (2, None), (4, 300)])
+def test_a_blocks_visibility_is_that_of_all_its_scores(devices, window):
+    mask, order = Mask(1024, devices, window), position_order(1024, devices)
+    for queries, keys in np.ndindex(8, 16):
+        rows, columns = slice(queries * 128, (queries + 1) * 128), slice(keys * 64, (keys + 1) * 64)
+        scores = mask.mask_function(order[rows, None], np.arange(1024)[None, columns])
+        assert (mask[rows, columns].any(), mask[rows, columns].all()) == (scores.any(), scores.all())
 
 
 @pytest.mark.parametrize(

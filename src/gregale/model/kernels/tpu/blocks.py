@@ -54,5 +54,16 @@ def blocks_for(device_kind: str, length: int, window: int | None, head_size: int
     return Blocks(count * size, size, compute, 2 * size if paired else size, fused)
 
 
+def shared_blocks(device_kind: str, chunk: int, devices: int, window: int | None, head_size: int = LANES) -> Blocks:
+    """Return the blocks for sequences that devices share, two chunks of `chunk` tokens each; blocks divide a chunk.
+
+    - `chunk`: a multiple of `LANES`
+    """
+    most = blocks_for(device_kind, 2 * devices * chunk, window, head_size).size
+    size = max(size for size in range(LANES, most + 1, LANES) if chunk % size == 0)
+    compute = next(keys for keys in COMPUTED if size % keys == 0)
+    return Blocks(2 * devices * chunk, size, compute, size, fused=False)
+
+
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -1,0 +1,125 @@
+"""Sequences that devices share: the gradients of whole sequences, and what the compiled step sends."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from gregale.audit import Audit, audit
+from gregale.audit.step import CPU
+from gregale.audit.traffic import expected_transfers
+from gregale.axes.layout import REPLICA
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
+from gregale.model.config import ComputeConfig, GemmaConfig
+from gregale.optim import AdamWConfig, ConstantSchedule
+from gregale.programs.plan.shapes import step_shape
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import BatchConfig, TrainConfig
+from tests.mesh.support import held, token_batch
+
+ROWS, POSITIONS, VOCABULARY = 16, 32, 64
+# Layers with a window that ends inside of a chunk, and some that see all tokens, with another base; scores capped.
+MIXED = GemmaConfig(
+    layers=4,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    mlp=64,
+    init_scale=0.2,
+    sliding_window=6,
+    full_layers=(1, 3),
+    window_rotary_base=100.0,
+    score_softcap=20.0,
+    qk_norm=True,
+)
+FEW_LAYERS = replace(MIXED, layers=2, full_layers=(1,))
+WHOLE = TrainConfig(
+    name="context",
+    steps=2,
+    mesh=MeshConfig(data=1),
+    model=MIXED,
+    compute=ComputeConfig(dtype="float32", remat="full", unroll=1, loss_block=16),
+    batch=BatchConfig(size=ROWS, sequence_length=POSITIONS, microbatches=2),
+    optimizer=AdamWConfig(learning_rate=1e-3, schedule=ConstantSchedule()),
+)
+
+
+def set_up_on(mesh: MeshConfig, **changes) -> Setup:
+    config = replace(WHOLE, mesh=mesh, **changes)
+    return set_up(config, VOCABULARY, make_mesh(mesh, jax.devices()[: mesh.device_count]))
+
+
+def summed(setup: Setup, batch) -> tuple[float, dict[str, np.ndarray], Audit]:
+    """The loss and its gradients, before anything is divided, and what the program sends."""
+    state = setup.initial_state().method
+    held_batch = held(batch, setup.layout)
+    program = jax.jit(setup.psdp.sums).lower(state, held_batch).compile()
+    found = jax.device_get(program(state, held_batch))
+    gradients = {
+        jax.tree_util.keystr(path): leaf.sum(0) for path, leaf in jax.tree_util.tree_leaves_with_path(found.gradients)
+    }
+    return float(found.loss.array.sum()), gradients, audit(program, setup.layout.mesh)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return summed(set_up_on(MeshConfig(data=1)), token_batch(ROWS, POSITIONS, VOCABULARY))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(context=4, data=1),
+        MeshConfig(replica=2, context=2, data=2),
+        MeshConfig(replica=2, context=2, data=1, model=2),
+        MeshConfig(context=2, data=2, model=2),
+    ],
+    ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in vars(mesh).items() if size > 1),
+)
+def test_gradients_are_those_of_whole_sequences(mesh, whole):
+    setup = set_up_on(mesh)
+    loss, gradients, sent = summed(setup, token_batch(ROWS, POSITIONS, VOCABULARY))
+    np.testing.assert_allclose(loss, whole[0], rtol=1e-6)
+    for name, expected in whole[1].items():
+        assert np.linalg.norm(gradients[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+    assert [each for each in sent.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
+    found, closed_form = Counter(), Counter()
+    for each in sent.collectives:
+        found[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
+    for each in expected_transfers(step_shape(setup), CPU, averages=[]):
+        closed_form[each.kind, each.axes] += each.bytes * each.times
+    assert +found == closed_form
+
+
+STEPS = 4
+METHODS = {
+    "psdp": {},
+    "psdp in 4 bits": {"reduce": ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig())},
+    "diloco": {"sync": DilocoConfig(period=2)},
+    "streaming": {"sync": StreamingDilocoConfig(period=3, fragments=2, delay=1)},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_train_as_with_whole_sequences(name):
+    """On meshes that split parameters alike, so that codecs have equal blocks: nearly all codes are the same."""
+    losses, parameters = [], []
+    for mesh in (MeshConfig(replica=2, data=4), MeshConfig(replica=2, context=2, data=2)):
+        setup = set_up_on(mesh, steps=STEPS, model=FEW_LAYERS, **METHODS[name])
+        state, stepper, found = setup.initial_state(), setup.stepper(), []
+        for step in range(1, STEPS + 1):
+            batch = held(token_batch(ROWS, POSITIONS, VOCABULARY, seed=step), setup.layout)
+            state, report = stepper(state, batch, step)
+            found.append(np.asarray(report.metrics.loss))
+        losses.append(found)
+        parameters.append(jax.tree.leaves(jax.device_get(setup.method.trees(state.method)["parameters"])))
+    tolerance = 1e-3 if "bits" in name else 1e-5
+    np.testing.assert_allclose(losses[1], losses[0], rtol=tolerance)
+    assert np.ptp(losses[0]) > 0.1, "it learns"
+    for left, right in zip(*parameters, strict=True):
+        moved = np.abs(left - right) > 20 * tolerance
+        assert np.mean(moved) < (0.02 if "bits" in name else 1e-9)

@@ -1,0 +1,50 @@
+"""Attention of sequences that four devices share: values and gradients of plain attention."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.position_order import position_order
+from gregale.model.kernels import gathered
+from gregale.model.kernels.gathered import Blocks, Gathered
+from gregale.model.kernels.reference import PLAIN
+from tests.mesh.support import layout_of
+
+LENGTH, DEVICES = 64, 4  # chunks of 8
+
+
+@pytest.mark.parametrize(
+    ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (5, None, True), (20, None, False)]
+)
+def test_it_is_plain_attention(window, cap, packed, monkeypatch):
+    monkeypatch.setattr(gathered, "MOST_ROWS", 4)  # two blocks in a chunk
+    monkeypatch.setattr(gathered, "FEWEST_ROWS", 1)
+    random = np.random.default_rng(0)
+    q, k, v, by_output = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (4, 2, 2, 4))
+    segments = np.sort(random.integers(0, 5, (2, LENGTH)), axis=1) if packed else None
+    layout, order = layout_of(context=DEVICES), position_order(LENGTH, DEVICES)
+    spec, ids = (layout.spec((BATCH, POSITION, *rest), layout.compute) for rest in (("heads", "size"), ()))
+
+    def gradients(attend, *arrays):
+        *arrays, by_output = arrays
+        output, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, arrays[3], window, cap), *arrays[:3])
+        return output, *pullback(by_output)
+
+    shared = layout.shard_map(partial(gradients, Gathered(DEVICES)), (spec, spec, spec, ids, spec), (spec,) * 4)
+    arrays = q, k, v, segments, by_output
+    found = jax.jit(shared)(*(None if x is None else x[:, order] for x in arrays))
+    expected = jax.jit(partial(gradients, PLAIN.attend))(*arrays)
+    for left, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(left, right[:, order], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_devices_have_equal_work(window):
+    """The pairs of blocks that a device computes, those of visible keys only."""
+    pairs = Blocks.of(1024, DEVICES, window).pairs()
+    seen = (pairs[..., 3] <= pairs[..., 2]).sum(1)
+    assert seen.max() - seen.min() <= (0 if window is None else 1)
+    assert len(pairs[0]) == (2 * 4 * 2 * 2 + 2 if window is None else 8)
