@@ -20,7 +20,7 @@ class DistributedConfig(Settings):
     process: int = setting(0, "this process's number, from 0", range=whole(0), aliases=("process_id", "rank"))
     join_seconds: float = setting(300.0, "maximum wait for all processes to join", range=_TIMEOUT)
     timeout_seconds: float = setting(60.0, "silence after which a process is lost", range=_TIMEOUT)
-    hang_seconds: float | None = setting(600.0, "longest step without progress; null: no limit", range=_TIMEOUT)
+    hang_seconds: float | None = setting(600.0, "longest step; null: no limit", range=_TIMEOUT)
     token_file: str | None = setting(None, "file with the processes' secret; null: none")
 
     def __post_init__(self):

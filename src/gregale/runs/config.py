@@ -73,11 +73,11 @@ class EvaluationConfig(Settings):
     )
     batches: int | None = setting(
         None,
-        "number of held-out batches to evaluate on; null: all",
+        "held-out batches to evaluate on; null: all",
         range=whole(1),
         aliases=("eval_batches", "eval_iters"),
     )
-    sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences to evaluate on", range=whole(1))
+    sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(1))
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
     tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))

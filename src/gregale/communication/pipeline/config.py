@@ -27,7 +27,7 @@ SAVED: dict[str, tuple[str, ...]] = {
 class PipelineConfig(Settings):
     """The pipeline of layers over the mesh axis `stage`; it changes the model's results only by rounding."""
 
-    repeats: int = setting(1, "times that a microbatch passes all stages", range=whole(1, 100_000))
+    repeats: int = setting(1, "passes of a microbatch", range=whole(1, 100_000))
     microbatches: int | None = setting(None, "in it at a time; null: as few as possible", range=whole(1))
     delay_forwarding: bool = setting(False, "hand on an iteration later, behind compute")
     gather: str = setting("per_repeat", "when weights are gathered", choices=GATHER_LEVELS)
