@@ -47,7 +47,7 @@ class DataConfig(Settings):
     replica_mixtures: list[dict[str, float]] = setting(list, "of each replica", range=at_least(0), fixed=ORDER)
     cache: str = setting("cache", "folder or URL; tokenized text for later runs")
     local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale")
-    workers: int = setting(0, "tokenizing; 0: one a core", range=whole(0, 4096))
+    workers: int = setting(0, "that tokenize; 0: one a core", range=whole(0, 4096))
 
     def __post_init__(self):
         super().__post_init__()
