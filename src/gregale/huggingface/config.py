@@ -233,6 +233,8 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
         rope = {"rope_type": "llama3", "factor": scaling.factor, **own}
     elif isinstance(scaling, YarnScaling):
         own = {key: value for key, ours in YARN.items() if (value := getattr(scaling, ours)) is not None}
+        if own["truncate"]:  # transformers' default, which its own files leave out
+            del own["truncate"]
         rope = {"rope_type": "yarn", "factor": scaling.factor, **own}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
