@@ -98,8 +98,10 @@ def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         proxy.faults[:] = [Fault("expired", 1000, "PUT", outer_checkpoint.MANIFEST)]
+        before = part_names(s3)
         with pytest.raises(StoreError, match="the store refused access"):
             write(s3, replace(OUTER, generation=Generation(3, "other")))
+        assert part_names(s3) == before
         proxy.faults[:] = [Fault("denied", 1000, "GET", "-00001")]
         with pytest.raises(StoreError, match="the store refused access"):
             outer_checkpoint.read(s3, 7)

@@ -68,7 +68,7 @@ def write(
         manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
         manifest |= {"own": sorted(own.arrays), "groups": groups}
         write_bytes(folder / MANIFEST, json.dumps(manifest).encode())
-    except OSError:
+    except (OSError, StoreError):
         _remove(folder, lambda name: name.startswith(name_of_parts))
         raise
     _remove(folder, lambda name: name != MANIFEST and not name.startswith(name_of_parts))

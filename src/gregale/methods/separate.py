@@ -1,5 +1,6 @@
 """The base of methods whose replicas train separately."""
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -65,7 +66,7 @@ class MixingState(NamedTuple):
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
 
 
-class Mixing(Separate):
+class Mixing(Separate, ABC):
     """A method without parameters of its own: after a step the replicas mix theirs.
 
         theta_k = step(theta_k, rows of replica k)
@@ -78,13 +79,13 @@ class Mixing(Separate):
 
     shown: ClassVar[tuple[str, ...]] = ("replica_bytes",)
 
+    @abstractmethod
     def due(self, step: int) -> Any:
         """Return the argument of `mix` after step number `step`, a tree of arrays; None: nothing is mixed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mix(self, parameters: Tree, due: Any) -> Tree:
         """Return the parameters of all replicas, [replica, ...] each, after they are mixed; compiled with the step."""
-        raise NotImplementedError
 
     @property
     def parameter_bytes(self) -> int:

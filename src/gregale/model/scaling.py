@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import draccus
 import numpy as np
@@ -11,6 +12,17 @@ from gregale.errors import KeyedError
 from gregale.settings import Fixed, Settings, above, setting, whole
 
 MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
+
+
+def original_context_setting() -> Any:
+    """Return the field of the context with which a model was trained, which each class needs for itself."""
+    return setting(
+        8192,
+        "context length before the stretching, in tokens",
+        range=whole(1),
+        aliases=("original_max_position_embeddings",),
+        fixed=MEANING,
+    )
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,7 @@ class Llama3Scaling(RotaryScaling):
     high_frequency_factor: float = setting(
         4.0, "wavelengths below context / this are kept", range=above(0), aliases=("high_freq_factor",), fixed=MEANING
     )
-    original_context: int = setting(
-        8192,
-        "context length before the stretching, in tokens",
-        range=whole(1),
-        aliases=("original_max_position_embeddings",),
-        fixed=MEANING,
-    )
+    original_context: int = original_context_setting()
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,13 +101,7 @@ class YarnScaling(RotaryScaling):
     slow_turns: float = setting(
         1.0, "channels that turn less often are stretched", range=above(0), aliases=("beta_slow",), fixed=MEANING
     )
-    original_context: int = setting(
-        8192,
-        "context length before the stretching, in tokens",
-        range=whole(1),
-        aliases=("original_max_position_embeddings",),
-        fixed=MEANING,
-    )
+    original_context: int = original_context_setting()
     attention_factor: float | None = setting(
         None, "of queries and of keys; null: 0.1 ln(factor) + 1", range=above(0), fixed=MEANING
     )

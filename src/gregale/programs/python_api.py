@@ -71,8 +71,8 @@ def train(
         code = main(TrainOptions(fresh, profile), chosen)
     run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
     _, evaluation, _ = last_entries(run.metrics)
-    figures = {name: value for name, value in evaluation.items() if name != "step"}
-    return TrainingResult(run.path, run.recorded_checkpoint() or 0, code == 0, figures)
+    metrics = {name: value for name, value in evaluation.items() if name != "step"}
+    return TrainingResult(run.path, run.recorded_checkpoint() or 0, code == 0, metrics)
 
 
 def load(run: str | StoragePath, step: int | None = None, devices: int | MeshConfig | None = None) -> LoadedModel:

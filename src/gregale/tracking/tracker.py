@@ -1,5 +1,6 @@
 """The callback that writes `metrics.jsonl`, and a wrapper of callbacks whose errors never end the run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from gregale.storage import StoragePath
@@ -7,12 +8,12 @@ from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking.callback import Callback, Metrics, RunInfo, finite
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """A callback that logs the metrics of steps and evaluations in the same way."""
 
+    @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step; further calls for a step may add other metrics."""
-        raise NotImplementedError
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         self.log(step, metrics)
