@@ -43,7 +43,7 @@ from gregale.model.execution import execution
 from gregale.model.llama import Llama, parameter_count
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.sample.sampler import unbatched
+from gregale.programs.sample.sampler import unsplit
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 
@@ -90,7 +90,7 @@ class Ours:
     name = "gregale"
 
     def __init__(self, case: Case):
-        run = execution(case.setup.config.compute, unbatched(case.setup.layout), case.setup.config.model)
+        run = execution(case.setup.config.compute, unsplit(case.setup.layout, BATCH), case.setup.config.model)
         vocabulary = case.setup.Vocab.size
         self._generator = Generator(replace(run, weights_ready=True), vocabulary, [vocabulary])  # no token ends a text
         self._apart = jax.jit(lambda model: run.gathered(model).unstacked())(case.model)

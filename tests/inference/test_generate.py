@@ -16,7 +16,7 @@ from gregale.inference import generate
 from gregale.inference.generate import BLOCK, Generator, Last, Prompt, width_of
 from gregale.inference.token_sampling import Sampling, draw
 from gregale.model.execution import Execution
-from tests.mesh.support import layout_of, one_device, placed, small_model
+from tests.mesh.support import executed, kernels_of, layout_of, one_device, placed, small_model
 from tests.model import oracle
 from tests.model.test_llama import CONFIGS, VOCABULARY, made
 
@@ -182,18 +182,19 @@ def test_a_batch_that_no_axis_splits_gives_the_same_tokens(alone, mesh, apart):
     assert rows_of(generator.blocks(model, PROMPTS, 20, DRAWN, cycle([BLOCK]))) == alone
 
 
-def test_a_batch_that_is_split_gives_the_same_tokens_and_caches_stay_where_they_are(alone):
-    """Rows over `data`, heads over `model`; caches are written in place, and never brought together."""
-    layout = layout_of(1, 2, 2).inside_replica()
-    model, run = placed(made("llama3"), layout, layout.params), Execution(layout=layout)
+@pytest.mark.parametrize("axis", ["model", "context"])
+def test_a_batch_that_is_split_gives_the_same_tokens_and_caches_stay_where_they_are(alone, axis):
+    """Rows over `data`, heads or slots over another axis; caches are written in place, and never brought together."""
+    layout = layout_of(data=2, **{axis: 2}).inside_replica()
+    model, run = placed(made("llama3"), layout, layout.params), executed(layout, kernels=kernels_of(layout))
     model = jax.jit(lambda model: run.gathered(model).unstacked())(model)
     generator = Generator(replace(run, weights_ready=True), VOCABULARY, [NO_END])
     assert rows_of(generator.blocks(model, PROMPTS, 20, DRAWN, cycle([BLOCK]))) == alone
     ids, rows = generate.filled(PROMPTS)
     _, caches = generator.read(model, ids, rows, slots=128, sampling=DRAWN)
     for leaf in jax.tree.leaves(caches):
-        assert leaf.shape == (4 * 2, 128, 4)
-        assert leaf.sharding.spec[0] == ("data", "model")
+        assert leaf.size == 4 * 2 * 128 * 4
+        assert leaf.sharding.spec[0] == ("data", axis)
     last = Last(ids[:, -1], np.zeros(4, bool), ids.shape[1])
     compiled = generator.draw.lower(model, rows, last, caches, BLOCK, sampling=DRAWN).compile()
     part = 4 * 2 * 128 * 4 // 4  # of one cache, on a device
@@ -201,7 +202,7 @@ def test_a_batch_that_is_split_gives_the_same_tokens_and_caches_stay_where_they_
     moved = [opcode for opcode, size in for_a_token if size >= part and opcode not in PASSED_ON]
     assert set(moved) == {"dynamic-update-slice"}
     sent = [size for opcode, size in for_a_token if opcode.startswith(("all-", "collective", "reduce-scatter"))]
-    assert max(sent) <= 2 * VOCABULARY, "logits of a device's two rows, and no weight"
+    assert max(sent) <= 2 * VOCABULARY, "logits of a device's two rows, or its sums of attention, and no weight"
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // 4
     assert compiled.memory_analysis().alias_size_in_bytes >= held
     written = jax.tree.leaves(compiled.output_shardings[1])

@@ -14,7 +14,7 @@ from gregale.audit import audit
 from gregale.axes.layout import BATCH, Layout
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
-from gregale.programs.sample.sampler import unbatched
+from gregale.programs.sample.sampler import unsplit
 from tests.mesh.support import layout_of, placed
 
 Rows, Position, Embed = Axis(BATCH, 8), Axis("position", 512), Axis("embed", 16)
@@ -108,7 +108,7 @@ def test_a_table_that_was_gathered_before(name):
 def test_a_batch_that_is_not_split():
     """All devices have the same tokens, as where text is drawn: nothing but rows is brought together."""
     case = Case.of("rows over both", jnp.float32)
-    case.run = replace(case.run, layout=unbatched(case.run.layout))
+    case.run = replace(case.run, layout=unsplit(case.run.layout, BATCH))
     case.ids = placed(case.ids, case.layout, {})
     program = jax.jit(case.program).lower(case.table, case.ids).compile()
     found, gradient = program(case.table, case.ids)

@@ -12,12 +12,13 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
+from gregale.model.cache import for_tokens
 from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Llama, parameter_count
 from gregale.model.scaling import LinearScaling, Llama3Scaling
-from tests.mesh.support import assert_trees_close, one_device, small_model, token_batch
+from tests.mesh.support import assert_trees_close, executed, kernels_of, layout_of, one_device, small_model, token_batch
 from tests.model import oracle
 
 # A context of 8 tokens makes all three cases of the scaling appear among a head's few frequencies.
@@ -166,21 +167,31 @@ def test_bfloat16_is_as_close_to_float32_as_a_plain_model_in_bfloat16():
 
 
 @pytest.mark.parametrize(
-    ("name", "apart"), [("llama3", False), ("mistral", False), ("qwen2", False), ("gemma", False), ("gemma", True)]
+    ("name", "apart", "context"),
+    [
+        ("llama3", False, 1),
+        ("llama3", True, 4),
+        ("mistral", False, 1),
+        ("mistral", True, 2),
+        ("qwen2", False, 1),
+        ("gemma", False, 2),
+        ("gemma", True, 1),
+    ],
 )
-def test_decode_equals_the_full_forward(name, apart):
+def test_decode_equals_the_full_forward(name, apart, context):
     """Prompts of two lengths, filled up on the left, then single tokens: the last place of the full forward."""
-    model, run = made(name), one_device(unroll=2)
+    layout = layout_of(context=context)
+    model, run = made(name), executed(layout.inside_replica(), unroll=2, kernels=kernels_of(layout))
     weights, Rows = oracle.plain_weights(model), Axis(BATCH, ROWS)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
     zeros = jnp.zeros(POSITIONS, int)
     full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
     model = model.unstacked() if apart else model
-    width, lengths = 7, np.array([5, 7])
+    width, lengths = 8, np.array([5, 7])
     first = hax.named(width - lengths, (Rows,))
     slots = width if model.config.window_of_all == 3 else POSITIONS + 2  # fewer than tokens: slots are written again
     prefill = jax.jit(lambda tokens: model.prefill(tokens, first, slots, run))
-    decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, first, run))
+    decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, first, for_tokens(run)))
     prompts = [np.concatenate([np.full(width - n, 9), row[:n]]) for row, n in zip(tokens, lengths, strict=True)]
     logits, caches = prefill(hax.named(np.stack(prompts), (Rows, Axis("position", width))))
     for more in range(POSITIONS - lengths.max() + 1):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -13,7 +14,7 @@ from haliax import NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.inference.token_sampling import Sampling, draw
-from gregale.model.cache import POSITION
+from gregale.model.cache import POSITION, for_tokens
 from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution
 
@@ -50,7 +51,7 @@ class Generator:
     The rows of a batch are independent: the tokens drawn for a row depend on its tokens, its seed and its length. The
     shapes of a batch, which affect rounding, follow from its number of rows and its padded length (`width_of`).
 
-    - `execution`: its layout may split the batch, if it divides the rows
+    - `execution`: its layout may split the batch, if it divides the rows, and positions: then it splits the caches
     - `vocabulary`: tokens that may be drawn; a model's vocabulary may be padded beyond them
     - `ends`: the tokens that end a text, at least one
     - `options`: the compiler's options
@@ -85,7 +86,7 @@ class Generator:
         - `sizes`: the maximum number of tokens of each block after the first, 1 to `BLOCK`; does not change the tokens
         - `is_over`: called after each block; returns whether a row needs no more tokens
         """
-        ids, rows = filled(prompts)
+        ids, rows = filled(prompts, self._execution.layout.context)
         sampling = replace(sampling, seed=0)  # so that a seed does not need its own program
         known, max_tokens = ids.shape[1], ids.shape[1] + count  # known tokens, and the maximum of all tokens
         window = getattr(getattr(model, "config", None), "window_of_all", None)
@@ -111,13 +112,13 @@ class Generator:
 
     def _read_prompts(self, model, ids, rows: Rows, slots: int, sampling: Sampling):
         """Return the tokens [row] after prompts `ids` [row, position], and the caches."""
-        tokens = self._execution.placed(hax.named(ids, (BATCH, POSITION)))
-        logits, caches = model.prefill(tokens, hax.named(rows.first, (BATCH,)), slots, self._execution)
+        tokens, first = hax.named(ids, (BATCH, POSITION)), hax.named(rows.first, (BATCH,))
+        logits, caches = model.prefill(tokens, first, slots, self._execution)
         return self._everywhere(self._drawn(logits, ids.shape[1] - 1, rows, sampling)), caches
 
     def _draw_block(self, model, rows: Rows, last: Last, caches, wanted, sampling: Sampling):
         """Return the `wanted` next tokens, [row, BLOCK], and the caches; fewer if all rows are over."""
-        run, first, ends = self._execution, hax.named(rows.first, (BATCH,)), jnp.asarray(self._ends)
+        run, first, ends = for_tokens(self._execution), hax.named(rows.first, (BATCH,)), jnp.asarray(self._ends)
 
         def goes_on(state):
             drawn, _, over, _, _ = state
@@ -160,9 +161,12 @@ class Generator:
         return jax.lax.with_sharding_constraint(array, self._execution.layout.sharding((), {}))
 
 
-def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, Rows]:
-    """Return token ids [row, index], padded on the left, and the constants of the rows."""
-    width = max(width_of(len(prompt.tokens)) for prompt in prompts)
+def filled(prompts: Sequence[Prompt], devices: int = 1) -> tuple[np.ndarray, Rows]:
+    """Return token ids [row, index], padded on the left, and the constants of the rows.
+
+    - `devices`: that share a prompt
+    """
+    width = max(width_of(len(prompt.tokens), devices) for prompt in prompts)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt.tokens) :] = prompt.tokens
@@ -170,12 +174,13 @@ def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, Rows]:
     return ids, Rows(np.asarray(first, np.int32), np.asarray(seeds, np.int32))
 
 
-def width_of(tokens: int) -> int:
+def width_of(tokens: int, devices: int = 1) -> int:
     """Return the padded length of a prompt: the padding is less than `BUCKET`, or less than a quarter.
 
-    So there are four lengths for each doubling, and a program for each.
+    So there are four lengths for each doubling, and a program for each. The `devices` that share a prompt have two
+    equal parts of it each (`axes.position_order`).
     """
-    return multiple_of(max(BUCKET, 1 << max(tokens.bit_length() - 3, 0)), tokens)
+    return multiple_of(lcm(max(BUCKET, 1 << max(tokens.bit_length() - 3, 0)), 2 * devices), tokens)
 
 
 def slots_for(tokens: int, max_tokens: int, window: int | None) -> int:

@@ -3,18 +3,25 @@
 The rows of a batch have texts of different lengths. They end at the same index: rows are padded on the left, so that
 all of them write the same slot. An index counts from the padding on, a token's position from the row's first token on:
 position = index - first.
+
+Devices that share a sequence share the slots: of n devices, device i has the slots i, i + n, i + 2n and so on, so that
+more slots move none.
 """
 
+from dataclasses import replace
 from functools import partial
+from math import prod
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.position_order import chunk_order
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 
@@ -31,18 +38,18 @@ class DecodeStep(eqx.Module):
 
     slot: jax.Array  # the slot to write
     positions: NamedArray  # integers [Batch, Position 1]
-    seen: NamedArray  # whether the token sees a slot after the write: [Batch, Slot]
+    seen: NamedArray  # whether the token sees a slot after the write: [Batch, Slot], slots as the devices have them
 
     @staticmethod
-    def at(place, first: NamedArray, slots: int, window: int | None) -> "DecodeStep":
+    def at(place, first: NamedArray, slots: int, window: int | None, devices: int = 1) -> "DecodeStep":
         """Return the step of the tokens at an index.
 
         - `first`: the index of each row's first token, integers [Batch]
         - `window`: the number of tokens that a token sees, itself included; None: all
+        - `devices`: n, that share the slots
         """
-        Slot = Axis(SLOT, slots)
         slot = place % slots
-        back = slot - hax.arange(Slot)
+        back = slot - hax.named(np.arange(slots).reshape(-1, devices).T.reshape(-1), Axis(SLOT, slots))
         back = hax.where(back < 0, back + slots, back)  # the distance to this index
         reach = place - first
         reach = reach if window is None else hax.minimum(reach, window - 1)
@@ -54,7 +61,7 @@ class Cache(eqx.Module):
     """The keys and values of one layer's tokens so far.
 
     On each device both are [Cell, Slot, HeadSize], a cell for each of its rows and key/value heads, or with one cell
-    [Slot, HeadSize]; the global arrays are those of the devices one after another. A cell's slots are adjacent, as
+    [Slot, HeadSize], with the slots of the device; the global arrays are those of the devices one after another. A cell's slots are adjacent, as
     attention reads them, and the products of attention take the arrays unchanged; so XLA writes a token's slot in
     place. Any operation between the write and a product, even the removal of an axis of size 1, becomes another write,
     into a copy of all slots. Attention masks the slots after the last token.
@@ -66,14 +73,20 @@ class Cache(eqx.Module):
 
     @staticmethod
     def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> "Cache":
-        """Return the cache of prompts, [Batch, Position, KvHeads, HeadSize]; of their last `slots` tokens if more."""
+        """Return the cache of prompts, [Batch, Position, KvHeads, HeadSize]; of their last `slots` tokens if more.
+
+        Devices that share the prompts gather them, and keep their slots; these are rounded up to equal numbers.
+        """
         on = Devices(execution)
-        keep = on.layout.shard_map(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
+        slots = on.rounded(slots)
+        keep = on.layout.shard_map(lambda new: on.own_slots(_kept(on.whole(new), slots)), (on.of_keys,), on.of_cells)
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> "Cache":
         on = Devices(execution)
-        widen = on.layout.shard_map(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
+        slots = on.rounded(slots)
+        own = slots // on.sharing
+        widen = on.layout.shard_map(lambda old: _with_room(old, own), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)
 
     def attend(
@@ -95,7 +108,7 @@ class Cache(eqx.Module):
         """
         on = Devices(execution)
         attend = on.layout.shard_map(
-            partial(_attend, cap),
+            partial(_attend, cap, on),
             (on.of_cells, on.of_cells, on.of_queries, on.of_keys, on.of_keys, on.of_seen, PartitionSpec()),
             (on.of_queries, on.of_cells, on.of_cells),
         )
@@ -109,15 +122,61 @@ class Cache(eqx.Module):
 
 
 class Devices:
-    """The split of attention's arrays over devices; each device computes its own rows and heads."""
+    """The split of attention's arrays over devices; each device computes its own rows, heads and slots.
+
+    - `sharing`: devices that share the slots; they share the positions of prompts
+    """
 
     def __init__(self, execution: Execution):
         self.layout = layout = execution.layout
         mapping = layout.compute
+        self._over = layout.mesh_axes((POSITION, SLOT), mapping)
+        self.sharing = prod(layout.mesh.shape[axis] for axis in self._over)
         self.of_keys = layout.spec(AS_GIVEN, mapping)
         self.of_queries = layout.spec((BATCH, POSITION, "heads", "head_size"), mapping)
-        self.of_seen = layout.spec((BATCH, SLOT), mapping)
-        self.of_cells = PartitionSpec(layout.mesh_axes((BATCH, "kv_heads"), mapping) or None)
+        self.of_seen = PartitionSpec(mapping.get(BATCH), self._over or None)
+        self.of_cells = PartitionSpec((*layout.mesh_axes((BATCH, "kv_heads"), mapping), *self._over) or None)
+
+    def rounded(self, slots: int) -> int:
+        return -(-slots // self.sharing) * self.sharing
+
+    # The following methods are for a device, inside of `shard_map`.
+
+    def whole(self, new: jax.Array) -> jax.Array:
+        """Return all positions of prompts [row, position, ...] in their order, given those of the device."""
+        if self.sharing == 1:
+            return new
+        gathered = jax.lax.all_gather(new, self._over, axis=1, tiled=True)
+        chunks = gathered.reshape(new.shape[0], 2 * self.sharing, -1, *new.shape[2:])
+        return chunks[:, np.argsort(chunk_order(self.sharing))].reshape(gathered.shape)
+
+    def own_slots(self, cells: jax.Array) -> jax.Array:
+        """Return the slots of the device, given all: [..., slot, channel]."""
+        if self.sharing == 1:
+            return cells
+        by_device = cells.reshape(*cells.shape[:-2], -1, self.sharing, cells.shape[-1])
+        return jax.lax.dynamic_index_in_dim(by_device, jax.lax.axis_index(self._over), by_device.ndim - 2, False)
+
+    def written(self, old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
+        """Return cells with a new slot; other devices than the slot's write what they have."""
+        axis, own = old.ndim - 2, slot // self.sharing
+        if self.sharing > 1:
+            kept = jax.lax.dynamic_slice_in_dim(old, own, 1, axis)
+            new = jnp.where(slot % self.sharing == jax.lax.axis_index(self._over), new, kept)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, own, axis)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x, self._over) if self.sharing > 1 else x
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self._over) if self.sharing > 1 else x
+
+
+def for_tokens(execution: Execution) -> Execution:
+    """Return the execution of single tokens: the devices that share the positions of prompts share the slots."""
+    layout = execution.layout
+    compute = {SLOT if name == POSITION else name: axes for name, axes in layout.compute.items()}
+    return replace(execution, layout=replace(layout, compute=compute))
 
 
 def slots_of(caches) -> int:
@@ -128,18 +187,19 @@ def slots_of(caches) -> int:
 # The computation of a device for its rows and heads.
 
 
-def _attend(cap: float | None, keys, values, query, key, value, seen, slot):
+def _attend(cap: float | None, on: Devices, keys, values, query, key, value, seen, slot):
+    """Devices that share the slots add up their sums, which are relative to the largest score of all."""
     rows, _, heads, size = query.shape
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, _cells(new), slot, old.ndim - 2)
-        for old, new in ((keys, key), (values, value))
-    )
+    keys, values = on.written(keys, _cells(key), slot), on.written(values, _cells(value), slot)
     grouped = query.reshape(*keys.shape[:-2], -1, size)
     scores = jnp.einsum("...gd,...sd->...gs", grouped, keys, preferred_element_type=jnp.float32)
     by_row = capped(scores.reshape(rows, heads, -1) * size**-0.5, cap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], by_row, -jnp.inf), axis=-1)
-    attended = jnp.einsum("...gs,...sd->...gd", weights.reshape(scores.shape).astype(values.dtype), values)
-    return attended.reshape(query.shape), keys, values
+    by_row = jnp.where(seen[:, None], by_row, -jnp.inf)
+    weights = jnp.exp(by_row - on.largest(jnp.max(by_row, axis=-1, keepdims=True))).reshape(scores.shape)
+    output = jnp.einsum("...gs,...sd->...gd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    sums = on.summed(jnp.concatenate([output, jnp.sum(weights, axis=-1, keepdims=True)], axis=-1))
+    attended = sums[..., :-1] / sums[..., -1:]
+    return attended.astype(query.dtype).reshape(query.shape), keys, values
 
 
 def _cells(new: jax.Array) -> jax.Array:

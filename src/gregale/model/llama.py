@@ -10,8 +10,9 @@ from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named, is_parameter
+from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention, linear
-from gregale.model.cache import Cache, DecodeStep, slots_of
+from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
@@ -220,16 +221,19 @@ class Llama(eqx.Module):
         - `first`: the index of each row's first token, integers [Batch]
         - `slots`: at least the number of tokens, or the width of the sliding window of all layers
         """
-        x = self._embedded(tokens, execution)
-        Position = x.resolve_axis(POSITION)
-        positions = hax.arange(Position).broadcast_axis(first.axes) - first
+        Position, devices = tokens.resolve_axis(POSITION), execution.layout.context
+        order = hax.named(position_order(Position.size, devices), Position)
+        x = self._embedded(execution.placed(tokens[POSITION, order]), execution)
+        positions = execution.placed(order.broadcast_axis(first.axes) - first)
         segments = (positions >= 0).astype(jnp.int32)
 
         def block(x, weights, kind):
             return execution.gathered(weights).prefill(x, positions, segments, slots, kind, execution)
 
         x, caches = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
-        return self._logits(x[POSITION, Position.size - 1], execution), caches
+        end = Position.size - 1  # a slice of positions that devices share would gather them all
+        last = x[POSITION, end] if devices == 1 else hax.sum(hax.where(order == end, x, 0), axis=Position)
+        return self._logits(last, execution), caches
 
     def decode(
         self, tokens: NamedArray, caches, place, first: NamedArray, execution: Execution
@@ -240,7 +244,8 @@ class Llama(eqx.Module):
         The caches hold the earlier indices; the returned caches include this one. `first` is as for `prefill`.
         """
         x = self._embedded(tokens, execution)
-        turns = [DecodeStep.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
+        slots, devices = slots_of(caches), Devices(execution).sharing
+        turns = [DecodeStep.at(place, first, slots, kind.window, devices) for kind in self.config.kinds]
 
         def block(x, weights, kind, cache):
             return execution.gathered(weights).decode(x, cache, turns[kind], kind, execution)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TextIO, cast
 
+from gregale.axes.layout import BATCH
 from gregale.axes.mesh import MeshConfig
 from gregale.data.special import taken_as_text
 from gregale.data.tokenizers import load_tokenizer
@@ -17,7 +18,7 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
 from gregale.programs.sample.output import Results, Screen, ThroughputMeter, results_to
 from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
-from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
+from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unsplit
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting, shown, whole
@@ -39,7 +40,7 @@ class SampleOptions(Sampling):
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
     batch: int = setting(8, "the number of prompts in a batch", range=whole(1), aliases=("batch_size",))
-    mesh: MeshConfig = setting(ONE_DEVICE, "devices: mesh.data splits the prompts, mesh.model the model")
+    mesh: MeshConfig = setting(ONE_DEVICE, "devices: mesh.data splits the prompts, mesh.model the model, mesh.context each text")
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
 
     def __post_init__(self):
@@ -52,9 +53,11 @@ class SampleOptions(Sampling):
             raise UserError(f"out is {shown(self.out)}, which is for results of `prompts`; a single text is printed.")
         if "" in self.stop:
             raise UserError("stop has an empty string, which would end every text before it begins.")
-        others = [axis for axis in ("island", "replica", "stage", "context") if getattr(self.mesh, axis) != 1]
+        others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]
         if others:
-            raise UserError(f"mesh.{others[0]} is for training; a model is sampled on mesh.data x mesh.model devices.")
+            raise UserError(
+                f"mesh.{others[0]} is for training; a model is sampled on mesh.context x mesh.data x mesh.model devices."
+            )
 
     @property
     def sampling(self) -> Sampling:
@@ -113,7 +116,7 @@ def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, i
     if setup.config.sync.evaluates_replicas:
         placement = beside_training(setup)  # the run's own mesh
     else:
-        placement = SamplerPlacement(setup.layout if options.prompts else unbatched(setup.layout), whole=True)
+        placement = SamplerPlacement(setup.layout if options.prompts else unsplit(setup.layout, BATCH), whole=True)
     sampler = Sampler(setup, form, placement)
     return sampler, sampler.prepared(trained.model), multiple_of(placement.rows, options.batch)
 

@@ -14,7 +14,7 @@ from gregale.axes.layout import BATCH, POSITION, Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
 from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import sampling_form
+from gregale.inference.logits import Recomputed, sampling_form
 from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
@@ -53,7 +53,7 @@ def beside_training(setup: Setup) -> SamplerPlacement:
         layout = standard_layout(make_mesh(MeshConfig(data=1), [first]))
     mesh = layout.mesh.shape
     return SamplerPlacement(
-        unbatched(layout),
+        unsplit(layout, BATCH),
         setup.config.compute.gather == "per_step" or mesh["context"] * mesh["data"] * mesh["stage"] == 1,
     )
 
@@ -64,7 +64,8 @@ class Sampler:
     def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
         self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
-        self._formed(setup.model)
+        if isinstance(self._formed(setup.model), Recomputed):  # it has no cache to split
+            placement = replace(placement, layout=unsplit(placement.layout, POSITION))
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
         self._execution = execution(config.compute, placement.layout, config.model)
         run = replace(self._execution, weights_ready=placement.whole)
@@ -120,10 +121,9 @@ def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
     return Sampler(setup, TextFormat(tokenizer), beside_training(setup))
 
 
-def unbatched(layout: Layout) -> Layout:
-    """Return the layout without a split of the batch and of sequences; the parameters keep their layout."""
-    kept = {name: axes for name, axes in layout.compute.items() if name not in (BATCH, POSITION)}
-    return replace(layout, compute=kept)
+def unsplit(layout: Layout, name: str) -> Layout:
+    """Return the layout without a split of an axis of activations; the parameters keep their layout."""
+    return replace(layout, compute={other: axes for other, axes in layout.compute.items() if other != name})
 
 
 def on_one_device(tree, mesh: Mesh, device):
