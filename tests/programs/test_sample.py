@@ -161,7 +161,7 @@ def test_prompts_of_a_file_give_what_each_gives_alone(gregale, inputs, whole, fo
 
 def test_neither_order_nor_batch_nor_mesh_changes_a_text(gregale, inputs, whole, four, one_by_one, capsys):
     (inputs / "three.jsonl").write_text("".join(json.dumps(four[i]) + "\n" for i in (2, 3, 1)))
-    mesh = ["--batch", "3", "--mesh.data", "2", "--mesh.model", "2"]
+    mesh = ["--batch", "3", "--mesh.context", "2", "--mesh.data", "2", "--mesh.model", "2"]
     assert gregale("sample", "whole", "--prompts", "three.jsonl", *mesh, *DRAWN) == 0
     found = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     assert found == [one_by_one[i] for i in (2, 3, 1)]
