@@ -5,9 +5,9 @@
 It writes documents below FOLDER and trains `short.yaml` and `long.yaml`, as `gregale train` does. Then it prints the
 loss by position: of the first model, of the first model with YaRN, and of the second model.
 
-Each document has a dictionary of its own, a random value for every key, and is a sequence of pairs: `kaar vaad kapm vaaj`.
-A value that the document has shown before is known to a model that looks back to it, however far. The rarer a key,
-the farther back it is. Keys are drawn from the first K by a power law, with another K for each document.
+A document is a sequence of pairs of words, a name and a value: `kaar vap kapm vac`. In a document a name always has the
+same value. So a model that has seen the name before can know the value, however far back it is. Names are drawn by a
+power law: the rare ones are far back.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-KEYS, VALUES = 2048, 64
-POWER = 0.6  # of the probabilities of keys: rank ** -POWER
+NAMES, VALUES = 1024, 32
+POWER = 0.7  # the probabilities of names are rank ** -POWER
 SHORT, LONG = 2048, 16384
 DOCUMENTS = {"short": 6000, "long": 400, "held_out": 16}
 END = "<end>"
@@ -28,24 +28,26 @@ HERE = Path(__file__).parent
 UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
 
 
-def document(random: np.random.Generator, tokens: int, keys: int) -> str:
-    """Return a document of pairs from its own dictionary: with its end it has `tokens` tokens."""
-    values = random.integers(0, VALUES, KEYS)
-    names = random.permutation(KEYS)[:keys]
-    likely = np.arange(1, keys + 1.0) ** -POWER
-    drawn = names[random.choice(keys, (tokens - 1) // 2, p=likely / likely.sum())]
-    pairs = [f"{word('k', key)} {word('v', values[key])}" for key in drawn]
-    return " ".join([*pairs, word("k", names[0])] if tokens % 2 == 0 else pairs)
+def document(random: np.random.Generator, tokens: int, names: int) -> str:
+    """Return a document of pairs; with its end it has `tokens` tokens.
+
+    - `names`: the most names that it has
+    """
+    values, order = random.integers(0, VALUES, NAMES), random.permutation(NAMES)[:names]
+    likely = np.arange(1, names + 1.0) ** -POWER
+    drawn = order[random.choice(names, tokens // 2, p=likely / likely.sum())]
+    words = [each for name in drawn for each in (word("k", name), word("v", values[name]))]
+    return " ".join(words[: tokens - 1])
 
 
 def word(kind: str, number: int) -> str:
-    """Return the word of a key or a value, letters only: `kaaf`."""
+    """Return the word of a name or a value, letters only: `kaar`."""
     return kind + "".join(chr(ord("a") + number // 26**place % 26) for place in (2, 1, 0))
 
 
 def write_text(folder: Path) -> None:
     """Write the documents, one a line, and the tokenizer: a token for each word."""
-    words = [word("k", key) for key in range(KEYS)] + [word("v", value) for value in range(VALUES)]
+    words = [word("k", name) for name in range(NAMES)] + [word("v", value) for value in range(VALUES)]
     tokenizer = {
         "version": "1.0",
         "added_tokens": [
@@ -66,7 +68,7 @@ def write_text(folder: Path) -> None:
         with open(folder / f"{name}.txt", "w") as file:
             for _ in range(count):
                 if name == "short":
-                    keys = int(2 ** random.uniform(4, np.log2(KEYS)))
-                    file.write(document(random, SHORT, keys) + "\n")
+                    names = int(2 ** random.uniform(4, np.log2(NAMES)))
+                    file.write(document(random, SHORT, names) + "\n")
                 else:
-                    file.write(document(random, LONG, KEYS) + "\n")
+                    file.write(document(random, LONG, NAMES) + "\n")
