@@ -78,9 +78,10 @@ def test_another_decay_would_be_seen():
 
 
 def test_islands_on_meshes_of_their_own_do_the_same():
-    """Two islands of four devices, side by side."""
+    """Two islands of four devices, side by side; one shares sequences, which splits its parameters too."""
+    meshes = MeshConfig(replica=2, stage=2), MeshConfig(context=2, data=2)
     parts = [jax.devices()[4 * k : 4 * k + 4] for k in range(2)]
-    layouts = [standard_layout(make_mesh(MeshConfig(replica=2, stage=2), devices)) for devices in parts]
+    layouts = [standard_layout(make_mesh(mesh, devices)) for mesh, devices in zip(meshes, parts, strict=True)]
     schedule, mixing, _, _, _ = CASES["tau 2"]
     assert max(compared("tau 2", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
 

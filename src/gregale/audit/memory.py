@@ -146,7 +146,8 @@ def _saved(step: StepShape, backend: Backend) -> int:
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else _a_layer(step) * narrow
-    attention = (tokens * (2 * heads + 2 * keys) + 2 * step.gathered_keys) * narrow
+    shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
+    attention = (tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     if step.rules == "cpu":
         return weights + attention + 4 * stream + wide
@@ -175,7 +176,8 @@ def _layer(step: StepShape, backend: Backend) -> int:
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
-    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend) + KEY_ARRAYS * width * step.gathered_keys
+    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend)
+    attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     gathered = 0 if step.per_step else width * weights

@@ -7,6 +7,7 @@ from math import prod
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import CONTEXT, LAYERS, REPLICA, AxisMapping, Layout
+from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
 
@@ -153,10 +154,20 @@ class StepShape(ParameterShape):
         return self.rows // (shards * self.microbatches)
 
     @property
-    def gathered_keys(self) -> int:
-        """Return a device's values of a layer's keys, or values, gathered over `context`; 0 if it splits nothing."""
-        split = self.mesh[CONTEXT] > 1
-        return split * self.rows_here * self.positions * self.kv_heads // self.mesh["model"] * self.head_size
+    def reaches(self) -> list[int | None]:
+        """Return the chunks that each of `windows` reaches, see `chunks_reached`."""
+        devices = self.mesh[CONTEXT]
+        return [chunks_reached(self.positions // (2 * devices), devices, window) for window in self.windows]
+
+    def shared_keys(self, reach: int | None) -> int:
+        """Return a device's values of a layer's keys, or values, with those of other devices; 0 if it shares nothing.
+
+        - `reach`: see `reaches`
+        """
+        if (devices := self.mesh[CONTEXT]) == 1:
+            return 0
+        here = self.rows_here * self.positions // devices * self.kv_heads // self.mesh["model"] * self.head_size
+        return here * (devices if reach is None else reach + 1)
 
     @property
     def embed(self) -> int:

@@ -5,6 +5,7 @@ on one device, the full array of each collective once, times its executions in a
 traffic.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -69,16 +70,23 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
 
 
 def _keys(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the gathers of keys, values and segments of sequences that devices share, and the sums of gradients."""
+    """Return the transfers of keys, values and segments of sequences that devices share, and of their gradients."""
+    if step.mesh[CONTEXT] == 1:
+        return []
     width, layers = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches * step.layers
-    size = step.gathered_keys * width
-    gathers = (1 if step.remat == "none" else 2) * layers
+    passes = 1 if step.remat == "none" else 2
     once = step.microbatches if backend.hoists_gathers else layers
-    return [
-        Transfer("keys and values", "all-gather", (CONTEXT,), 2 * size, gathers),
-        Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once),
-        Transfer("keys and values", "reduce-scatter", (CONTEXT,), 2 * size, layers),
-    ]
+    found = [Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once)]
+    for reach, share in Counter(step.reaches).items():
+        times, size = layers * share // len(step.reaches), 2 * step.shared_keys(reach) * width
+        there, back = "all-gather", "reduce-scatter"
+        if reach is not None:
+            there, back, size = "collective-permute", "collective-permute", size * reach // (reach + 1)
+        found += [
+            Transfer("keys and values", there, (CONTEXT,), size, passes * times),
+            Transfer("keys and values", back, (CONTEXT,), size, times),
+        ]
+    return found
 
 
 def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:

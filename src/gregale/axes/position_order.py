@@ -18,3 +18,17 @@ def position_order(length: int, devices: int) -> np.ndarray:
     if devices == 1:
         return np.arange(length)
     return np.arange(length).reshape(2 * devices, -1)[chunk_order(devices)].reshape(-1)
+
+
+def chunks_reached(chunk: int, devices: int, window: int | None) -> int | None:
+    """Return how many chunks before its own a query's window reaches; None: keys of all chunks are gathered.
+
+    Each device sends 2 `reach` chunks to its neighbours, or 2 (n - 1) in a gather: the form that sends less is taken.
+
+    - `chunk`: c, positions of a chunk
+    - `window`: w, the keys that a query sees at most: it reaches (w - 1) / c chunks; None: all before it
+    """
+    if window is None:
+        return None
+    reach = -(-(window - 1) // chunk)
+    return reach if reach < devices - 1 else None

@@ -17,7 +17,7 @@ LENGTH, DEVICES = 64, 4  # chunks of 8
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (5, None, True), (20, None, False)]
+    ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (12, None, True), (20, None, False)]
 )
 def test_it_is_plain_attention(window, cap, packed, monkeypatch):
     monkeypatch.setattr(gathered, "MOST_ROWS", 4)  # two blocks in a chunk

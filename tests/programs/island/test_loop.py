@@ -27,22 +27,22 @@ SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 
 
 
 class Counting:
-    """Example i is the row [i, i]."""
+    """Example i is the row [i, i + 1000, i + 2000, i + 3000]."""
 
     def batch(self, first: int, size: int, rows: list[int]) -> dict[str, np.ndarray]:
         del size
-        return {"tokens": np.stack([np.full(2, first + row, np.int32) for row in rows])}
+        return {"tokens": np.stack([np.arange(4, dtype=np.int32) * 1000 + first + row for row in rows])}
 
 
 def test_batches_follow_the_leases():
     firsts = [0, 4, 100]
-    placement = Placement((Axis("batch", 4), Axis("position", 2)), layout_of(data=2))
+    placement = Placement((Axis("batch", 4), Axis("position", 4)), layout_of(context=2, data=2))
     with closing(LeasedBatches(Counting(), placement, lambda: firsts.pop(0) if firsts else None)) as batches:
         seen = [np.asarray(next(batches)["tokens"].array)[:, 0].tolist() for _ in range(3)]
         assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103]]
         assert next(batches, None) is None
         firsts.append(8)  # a committed round has leased more
-        assert np.asarray(next(batches)["tokens"].array)[0, 0] == 8
+        assert np.asarray(next(batches)["tokens"].array)[0].tolist() == [8, 3008, 1008, 2008], "as devices hold it"
 
 
 def test_no_round_of_a_checkpoint_is_forgotten_while_the_store_does_not_tell(s3, s3_endpoint, monkeypatch):

@@ -1,4 +1,4 @@
-"""Causal attention of sequences that several devices share: keys and values are gathered, queries stay.
+"""Causal attention of sequences that several devices share: keys and values are sent, queries stay.
 
 A device computes the scores of its queries in blocks, those pairs of blocks that the mask does not hide. It has equally
 many as each other device (`axes.position_order`).
@@ -13,9 +13,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order
+from gregale.axes.position_order import chunk_order, chunks_reached
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.reference import capped
+from gregale.model.kernels.shared_keys import neighbourhood, whole
 
 MOST_ROWS, FEWEST_ROWS = 512, 128  # of a block: queries, and keys
 HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
@@ -24,6 +25,8 @@ HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 @dataclass(frozen=True)
 class Gathered:
     """An `Attend` inside of `jax.shard_map`: all arrays are the positions of one device.
+
+    Keys and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`).
 
     - `devices`: n, that share a sequence
     """
@@ -40,8 +43,11 @@ class Gathered:
         cap: float | None = None,
     ) -> jax.Array:
         blocks = Blocks.of(q.shape[1] // 2, self.devices, window)
-        gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True)
-        ids = None if segments is None else (segments, gather(segments))
+        if blocks.reach is None:
+            gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True)
+        else:
+            gather = partial(neighbourhood, devices=self.devices, reach=blocks.reach)
+        ids = None if segments is None else (segments, whole(segments, self.devices))
         return _attend(blocks, cap, q, gather(k), gather(v), ids)
 
 
@@ -53,33 +59,41 @@ class Blocks:
     - `count`: blocks of a chunk
     - `devices`: n, that share 2n chunks
     - `window`: see `Attend`
+    - `reach`: chunks before each chunk of the device that the keys begin with (`neighbourhood`); None: keys of all
     """
 
     size: int
     count: int
     devices: int
     window: int | None
+    reach: int | None = None
 
     @staticmethod
     def of(chunk: int, devices: int, window: int | None) -> "Blocks":
         """Return equal blocks of a chunk: as few as `MOST_ROWS` allows, or one if they would be too small."""
         count = next(count for count in range(-(-chunk // MOST_ROWS), chunk + 1) if chunk % count == 0)
         count = count if chunk // count >= FEWEST_ROWS else 1
-        return Blocks(chunk // count, count, devices, window)
+        return Blocks(chunk // count, count, devices, window, chunks_reached(chunk, devices, window))
 
     def pairs(self) -> np.ndarray:
         """Return the pairs of blocks with visible scores: int32 [device, pair, 4].
 
-        A pair is the query block's number on the device, the key block's number among all, and the first position of
-        each. With a window some devices have fewer pairs; keys after all queries fill up the others' rows.
+        A pair is the query block's number on the device, the key block's number among its keys, and the first position
+        of each. With a window some devices have fewer pairs; keys after all queries fill up the others' rows.
         """
         order = chunk_order(self.devices)
         natural = (order[:, None] * self.count + np.arange(self.count)).reshape(-1)  # block numbers, as held
-        held, own = np.argsort(natural), 2 * self.count
+        gathered, own = np.argsort(natural), 2 * self.count
+
+        def held(row: int, block: int, key: int) -> int:
+            if self.reach is None:
+                return gathered[key]
+            return row + (1 + row // self.count) * self.reach * self.count - (block - key)
+
         reach = len(natural) if self.window is None else -(-(self.window - 1) // self.size)
         found = [
             [
-                (row, held[key], block * self.size, key * self.size)
+                (row, held(row, block, key), block * self.size, key * self.size)
                 for row, block in enumerate(natural[device * own : (device + 1) * own])
                 for key in range(max(0, block - reach), block + 1)
             ]
@@ -203,7 +217,8 @@ class _Heads:
             seen &= back < self._blocks.window
         if self._ids is not None:
             own, others = self._ids
-            seen = seen & (own[pair[0]][:, :, None] == others[pair[1]][:, None, :])[:, None, None]
+            theirs = others[pair[3] // self._blocks.size]
+            seen = seen & (own[pair[0]][:, :, None] == theirs[:, None, :])[:, None, None]
         return jnp.where(seen, scores, HIDDEN)
 
 

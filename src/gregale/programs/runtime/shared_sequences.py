@@ -22,8 +22,6 @@ def check_context(config: TrainConfig, layout: Layout) -> None:
         reason = f"model.type is {kind}, whose loss does not know the order of split positions (splits_positions)"
     elif config.pipeline is not None:
         reason = "there is a pipeline, whose stages hold whole sequences"
-    elif config.islands.lighthouse is not None:
-        reason = "this is an island of a fleet (islands.lighthouse), where no test has shown it to be exact"
     else:
         reason = None
     if reason is not None:

@@ -59,10 +59,12 @@ def test_attention(small_blocks, length, window, cap, heads, head_size, packed, 
     assert_equal(form, SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
 
 
-@pytest.mark.parametrize(("window", "packed"), [(None, True), (200, False)])
-def test_sequences_that_devices_share(small_blocks, window, packed):
-    """Two devices with two chunks of two blocks each; the gradients too, at the places where they are held."""
-    layout, order = layout_of(context=2), position_order(1024, 2)
+@pytest.mark.parametrize(
+    ("devices", "window", "packed"), [(2, None, True), (2, 200, False), (4, 100, True), (4, 200, False)]
+)
+def test_sequences_that_devices_share(small_blocks, devices, window, packed):
+    """Chunks of one block or two; the gradients too, at the places where they are held. A window of 200 reaches two."""
+    layout, order = layout_of(context=devices), position_order(1024, devices)
     heads = enumerate((2, 1, 1, 2))
     q, k, v, by_output = (jax.random.normal(jax.random.key(seed), (1, 1024, count, 8)) for seed, count in heads)
     segments = jnp.arange(1024)[None] // 300 if packed else None
@@ -72,7 +74,7 @@ def test_sequences_that_devices_share(small_blocks, window, packed):
         return output, *pullback(by_output)
 
     spec, ids = (layout.spec((BATCH, POSITION, *rest), layout.compute) for rest in (("heads", "size"), ()))
-    ours = partial(gradients, Splash(V5E, interpret=True, devices=2))
+    ours = partial(gradients, Splash(V5E, interpret=True, devices=devices))
     shared = layout.shard_map(ours, (spec, spec, spec, ids, spec), (spec,) * 4)
     arrays = q, k, v, segments, by_output
     found = jax.jit(shared)(*(None if x is None else x[:, order] for x in arrays))
@@ -81,12 +83,14 @@ def test_sequences_that_devices_share(small_blocks, window, packed):
         np.testing.assert_allclose(left, right[:, order], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "window"), [(1, None), (2, None), (4, 300)])
-def test_a_blocks_visibility_is_that_of_all_its_scores(devices, window):
-    mask, order = Mask(1024, devices, window), position_order(1024, devices)
-    for queries, keys in np.ndindex(8, 16):
+@pytest.mark.parametrize(
+    ("chunk", "starts", "window"), [(1024, (0,), None), (256, (0, 768, 256, 512), None), (128, (256, 640), 200)]
+)
+def test_a_blocks_visibility_is_that_of_all_its_scores(chunk, starts, window):
+    mask = Mask(chunk, starts, 1024, window)
+    for queries, keys in np.ndindex(mask.shape[0] // 128, 16):
         rows, columns = slice(queries * 128, (queries + 1) * 128), slice(keys * 64, (keys + 1) * 64)
-        scores = mask.mask_function(order[rows, None], np.arange(1024)[None, columns])
+        scores = mask.mask_function(mask.q_sequence[rows, None], np.arange(1024)[None, columns])
         assert (mask[rows, columns].any(), mask[rows, columns].all()) == (scores.any(), scores.all())
 
 

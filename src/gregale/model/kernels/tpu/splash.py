@@ -1,5 +1,6 @@
 """Causal attention by JAX's splash kernels for TPU, which store no scores and skip masked blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order, position_order
+from gregale.axes.position_order import chunk_order, chunks_reached
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
+from gregale.model.kernels.shared_keys import neighbourhood, neighbourhood_of, whole
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
 
 
@@ -23,7 +25,8 @@ class Splash:
     output and log-sum-exp: if they are saved, it does not run again.
 
     Of sequences that several devices share, all arrays are the positions of one device, inside of `jax.shard_map`. Keys
-    and values are gathered. A chunk that is no multiple of `LANES` takes the form without a kernel.
+    and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`). A chunk that is
+    no multiple of `LANES` takes the form without a kernel.
     """
 
     device_kind: str  # JAX's name of the chip, which determines the sizes of blocks
@@ -44,16 +47,34 @@ class Splash:
             return Gathered(self.devices)(q, k, v, segments, window, cap)
         if self.devices == 1:
             blocks = blocks_for(self.device_kind, length, window, head_size)
+            mask, of_keys = Mask(blocks.length, (0,), blocks.length, window), segments
         else:
             blocks = shared_blocks(self.device_kind, length // 2, self.devices, window, head_size)
-            k, v = (whole(x, self.devices) for x in (k, v))
+            mask, (k, v), segments, of_keys = _shared(self.devices, window, (k, v), segments)
         q = (q * head_size**-0.5).astype(q.dtype)
-        own = blocks.length // self.devices
-        q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
-        ids = None if segments is None else _segment_ids(segments, own, self.devices, blocks.length)
-        kernel = _kernel(blocks, heads, Mask(blocks.length, self.devices, window), cap, self.interpret)
-        attended: Any = jax.vmap(kernel)(q, k, v, ids)
+        own = mask.chunk * len(mask.starts) // mask.shards
+        q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, mask.keys), (v, mask.keys)))
+        ids = None if segments is None else _segment_ids((segments, own), (of_keys, mask.keys))
+        attended: Any = jax.vmap(_kernel(blocks, heads, mask, cap, self.interpret))(q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
+
+
+def _shared(devices: int, window: int | None, arrays: Sequence[jax.Array], segments: jax.Array | None):
+    """Return the mask of a sequence that devices share, all keys' arrays, and the segments of queries and of keys.
+
+    Positions before the sequence have a segment of their own, -1.
+    """
+    rows, length = arrays[0].shape[:2]
+    chunk = length // 2
+    of_all = None if segments is None else whole(segments, devices)
+    if (reach := chunks_reached(chunk, devices, window)) is None:
+        mask = Mask(chunk, tuple((chunk_order(devices) * chunk).tolist()), devices * length, window, devices)
+        return mask, [whole(x, devices) for x in arrays], segments, of_all
+    mask = Mask(chunk, (reach * chunk, (2 * reach + 1) * chunk), (reach + 1) * length, window)
+    if segments is None or of_all is None:
+        segments, of_all = (jnp.zeros((rows, size), jnp.int32) for size in (length, devices * length))
+    keys = [neighbourhood(x, devices, reach) for x in arrays]
+    return mask, keys, segments, neighbourhood_of(of_all, devices, reach)
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:
@@ -63,72 +84,61 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, more)))
 
 
-def _segment_ids(segments: jax.Array, own: int, devices: int, length: int):
-    """Return the segments of this device's queries, padded to `own`, and of all keys, padded to `length`."""
+def _segment_ids(*of_queries_and_keys: tuple[jax.Array, int]):
+    """Return the segments of queries and of keys, each padded to its length."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    of_keys = segments if devices == 1 else whole(segments, devices)
-    q, kv = (jnp.pad(ids, ((0, 0), (0, size - ids.shape[1]))) for ids, size in ((segments, own), (of_keys, length)))
-    return SegmentIds(q=q, kv=kv)
-
-
-def whole(x: jax.Array, devices: int) -> jax.Array:
-    """Turn this device's positions [batch, position, ...] into all, in the order of the sequence."""
-    chunks = x.reshape(x.shape[0], 2, -1, *x.shape[2:])
-    held = jax.lax.all_gather(chunks, CONTEXT, axis=1, tiled=True)
-    inverse = np.argsort(chunk_order(devices))
-    return held.at[:, inverse].get(unique_indices=True).reshape(x.shape[0], -1, *x.shape[2:])
+    return SegmentIds(*(jnp.pad(ids, ((0, 0), (0, size - ids.shape[1]))) for ids, size in of_queries_and_keys))
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys the queries of all devices see, as splash's masks: `mask[queries, keys]` of two slices.
+    """Which keys queries see, as splash's masks: `mask[queries, keys]` of two slices.
 
     The kernel calls `mask_function`. Splash itself only asks whether some or all scores of a block are visible, which
     is computed from the ends of the two slices: a whole block takes a thousand times as long.
 
-    - `length`: positions of a sequence
-    - `devices`, `window`: see `Splash` and `Attend`
+    - `chunk`: consecutive queries
+    - `starts`: the first query's index among the keys, of each chunk
+    - `keys`: number of keys
+    - `window`: see `Attend`
+    - `shards`: devices that have equal parts of the chunks
     """
 
-    length: int
-    devices: int
+    chunk: int
+    starts: tuple[int, ...]
+    keys: int
     window: int | None
+    shards: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.length, self.length
+        return self.chunk * len(self.starts), self.keys
 
     @property
     def q_sequence(self) -> np.ndarray:
-        """Return the positions of all queries, as devices hold them."""
-        return position_order(self.length, self.devices).astype(np.int32)
+        """Return the index among the keys of each query."""
+        return np.add.outer(self.starts, np.arange(self.chunk)).reshape(-1).astype(np.int32)
 
     def mask_function(self, queries, keys):
-        """Return whether queries see keys, by their positions."""
+        """Return whether queries see keys, by their indices among the keys."""
         seen = queries >= keys
         return seen if self.window is None else seen & (queries - keys < self.window)
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         """Return whether any of a block's scores is visible, and whether all are: [1, 2]."""
         queries, keys = index
-        first = self._position(queries.start)
-        last, width = first + queries.stop - queries.start - 1, self.length if self.window is None else self.window
+        chunk, inside = divmod(queries.start, self.chunk)
+        first = self.starts[chunk] + inside
+        last, width = first + queries.stop - queries.start - 1, self.keys if self.window is None else self.window
         farthest, nearest = last - keys.start, first - keys.stop + 1
         return np.array([[farthest >= 0 and nearest < width, nearest >= 0 and farthest < width]])
-
-    def _position(self, place: int) -> int:
-        """Return the position at a place of the order."""
-        if self.devices == 1:
-            return place
-        chunk, inside = divmod(place, self.length // (2 * self.devices))
-        return int(chunk_order(self.devices)[chunk]) * (self.length // (2 * self.devices)) + inside
 
 
 def _kernel(blocks: Blocks, heads: int, mask: Mask, cap: float | None, interpret: bool):
     """Return kernel(q [heads, position, size], k, v [kv_heads, position, size], segments), scores not scaled.
 
-    Of a sequence that devices share, it is this device's: its part of the arrays that name the blocks to compute.
+    Of a mask of several shards, it is this device's: its part of the arrays that name the blocks to compute.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes long to import
 
@@ -148,12 +158,12 @@ def _kernel(blocks: Blocks, heads: int, mask: Mask, cap: float | None, interpret
             use_fused_bwd_kernel=blocks.fused,
         ),
         head_shards=1,
-        q_seq_shards=mask.devices,
+        q_seq_shards=mask.shards,
         attn_logits_soft_cap=cap,
         residual_checkpoint_name=ATTENTION_NAME,
         interpret=interpret,
     )
-    return kernel if mask.devices == 1 else jax.tree.map(partial(_own_part, mask.devices), kernel)
+    return kernel if mask.shards == 1 else jax.tree.map(partial(_own_part, mask.shards), kernel)
 
 
 def _own_part(devices: int, array: jax.Array) -> jax.Array:
