@@ -10,6 +10,7 @@ from haliax import NamedArray
 
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
+from gregale.audit.pipeline_memory import estimate_pipeline
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
@@ -134,10 +135,12 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """Return the memory in closed form of a step with scanned layers. Raises `UserError` as `step_shape`."""
-    step = step_shape(setup)
+    """Return the memory of a step in closed form. Raises `UserError` as `step_shape`."""
+    step, arguments = step_shape(setup), tree_bytes(setup).arguments
     update = setup.config.optimizer.update_bytes(step.weights, step.layout)
-    return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
+    if step.pipeline is not None:
+        return estimate_pipeline(step, step.pipeline, arguments, backend, update)
+    return estimate_memory(step, arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
