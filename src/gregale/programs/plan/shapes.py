@@ -134,9 +134,12 @@ def tree_bytes(setup: Setup) -> Bytes:
     )
 
 
-def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """Return the memory of a step in closed form. Raises `UserError` as `step_shape`."""
-    step, arguments = step_shape(setup), tree_bytes(setup).arguments
+def estimate(setup: Setup, backend: Backend, trees: Bytes | None = None) -> Estimate:
+    """Return the memory of a step in closed form. Raises `UserError` as `step_shape`.
+
+    - `trees`: the sizes of the setup's trees, if they are known
+    """
+    step, arguments = step_shape(setup), (trees or tree_bytes(setup)).arguments
     update = setup.config.optimizer.update_bytes(step.weights, step.layout)
     if step.pipeline is not None:
         return estimate_pipeline(step, step.pipeline, arguments, backend, update)
@@ -179,11 +182,11 @@ def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, 
     return sent
 
 
-def estimated_work(setup: Setup, link_bytes: dict[str, float]) -> Work:
-    """Return a device's work in a step, including the optimizer's matrix products."""
+def estimated_work(setup: Setup, link_bytes: dict[str, float], trees: Bytes | None = None) -> Work:
+    """Return a device's work in a step, including the optimizer's matrix products; `trees` as for `estimate`."""
     step = step_shape(setup)
     update = setup.config.optimizer.update_flops(step.weights, step.layout)
-    return work_of(step, tree_bytes(setup).optimizer, link_bytes, update)
+    return work_of(step, (trees or tree_bytes(setup)).optimizer, link_bytes, update)
 
 
 def devices_of_a_replica(setup: Setup) -> int:
