@@ -12,9 +12,10 @@ from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_candidates
+from gregale.model.execution import execution
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, search
+from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
 from gregale.programs.plan.step_seconds import scheduled_seconds
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.programs.plan.text import print_remedies, print_search
@@ -27,8 +28,8 @@ CONFIG = config_of("--model.layers=2", "--batch.size=8")
 TARGET = simulated_target(CONFIG, None, "v5e")
 
 MESH = ("context", "data", "model")
-# Of four devices a replica, whose heads, rows and tokens are divided: 2 rows on a device of `data` 2 and `model` 2.
-MESHES = {}
+# Candidates of each mesh that divides 2 key heads and 4 rows: remat x gather x 1, 2 or 3 numbers of microbatches.
+MESHES = {(1, 4, 1): 12, (1, 2, 2): 24, (2, 2, 1): 24, (2, 1, 2): 36, (4, 1, 1): 36}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
 
 def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
     text = printed(found)
-    for part in ("microbatches", "tokens/s", "fits, configured", "132 candidates, 3 of them compiled", "The best: "):
+    for part in ("microbatches", "tokens/s", "fits *", "132 candidates, 3 of them compiled", "The best: "):
         assert part in text
     (tmp_path / "best.yaml").write_text(found.best.candidate.yaml())
     assert text.endswith(found.best.candidate.yaml())
@@ -150,10 +151,23 @@ def test_remedies_of_a_search_are_compiled():
     assert not any(each.fits and not each.compiled for each in others)
 
 
+def test_a_pipeline_is_searched_by_its_own_keys():
+    """Stages and repeats that divide 4 layers, and microbatches that divide the rows."""
+    stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=16", "--pipeline.repeats=2"]
+    setup = setup_for(config_of(*stages), 257, TARGET)
+    found, left_out = all_candidates(setup, 257, TARGET, None)
+    sizes = {tuple(each.candidate[key] for key in ("mesh.stage", "pipeline.repeats")) for each in found}
+    assert sizes == {(2, 1), (2, 2), (4, 1)}
+    assert candidate_of(setup) in {each.candidate for each in found}
+    assert left_out == {"meshes that do not divide the heads, rows, tokens or layers": 1}, "`model` 4 of 2 key heads"
+    assert all(each.candidate["batch.microbatches"] * each.candidate["pipeline.microbatches"] <= 16 for each in found)
+
+
 def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
     def refuse(compute, layout, model):
         if compute.remat == "offload":
             raise UserError("compute.remat is offload: not here.")
+        return execution(compute, layout, model)
 
     monkeypatch.setattr("gregale.programs.plan.candidates.execution", refuse)
     left_out = Counter()

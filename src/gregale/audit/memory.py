@@ -199,9 +199,13 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
     apart = backend.adds_at_end and step.microbatches > 1
     own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
+    return narrow + own + unsummed_head(step)
+
+
+def unsummed_head(step: StepShape) -> int:
+    """Return the bytes of the head's complete gradient, which exists until its sum over devices is done."""
     width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
-    head = width * step.embed * step.vocabulary if step.sums_behind else 0
-    return narrow + own + head
+    return width * step.embed * step.vocabulary if step.sums_behind else 0
 
 
 def loss_bytes(step: StepShape, backend: Backend) -> int:

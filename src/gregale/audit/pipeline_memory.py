@@ -9,13 +9,12 @@ from gregale.audit.memory import (
     layer_activations,
     loss_bytes,
     saved_by_layer,
+    unsummed_head,
     values_of_a_layer,
 )
 from gregale.audit.step import Backend, PipelineShape, StepShape
 
-# Slots of the window, a slot's gradient in float32 for each of them, and that of the iteration, in bytes of a value.
-# With one repeat one slot is used; with `per_iteration` the slots are not gathered.
-SLOTS, GRADIENTS, ITERATION = 2, 2, 1
+SLOTS = 2  # of the window
 COPIES = 4  # of the rows in the pipeline, if a stage holds several microbatches: inputs, outputs and both gradients
 
 
@@ -57,12 +56,21 @@ def _slot(step: StepShape, pipeline: PipelineShape) -> int:
 def _kept(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
     """Return the bytes that iterations keep for the backward pass: inputs, and values of each layer by name.
 
-    With several layers there is a copy of one iteration's, over which the backward pass scans.
+    Of several repeats the backward pass copies those of one.
     """
-    one, layers = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline)
-    stream = one.tokens * one.embed * one.compute_bytes
-    by_layer = saved_by_layer(one, backend) - stream
-    return (pipeline.iterations + (layers > 1)) * (stream + layers * by_layer)
+    one = of_an_iteration(step, pipeline)
+    copied = pipeline.microbatches if pipeline.repeats > 1 else 0
+    layers = layers_of_a_stage(step, pipeline)
+    return (pipeline.iterations + copied) * (_stream(one) + layers * _named(one, backend))
+
+
+def _stream(one: StepShape) -> int:
+    return one.tokens * one.embed * one.compute_bytes
+
+
+def _named(one: StepShape, backend: Backend) -> int:
+    """Return the bytes of a layer's values that `remat` names."""
+    return saved_by_layer(one, backend) - _stream(one)
 
 
 def _weights(step: StepShape, pipeline: PipelineShape) -> int:
@@ -75,17 +83,31 @@ def _weights(step: StepShape, pipeline: PipelineShape) -> int:
 
 
 def _iteration(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
-    """Return the bytes of an iteration's backward pass: slots, their gradients, and activations."""
-    one, layers = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline)
-    width = max(step.compute_bytes, backend.narrowest_bytes)
-    single = pipeline.repeats == 1 or pipeline.gather == "per_iteration"
-    a_value = width + FLOAT32 if single else SLOTS * width + (GRADIENTS + ITERATION) * FLOAT32
-    rows = step.tokens * step.embed * step.compute_bytes
-    rows *= COPIES if pipeline.microbatches > step.mesh["stage"] else 1
-    saved = layers * saved_by_layer(replace(one, remat="none"), backend)
+    """Return the bytes of an iteration's backward pass: slots, their gradients, activations, and the head's gradient.
+
+    The backward pass of one of several layers reads gate and up where they are saved.
+    """
+    one, several = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline) > 1
+    rows = _stream(step) * (COPIES if pipeline.microbatches > step.mesh["stage"] else 1)
+    own = saved_by_layer(replace(one, remat="none"), backend) - _named(one, backend)
+    saved = layers_of_a_stage(step, pipeline) * own
     activations = layer_activations(one, backend)
-    inside = saved + activations if layers > 1 else max(saved, activations)
-    return a_value * _slot(step, pipeline) + rows + inside
+    if several or step.remat == "projections":
+        activations -= 2 * max(step.compute_bytes, backend.narrowest_bytes) * one.tokens * one.mlp
+    inside = saved + activations if several else max(saved, activations)
+    return _value_bytes(step, pipeline, backend) * _slot(step, pipeline) + rows + inside + unsummed_head(step)
+
+
+def _value_bytes(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
+    """Return the bytes of a value of the weights in use: its slots, their gradients, and that of the iteration.
+
+    The gradient of a single layer is added at once. With one repeat one slot is used.
+    """
+    width = max(step.compute_bytes, backend.narrowest_bytes)
+    apart = FLOAT32 if layers_of_a_stage(step, pipeline) > 1 else 0
+    if pipeline.gather == "per_iteration":
+        return width + apart
+    return width + FLOAT32 if pipeline.repeats == 1 else SLOTS * (width + FLOAT32) + apart
 
 
 def _loss(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:

@@ -199,13 +199,21 @@ def scored_candidates(
         changed = replace(setup, config=candidate.of(setup.config))
         try:
             execution(changed.config.compute, setup.layout, setup.config.model)
-            if rows % candidate[MICROBATCHES]:
-                continue
-            check_pipeline(changed.config, setup.layout, rows // candidate[MICROBATCHES])
         except UserError as error:
-            left_out[str(error)] += setup.config.pipeline is None
+            left_out[str(error)] += 1
+            continue
+        if not _suits_pipeline(changed.config, setup, rows // candidate[MICROBATCHES]):
             continue
         peak = estimate(changed, target.backend, trees).peak
         seconds = closed_form_seconds(changed, target, bandwidth, trees)
         found.append(ScoredCandidate(candidate, peak, seconds, target.backend.range(peak)))
     return sorted(found, key=lambda each: each.closed_form_seconds)
+
+
+def _suits_pipeline(config: TrainConfig, setup: Setup, rows: int) -> bool:
+    """Return whether a pipeline's numbers divide the rows of a microbatch on a device, and one another."""
+    try:
+        check_pipeline(config, setup.layout, rows)
+    except UserError:
+        return False
+    return True

@@ -90,9 +90,8 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     configured, compiler = candidate_of(setup), _Compiler(setup, tokens, target, options)
     scored, left_out = all_candidates(setup, tokens, target, compiler.bandwidth)
     options.report(f"{len(scored)} candidates by closed forms")
-    own = [each for each in scored if each.candidate == configured]
     possible = [each for each in scored if each.closed_form_range[0] <= target.memory_bytes]
-    for each in own + possible:
+    for each in [each for each in possible if each.candidate == configured] + possible:
         if compiler.is_worth(each):
             compiler.ask(each)
     if not compiler.fitting():

@@ -278,7 +278,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
         f"{len(candidates)} candidates, {len(compiled)} of them compiled; {left_out} are impossible. --json has all.",
         *(f"Left out: {count} x {reason}" for reason, count in report["left_out"].items()),
         f"All in the table: {', '.join(f'{key} {min(values[key])}' for key in own if key not in keys)}.",
-        "~: by closed forms; others are by the compiled program and its schedule.",
+        "~: by closed forms; others are by the compiled program and its schedule. *: as configured.",
         f"The best is {report['rule']}.",
     ]
     for line in lines:
@@ -306,5 +306,5 @@ def _row(candidate: dict[str, Any], keys: list[str], report: dict[str, Any]) -> 
         about + size(peak or candidate["closed_form_peak"]),
         f"{about}{seconds or candidate['closed_form_seconds']:.4g} s",
         f"{candidate['tokens_per_second']:,.0f}",
-        verdict + ", configured" * (settings == report["configured"]),
+        verdict + " *" * (settings == report["configured"]),
     )
