@@ -1,6 +1,7 @@
 """`plan --search` on simulated devices: real compiles, of a small model."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 
@@ -11,9 +12,11 @@ from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_candidates
+from gregale.model.execution import execution
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, scheduled_seconds, search
+from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
+from gregale.programs.plan.step_seconds import scheduled_seconds
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.programs.plan.text import print_remedies, print_search
 from gregale.runs.config import TrainConfig
@@ -23,6 +26,10 @@ from tests.programs.plans import QUICKSTART, SMALL, config_of
 
 CONFIG = config_of("--model.layers=2", "--batch.size=8")
 TARGET = simulated_target(CONFIG, None, "v5e")
+
+MESH = ("context", "data", "model")
+# Candidates of each mesh that divides 2 key heads and 4 rows: remat x gather x 1, 2 or 3 numbers of microbatches.
+MESHES = {(1, 4, 1): 12, (1, 2, 2): 24, (2, 2, 1): 24, (2, 1, 2): 36, (4, 1, 1): 36}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +58,10 @@ def printed(found) -> str:
 
 def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
     lines, found = lines_and_found
-    assert len(found.scored) == 6 * 2 * 2 == len({each.candidate for each in found.scored}), "all are weighed"
-    assert {each.candidate.microbatches for each in found.scored} == {1, 2}, "two rows on a device"
-    assert {each.candidate.unroll for each in found.scored} == {1}, "as configured: nothing here tells them apart"
+    assert len(found.scored) == len({each.candidate for each in found.scored}), "none twice"
+    by_mesh = Counter(tuple(each.candidate[f"mesh.{axis}"] for axis in MESH) for each in found.scored)
+    assert by_mesh == MESHES, "remat x microbatches, of which are as many as rows, x gather"
+    assert {each.candidate["compute.unroll"] for each in found.scored} == {1}, "as configured: nothing tells them apart"
     times = [each.closed_form_seconds for each in found.scored]
     assert times == sorted(times)
     compiled = [each for each in found.scored if each.peak is not None]
@@ -61,23 +69,26 @@ def test_the_fastest_of_those_that_fit_is_chosen(lines_and_found):
     assert all(each.fits for each in compiled)
     assert found.best == min(compiled, key=lambda each: each.seconds)
     assert found.configured in {each.candidate for each in compiled}, "to compare with"
-    assert found.best.candidate.microbatches == 1, "weights are gathered once"
+    assert found.best.candidate["batch.microbatches"] == 1, "weights are gathered once"
     assert found.remedies == []
-    assert len(lines) == 2 * ENOUGH, "each compile is told before and after"
-    assert lines[0] == "remat full, microbatches 2, unroll 1, gather per_layer: compiling"
-    assert "of 16.00 GiB, fits; a step takes" in lines[1]
+    assert lines[0] == f"{len(found.scored)} candidates by closed forms"
+    assert len(lines) == 1 + 2 * ENOUGH, "each compile is told before and after"
+    assert lines[1] == f"{found.configured}: compiling"
+    assert "of 16.00 GiB, fits; a step takes" in lines[2]
 
 
 def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
     text = printed(found)
-    for heading in ("batches", "closed", "compiled", "schedule", "fits", "The fastest that fits: "):
-        assert heading in text
+    for part in ("microbatches", "tokens/s", "fits *", "132 candidates, 3 of them compiled", "The best: "):
+        assert part in text
     (tmp_path / "best.yaml").write_text(found.best.candidate.yaml())
     assert text.endswith(found.best.candidate.yaml())
-    config = load(TrainConfig, tmp_path / "best.yaml", ["--name=best", "--steps=1"])
-    assert found.best.candidate.of(CONFIG).compute.remat == config.compute.remat
-    assert found.best.candidate.microbatches == config.batch.microbatches
-    assert "Configured: remat full, microbatches 2, unroll 1, gather per_layer" in text
+    config = load(TrainConfig, tmp_path / "best.yaml", ["--name=best", "--steps=1", "--mesh.replica=2"])
+    best = found.best.candidate.of(CONFIG)
+    assert (config.mesh, config.compute.remat) == (best.mesh, best.compute.remat)
+    assert config.batch.microbatches == best.batch.microbatches
+    own = replace(found, best=replace(found.best, candidate=found.configured))
+    assert "The configured settings are the best: " in printed(own)
 
 
 def test_json_has_it_all(found, monkeypatch, capsys):
@@ -85,7 +96,8 @@ def test_json_has_it_all(found, monkeypatch, capsys):
     assert main(["plan", QUICKSTART, *SMALL, "--search", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["best"] == report["candidates"][[each == found.best for each in found.scored].index(True)]
-    assert report["best"].keys() >= {"remat", "microbatches", "unroll", "gather", "peak", "seconds", "fits"}
+    assert report["best"].keys() >= {"settings", "peak", "seconds", "fits", "tokens_per_second"}
+    assert report["best"]["settings"].keys() == report["configured"].keys()
     assert report["fits"]
 
 
@@ -106,15 +118,15 @@ def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing,
 def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
     """By the range in which the compiler's peak lies."""
     other = next(each for each in found.scored if each.peak is None)
-    low, _ = other.closed_form_range
+    low, high = other.closed_form_range
     assert low < other.closed_form_peak
 
     def verdict(memory: int) -> str:
         text = printed(replace(found, memory=memory, scored=[other]))
-        row = next(line for line in text.splitlines() if line.startswith(f"│ {other.candidate.remat} "))
+        row = next(line for line in text.splitlines() if "│ ~" in line)
         return row.rstrip("│ ").rpartition("│")[2].strip() or "-"
 
-    assert [verdict(memory) for memory in (low - 1, low, other.closed_form_peak)] == ["too large", "uncertain", "-"]
+    assert [verdict(memory) for memory in (low - 1, low, high - 1, high)] == ["too large", "uncertain", "uncertain", "-"]
     remedy = {"change": "key", "peak_bytes": 100, "range": (85, 117), "fits": False, "compiled": False, "step_time": 1}
     for memory, changes, text in (
         (84, {}, "does not fit"),
@@ -139,14 +151,28 @@ def test_remedies_of_a_search_are_compiled():
     assert not any(each.fits and not each.compiled for each in others)
 
 
+def test_a_pipeline_is_searched_by_its_own_keys():
+    """Stages and repeats that divide 4 layers, and microbatches that divide the rows."""
+    stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=16", "--pipeline.repeats=2"]
+    setup = setup_for(config_of(*stages), 257, TARGET)
+    found, left_out = all_candidates(setup, 257, TARGET, None)
+    sizes = {tuple(each.candidate[key] for key in ("mesh.stage", "pipeline.repeats")) for each in found}
+    assert sizes == {(2, 1), (2, 2), (4, 1)}
+    assert candidate_of(setup) in {each.candidate for each in found}
+    assert left_out == {"meshes that do not divide the heads, rows, tokens or layers": 1}, "`model` 4 of 2 key heads"
+    assert all(each.candidate["batch.microbatches"] * each.candidate["pipeline.microbatches"] <= 16 for each in found)
+
+
 def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
     def refuse(compute, layout, model):
         if compute.remat == "offload":
             raise UserError("compute.remat is offload: not here.")
+        return execution(compute, layout, model)
 
     monkeypatch.setattr("gregale.programs.plan.candidates.execution", refuse)
-    weighed, left_out = scored_candidates(setup_for(CONFIG, 257, TARGET), TARGET, 1, None)
-    assert left_out == ["compute.remat is offload: not here."], "once"
+    left_out = Counter()
+    weighed = scored_candidates(setup_for(CONFIG, 257, TARGET), TARGET, None, left_out)
+    assert left_out == {"compute.remat is offload: not here.": 2 * 2}
     assert len(weighed) == 5 * 2 * 2
 
 
@@ -165,7 +191,7 @@ def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
     compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, SearchOptions(None, None, str))
 
     def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
-        candidate = Candidate(remat, microbatches, 1, "per_layer")
+        candidate = Candidate((("compute.remat", remat), ("batch.microbatches", microbatches)))
         return ScoredCandidate(candidate, 1, seconds, (1, 1), fits=fits, seconds=seconds)
 
     two = weighed(2, 2.0, fits=False)

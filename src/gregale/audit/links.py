@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from gregale.audit.chips import Chip, Ici
 from gregale.audit.collectives import Collective
+from gregale.audit.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,29 @@ class Grid:
     devices_a_chip: int = 1
 
     def seconds(self, each: Collective) -> float | None:
-        """Return the seconds of one run of a collective inside a slice; None if its groups are unknown.
+        """Return the seconds of one run of a collective inside a slice; None if its groups are unknown."""
+        return self.seconds_of(each.kind, each.bytes, each.bytes_sent, each.groups)
+
+    def seconds_of(self, kind: str, size: int, sent: float, groups: Groups) -> float | None:
+        """Return the seconds of one run of a collective; arguments as of `Collective`.
 
         - reductions and gathers: the bytes that a device sends, over the links of a group's corner
         - all-to-all: the bytes across the middle of the axis with the fewest links for its chips
         - permutations: the bytes over the links between a pair, which other pairs at that distance share
         """
-        if not each.groups:
+        if not groups:
             return None
         rate = self.ici.bytes_per_second / self.devices_a_chip
-        if each.kind in ("collective-permute", "send"):
-            return each.bytes_sent * self._hops(each.groups) / rate
-        spans = self.spans(max(each.groups, key=len))
+        if kind in ("collective-permute", "send"):
+            return sent * self._hops(groups) / rate
+        spans = self.spans(max(groups, key=len))
         links = sum(own for _, own in spans)
         if not links:
             return None
-        bound = each.bytes_sent / links
-        if each.kind in ("all-to-all", "ragged-all-to-all"):
+        bound = sent / links
+        if kind in ("all-to-all", "ragged-all-to-all"):
             # Of `count` devices each sends an equal part to each other: floor(count^2 / 4) parts cross the middle.
-            bound = max(bound, max(each.bytes * (count**2 // 4) / count / own for count, own in spans))
+            bound = max(bound, max(size * (count**2 // 4) / count / own for count, own in spans))
         return bound / rate
 
     def spans(self, group: Sequence[int]) -> list[tuple[int, float]]:

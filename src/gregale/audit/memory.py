@@ -104,9 +104,9 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     return Estimate(
         arguments=arguments,
         buffers=buffers,
-        saved=step.layers * _saved(step, backend),
+        saved=step.layers * saved_by_layer(step, backend),
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
-        working=max(_layer(step, backend) + _beside_layers(step, backend), _loss(step, backend)),
+        working=max(_layer(step, backend) + _beside_layers(step, backend), loss_bytes(step, backend)),
         update=update,
     )
 
@@ -118,13 +118,13 @@ def _scores(step: StepShape) -> int:
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
-def _of_heads(step: StepShape, backend: Backend) -> int:
+def head_values(step: StepShape, backend: Backend) -> int:
     """Return a device's values of a token's query heads, or of their outputs."""
     lanes = 1 if step.scores else backend.lanes
     return step.heads // step.mesh["model"] * -(-step.head_size // lanes) * lanes
 
 
-def _saved(step: StepShape, backend: Backend) -> int:
+def saved_by_layer(step: StepShape, backend: Backend) -> int:
     """Return the bytes that one layer saves on the device for its backward pass, over a microbatch's tokens.
 
     With `none` these are all arrays that JAX differentiates: gate, up, and four products of them; four arrays of the
@@ -142,12 +142,13 @@ def _saved(step: StepShape, backend: Backend) -> int:
         case "offload":
             return 0
         case "context" | "attention":
-            return stream + tokens * _of_heads(step, backend) * narrow
+            return stream + tokens * head_values(step, backend) * narrow
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
-    weights = 0 if step.per_step else _a_layer(step) * narrow
+    weights = 0 if step.per_step else values_of_a_layer(step) * narrow
+    lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
-    attention = (tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
+    attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     if step.rules == "cpu":
         return weights + attention + 4 * stream + wide
@@ -158,7 +159,7 @@ def _saved(step: StepShape, backend: Backend) -> int:
     return weights + attention + 4 * stream + norms + wide + scores
 
 
-def _a_layer(step: StepShape) -> int:
+def values_of_a_layer(step: StepShape) -> int:
     """Return the values of one layer's gathered weights on a device."""
     return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
 
@@ -170,18 +171,23 @@ def offloaded_bytes(step: StepShape) -> int:
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
-    """Return the bytes of one layer's backward pass: weights, gradients, and activations around scores or MLP."""
+    """Return the bytes of one layer's backward pass: weights, their gradients, and activations."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
-    weights = _a_layer(step)
+    gathered = 0 if step.per_step else width
+    return (gathered + width) * values_of_a_layer(step) + layer_activations(step, backend)
+
+
+def layer_activations(step: StepShape, backend: Backend) -> int:
+    """Return the bytes of activations and their gradients in one layer's backward pass, around scores or MLP."""
+    width = max(step.compute_bytes, backend.narrowest_bytes)
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
-    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend)
+    attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
-    gathered = 0 if step.per_step else width * weights
-    return gathered + width * weights + stream * width * step.tokens * step.embed + max(attention, mlp)
+    return stream * width * step.tokens * step.embed + max(attention, mlp)
 
 
 def _beside_layers(step: StepShape, backend: Backend) -> int:
@@ -195,12 +201,16 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
     apart = backend.adds_at_end and step.microbatches > 1
     own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
+    return narrow + own + unsummed_head(step)
+
+
+def unsummed_head(step: StepShape) -> int:
+    """Return the bytes of the head's complete gradient, which exists until its sum over devices is done."""
     width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
-    head = width * step.embed * step.vocabulary if step.sums_behind else 0
-    return narrow + own + head
+    return width * step.embed * step.vocabulary if step.sums_behind else 0
 
 
-def _loss(step: StepShape, backend: Backend) -> int:
+def loss_bytes(step: StepShape, backend: Backend) -> int:
     """Return the bytes of the loss: a block's logits, a group's logit gradients, head, gradients of head and stream.
 
     A separate float32 table sums several groups. A compiler that fuses adds to it in place, without a group's own

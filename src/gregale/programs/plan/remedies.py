@@ -1,23 +1,23 @@
 """Provides configuration changes for a step that does not fit, with their effects in closed form."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gregale.audit.memory import Estimate
-from gregale.axes.mesh import make_mesh
+from gregale.axes.mesh import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.model.config import REMAT
-from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, closed_form_seconds, scored_candidates
+from gregale.programs.plan.candidates import Key, candidate_of, keys_of, scored_candidates, setups
 from gregale.programs.plan.shapes import estimate, has_closed_forms
 from gregale.programs.plan.step import Plan
+from gregale.programs.plan.step_seconds import closed_form_seconds
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3
-FACTORS = (2, 4, 8, 16, 32, 64)  # of microbatches
+TO_HOST = ("context_offload", "offload")  # policies that only changes of several keys have
 # Of devices, from one axis to another that splits more: rows, then sequences, then layers.
 MOVES = (
     ("replica", "data"),
@@ -42,6 +42,7 @@ class Remedy:
     step_time: float  # of the roofline without overlap, as a multiple of the present one
     config: TrainConfig  # with the change
     range: tuple[int, int]  # bytes between which the compiler's peak lies
+    certain: bool = False  # the whole range is within the chip's memory
     compiled: bool = False  # the peak is the compiler's
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,44 +52,33 @@ class Remedy:
 def remedies(plan: Plan, tokens: int) -> list[Remedy]:
     """Return the cheapest changes that need less memory, one of each kind: fitting ones first, then by step time.
 
-    If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a pipeline,
-    or a model, whose memory has no closed form.
+    If no single change fits, the remedies change several keys together, on each mesh. The list is empty for a model
+    whose memory has no closed form.
     """
-    if plan.setup.config.pipeline is not None or not has_closed_forms(plan.setup):
+    if not has_closed_forms(plan.setup):
         return []
-    kinds = [_microbatches, _remat, _gather, _mesh]
-    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]
+    kinds = [*(_values(plan.setup, key) for key in keys_of(plan.setup.config)), _mesh(plan.setup)]
+    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind)))]
     if not any(each.fits for each in best):
         best += _together(plan, tokens, {each.change for each in best})
     return sorted(best, key=cost)[:SHOWN]
 
 
 def cost(remedy: Remedy) -> tuple:
-    """Return the sort key: fitting remedies by step time, then the others by peak."""
-    return (False, remedy.step_time) if remedy.fits else (True, remedy.peak_bytes)
+    """Return the sort key: certain remedies by step time, those that probably fit, then the others by peak."""
+    certain = remedy.certain or (remedy.fits and remedy.compiled)
+    return (not certain, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
 
 
 Changes = Iterator[tuple[str, TrainConfig]]
 
 
-def _microbatches(setup: Setup) -> Changes:
-    config = setup.config
-    for factor in FACTORS:
-        count = config.batch.microbatches * factor
-        yield f"batch.microbatches: {count}", replace(config, batch=replace(config.batch, microbatches=count))
-
-
-def _remat(setup: Setup) -> Changes:
-    config = setup.config
-    for policy in REMAT:
-        if policy not in (config.compute.remat, "context_offload", "offload"):
-            yield f"compute.remat: {policy}", replace(config, compute=replace(config.compute, remat=policy))
-
-
-def _gather(setup: Setup) -> Changes:
-    config = setup.config
-    if config.compute.gather == "per_step":
-        yield "compute.gather: per_layer", replace(config, compute=replace(config.compute, gather="per_layer"))
+def _values(setup: Setup, key: Key) -> Changes:
+    """Yield the other values of a key."""
+    now = candidate_of(setup)
+    for value in key.values(setup):
+        if value != now[key.name] and value not in TO_HOST:
+            yield f"{key.name}: {value}", now.changed(key.name, value).of(setup.config)
 
 
 def _mesh(setup: Setup) -> Changes:
@@ -116,37 +106,47 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
         peak = _peak(plan, before, after)
         if peak < plan.memory.peak:
             time = closed_form_seconds(setup, plan.target, None) / seconds
-            yield Remedy(change, peak, peak <= plan.memory_bytes, time, config, backend.range(peak))
+            yield _remedy(plan, change, peak, time, config)
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
-    """Yield for each mesh the cheapest remat x microbatches that needs less memory, unless it is already offered."""
-    now, devices = plan.setup.config, list(plan.setup.layout.mesh.devices.flat)
+    """Yield for each mesh the fastest settings of all keys that fit, or the smallest, unless they are already offered.
+
+    The meshes are those of a search, and those with devices moved from `replica`.
+    """
     before, seconds = estimate(plan.setup, plan.target.backend), closed_form_seconds(plan.setup, plan.target, None)
-    unroll = execution(now.compute, plan.setup.layout, now.model).unroll
-    for mesh, config in [("", now), *_mesh(plan.setup)]:
-        try:
-            whole = replace(config, batch=replace(config.batch, microbatches=1))
-            setup = set_up(whole, tokens, make_mesh(config.mesh, devices))
-        except UserError:
-            continue
-        scored, _ = scored_candidates(setup, plan.target, unroll, None, ("per_layer",))
-        fitting = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
-        best = fitting[0] if fitting else min(scored, key=lambda each: each.closed_form_peak)
-        keys = ", ".join(filter(None, [mesh, *_changed_keys(now, best.candidate)]))
-        changed = replace(setup, config=best.candidate.of(config))
-        peak = max(best.closed_form_peak, _joined(plan, before, estimate(changed, plan.target.backend)))
-        if keys and keys not in offered and peak < plan.memory.peak:
-            time = best.closed_form_seconds / seconds
-            between = plan.target.backend.range(peak)
-            yield Remedy(keys, peak, peak <= plan.memory_bytes, time, changed.config, between)
+    for setup in setups(plan.setup, tokens, Counter(), _replicas(plan.setup)):
+        scored = scored_candidates(setup, plan.target, None, Counter())
+        likely = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
+        certain = [each for each in likely if each.closed_form_range[1] <= plan.memory_bytes]
+        best = next(iter(certain or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
+        config = best.candidate.of(setup.config)
+        change = _changed_keys(plan.setup, replace(setup, config=config))
+        after = estimate(replace(setup, config=config), plan.target.backend)
+        peak = max(best.closed_form_peak, _joined(plan, before, after))
+        if change and change not in offered and peak < plan.memory.peak:
+            yield _remedy(plan, change, peak, best.closed_form_seconds / seconds, config)
 
 
-def _changed_keys(config: TrainConfig, candidate: Candidate) -> list[str]:
-    """Return the keys in which a candidate differs from a configuration, with the candidate's values."""
-    keys = {"batch.microbatches": (candidate.microbatches, config.batch.microbatches)}
-    keys |= {f"compute.{key}": (getattr(candidate, key), getattr(config.compute, key)) for key in ("remat", "gather")}
-    return [f"{key}: {value}" for key, (value, before) in keys.items() if value != before]
+def _replicas(setup: Setup) -> Iterator[int]:
+    """Yield the sizes of `mesh.replica` whose other devices may move to another axis, the present one first."""
+    slices = len({slice_of(device) for device in setup.layout.mesh.devices.flat})
+    now = setup.layout.mesh.shape["replica"]
+    yield from (each for each in range(now, 0, -1) if now % each == 0 and each % slices == 0)
+
+
+def _remedy(plan: Plan, change: str, peak: int, step_time: float, config: TrainConfig) -> Remedy:
+    between, memory = plan.target.backend.range(peak), plan.memory_bytes
+    return Remedy(change, peak, peak <= memory, step_time, config, between, between[1] <= memory)
+
+
+def _changed_keys(now: Setup, then: Setup) -> str:
+    """Return the keys in which two setups differ, with the second one's values."""
+    before, after = (
+        {f"mesh.{axis}": size for axis, size in each.layout.mesh.shape.items()} | dict(candidate_of(each).settings)
+        for each in (now, then)
+    )
+    return ", ".join(f"{key}: {value}" for key, value in after.items() if value != before.get(key))
 
 
 def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:

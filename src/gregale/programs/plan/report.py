@@ -141,9 +141,8 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
-    """Return a step's peak in closed form; None with a pipeline or a model that has no closed form."""
-    is_known = setup.config.pipeline is None and has_closed_forms(setup)
-    return estimate(setup, backend).peak if is_known else None
+    """Return a step's peak in closed form; None for a model that has none."""
+    return estimate(setup, backend).peak if has_closed_forms(setup) else None
 
 
 def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
@@ -237,10 +236,7 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
             "largest. The roofline spreads their traffic over those steps."
         )
     if plan.setup.config.pipeline is not None:
-        notes.append(
-            "a pipeline's memory has no closed form, so that there are no remedies; the compiler's peak is exact. "
-            "Idle stages also compute, and the roofline includes that."
-        )
+        notes.append("idle stages of a pipeline also compute, and the roofline includes that.")
     if isinstance(plan.setup.method, Island):
         notes.append(
             "an island: the network estimates are for one host and the codecs' bytes, with all islands as members; "

@@ -1,33 +1,43 @@
-"""Provides the search for the fastest step that fits: remat policy x microbatches x unrolled layers x gather.
+"""Provides the search for the fastest step that fits: mesh x remat policy x microbatches x gather, or a pipeline's keys.
 
 The search scores all candidates by the closed forms of memory and time. It then compiles them to the memory report, the
 fastest first, until enough fit; the result is the fastest of these by its schedule. It tries unrolled layers only at
-the end, because the closed forms do not include the overlap of unrolling. It does not search meshes, pipelines,
-attention or the batch, which changes results.
+the end, because the closed forms do not include the overlap of unrolling. Replicas stay, and so do attention and the
+batch, which changes results.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gregale.audit.device_axes import INSIDE
 from gregale.errors import UserError
-from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, ScoredCandidate, scored_candidates
+from gregale.programs.plan.candidates import (
+    MICROBATCHES,
+    UNROLL,
+    Candidate,
+    ScoredCandidate,
+    candidate_of,
+    scored_candidates,
+    setups,
+)
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
 from gregale.programs.plan.shapes import devices_of_a_replica, has_closed_forms, lacking
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, setup_for
+from gregale.programs.plan.step_seconds import scheduled_seconds
 from gregale.programs.plan.text import size
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 
 ENOUGH = 3  # candidates that fit, by the compiler
 MAX_COMPILED = 8
+MAX_UNCERTAIN = 3  # of them, candidates that did not fit, while closed forms leave it open whether others do
 UNROLLED = 2  # layers to unroll in the best candidate, if the compiler reports overlap
+RULE = "the shortest step by the schedule of the compiled candidates that fit"
 
 
 @dataclass(frozen=True)
@@ -38,20 +48,26 @@ class Found:
     best: ScoredCandidate | None  # the fastest that fits; None: no compiled candidate fits
     configured: Candidate  # the candidate of the configuration
     memory: int  # bytes of a device for programs
-    left_out: list[str]  # reasons why candidates are impossible, each once
+    tokens: int  # of a step
+    left_out: dict[str, int]  # number of impossible candidates by reason
     remedies: list[Remedy]  # if nothing fits, changes that need less memory than the smallest candidate
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "memory": self.memory,
+            "tokens_per_step": self.tokens,
+            "rule": RULE,
             "fits": self.best is not None,
-            "best": None if self.best is None else self.best.to_dict(),
+            "best": None if self.best is None else self._with_rate(self.best),
             "yaml": None if self.best is None else self.best.candidate.yaml(),
-            "configured": asdict(self.configured),
-            "candidates": [each.to_dict() for each in self.scored],
+            "configured": dict(self.configured.settings),
+            "candidates": [self._with_rate(each) for each in self.scored],
             "left_out": self.left_out,
             "remedies": [each.to_dict() for each in self.remedies],
         }
+
+    def _with_rate(self, each: ScoredCandidate) -> dict[str, Any]:
+        return {**each.to_dict(), "tokens_per_second": self.tokens / (each.seconds or each.closed_form_seconds)}
 
 
 @dataclass(frozen=True)
@@ -66,28 +82,21 @@ class SearchOptions:
 def search(config: TrainConfig, tokens: int, target: Target, options: SearchOptions) -> Found:
     """Return the fastest candidate that fits.
 
-    Raises `UserError` for a pipeline, a model without closed forms, or if the devices do not suit.
+    Raises `UserError` for a model without closed forms, or if the devices do not suit.
     """
-    if config.pipeline is not None:
-        raise UserError(
-            "search: the configuration has a pipeline, whose memory has no closed form to start from. `gregale plan` "
-            "without --search reports the memory of one configuration."
-        )
     setup = setup_for(config, tokens, target)
     if not has_closed_forms(setup):
         raise UserError(f"search: {lacking(setup)}, so a search has nothing to start from.")
-    compute = setup.config.compute
-    unroll = execution(compute, setup.layout, setup.config.model).unroll
-    configured = Candidate(compute.remat, setup.config.batch.microbatches, unroll, compute.gather)
-    compiler = _Compiler(setup, tokens, target, options)
-    scored, left_out = scored_candidates(setup, target, unroll, compiler.bandwidth)
+    configured, compiler = candidate_of(setup), _Compiler(setup, tokens, target, options)
+    scored, left_out = all_candidates(setup, tokens, target, compiler.bandwidth)
+    options.report(f"{len(scored)} candidates by closed forms")
     possible = [each for each in scored if each.closed_form_range[0] <= target.memory_bytes]
     for each in [each for each in possible if each.candidate == configured] + possible:
         if compiler.is_worth(each):
             compiler.ask(each)
     if not compiler.fitting():
         compiler.ask(min(scored, key=lambda each: each.closed_form_peak))
-    if not target.simulated and unroll < UNROLLED and compiler.fitting():
+    if not target.simulated and compiler.fitting():
         left_out += compiler.try_unrolled(compiler.fitting()[0])
     best = next(iter(compiler.fitting()), None)
     answers = compiler.answers
@@ -96,24 +105,27 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
         best=best,
         configured=configured,
         memory=compiler.memory,
-        left_out=left_out,
+        tokens=config.batch.tokens,
+        left_out=dict(+left_out),
         remedies=[] if best is not None or compiler.smallest is None else compiler.remedies(compiler.smallest),
     )
 
 
-def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
-    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
+def all_candidates(
+    setup: Setup, tokens: int, target: Target, bandwidth: float | None
+) -> tuple[list[ScoredCandidate], Counter[str]]:
+    """Return the candidates on all meshes, the fastest first, and the number of impossible ones by reason.
 
-    Synchronous transfers, and those between slices, which little work could hide, add their full time.
+    Of equal times the first has the present mesh, and then the smaller peak.
     """
-    bound = plan.roofline(bandwidth)
-    inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
-    sent, hidden = (
-        sum(each.bytes_sent * (each.times or 1) for each in some)
-        for some in (inside, [each for each in inside if each.is_async])
-    )
-    beside = bound.links[INSIDE] * (hidden / sent if sent else 0.0)
-    return max(bound.compute, bound.memory, bound.host, beside) + sum(bound.links.values()) - beside
+    left_out: Counter[str] = Counter()
+    now = dict(setup.layout.mesh.shape)
+    found = [
+        (each.closed_form_seconds, dict(on_a_mesh.layout.mesh.shape) != now, each.closed_form_peak, each)
+        for on_a_mesh in setups(setup, tokens, left_out)
+        for each in scored_candidates(on_a_mesh, target, bandwidth, left_out)
+    ]
+    return [each for *_, each in sorted(found, key=lambda each: each[:3])], left_out
 
 
 class _Compiler:
@@ -140,10 +152,13 @@ class _Compiler:
         """Return whether to compile: not if enough fit, and not if another result already decides whether it fits."""
         if scored.candidate in self.answers or len(self.answers) >= MAX_COMPILED or len(self.fitting()) >= ENOUGH:
             return False
+        refused = len(self.answers) - len(self.fitting())
+        if refused >= MAX_UNCERTAIN and scored.closed_form_range[1] > self.memory:
+            return False
         mine = scored.candidate
         for other in self.answers.values():
-            more = mine.microbatches - other.candidate.microbatches
-            alike = replace(mine, microbatches=other.candidate.microbatches) == other.candidate
+            more = mine[MICROBATCHES] - other.candidate[MICROBATCHES]
+            alike = mine.changed(MICROBATCHES, other.candidate[MICROBATCHES]) == other.candidate
             slower = scored.closed_form_seconds >= other.closed_form_seconds
             if alike and (more > 0 and slower if other.fits else more < 0):
                 return False
@@ -184,11 +199,12 @@ class _Compiler:
     def _peak(self, plan: Plan) -> int:
         return memory_of(plan, island_of(plan.setup, self._options.count))["peak"]
 
-    def try_unrolled(self, best: ScoredCandidate) -> list[str]:
+    def try_unrolled(self, best: ScoredCandidate) -> Counter[str]:
         """Compile the best candidate with unrolled layers; return the reasons if that is impossible."""
-        candidate = replace(best.candidate, unroll=UNROLLED)
+        if dict(best.candidate.settings).get(UNROLL, UNROLLED) >= UNROLLED:
+            return Counter()  # also in a pipeline, which has no such key
         try:
-            self.ask(replace(best, candidate=candidate))
+            self.ask(replace(best, candidate=best.candidate.changed(UNROLL, UNROLLED)))
         except UserError as error:
-            return [str(error)]
-        return []
+            return Counter([str(error)])
+        return Counter()

@@ -10,6 +10,7 @@ from haliax import NamedArray
 
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
+from gregale.audit.pipeline_memory import estimate_pipeline
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
@@ -133,11 +134,16 @@ def tree_bytes(setup: Setup) -> Bytes:
     )
 
 
-def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """Return the memory in closed form of a step with scanned layers. Raises `UserError` as `step_shape`."""
-    step = step_shape(setup)
+def estimate(setup: Setup, backend: Backend, trees: Bytes | None = None) -> Estimate:
+    """Return the memory of a step in closed form. Raises `UserError` as `step_shape`.
+
+    - `trees`: the sizes of the setup's trees, if they are known
+    """
+    step, arguments = step_shape(setup), (trees or tree_bytes(setup)).arguments
     update = setup.config.optimizer.update_bytes(step.weights, step.layout)
-    return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
+    if step.pipeline is not None:
+        return estimate_pipeline(step, step.pipeline, arguments, backend, update)
+    return estimate_memory(step, arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
@@ -176,11 +182,11 @@ def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, 
     return sent
 
 
-def estimated_work(setup: Setup, link_bytes: dict[str, float]) -> Work:
-    """Return a device's work in a step, including the optimizer's matrix products."""
+def estimated_work(setup: Setup, link_bytes: dict[str, float], trees: Bytes | None = None) -> Work:
+    """Return a device's work in a step, including the optimizer's matrix products; `trees` as for `estimate`."""
     step = step_shape(setup)
     update = setup.config.optimizer.update_flops(step.weights, step.layout)
-    return work_of(step, tree_bytes(setup).optimizer, link_bytes, update)
+    return work_of(step, (trees or tree_bytes(setup)).optimizer, link_bytes, update)
 
 
 def devices_of_a_replica(setup: Setup) -> int:

@@ -1,0 +1,89 @@
+"""Provides the time of a step in closed form, and by the schedule of a program that is compiled to the memory report.
+
+Both compare settings of one model on the same devices: transfers count on the links that their mesh axes have. They do
+not predict, because products run at the chip's peak.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+
+from gregale.audit.collectives import Collective
+from gregale.audit.device_axes import BETWEEN, INSIDE
+from gregale.audit.links import Grid, grid_of
+from gregale.audit.roofline import Roofline, link_rates, roofline
+from gregale.audit.step import ACCELERATOR
+from gregale.audit.traffic import Transfer, sent_bytes
+from gregale.programs.plan.devices import Target
+from gregale.programs.plan.shapes import (
+    FAR_AXES,
+    Bytes,
+    estimated_link_bytes,
+    estimated_work,
+    step_transfers,
+)
+from gregale.programs.plan.step import Plan
+from gregale.programs.runtime.setup import Setup
+
+# Transfers of which the compilers' default options start most beside products (docs/tpu.md, docs/gpu.md).
+BEHIND_PRODUCTS = ("weights", "gradients")
+
+
+def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None, trees: Bytes | None = None) -> float:
+    """Return the seconds of a step: weights and gradients inside a slice travel behind products, all else in between.
+
+    - `bandwidth`: bytes per second that a device sends between slices; None: the chip's share of its network
+    - `trees`: the sizes of the setup's trees, if they are known
+    """
+    work = estimated_work(setup, estimated_link_bytes(setup) or {INSIDE: 0.0, BETWEEN: 0.0}, trees)
+    bound = roofline(work, target.chip, target.devices_a_chip, bandwidth)
+    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(setup, target)
+    parts = dict.fromkeys((True, False), 0.0)
+    for each in step_transfers(setup, ACCELERATOR):
+        if not set(each.axes) & set(FAR_AXES):
+            behind = each.purpose in BEHIND_PRODUCTS and "model" not in each.axes
+            parts[behind] += _seconds(each, setup, grid, rate)
+    return _joined(bound, parts[True], parts[False] + bound.host)
+
+
+def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
+    """Return a step's time by its schedule: asynchronous transfers inside a slice hide behind other work.
+
+    Synchronous transfers, and those between slices, which little work could hide, add their full time.
+    """
+    bound, target = plan.roofline(bandwidth), plan.target
+    rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(plan.setup, target)
+
+    def total(some: Iterable[Collective]) -> float:
+        return sum((each.times or 1) * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
+
+    inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
+    sent, hidden = total(inside), total(each for each in inside if each.is_async)
+    if grid is None and sent:  # XLA:CPU sends bfloat16 as float32, which the closed form does not
+        sent, hidden = bound.links[INSIDE], bound.links[INSIDE] * hidden / sent
+    return _joined(bound, max(hidden, bound.host), sent - hidden)
+
+
+def _joined(bound: Roofline, behind: float, between: float) -> float:
+    """Return the time of a step whose transfers inside a slice go behind products, and between them."""
+    far = sum(bound.links.values()) - bound.links[INSIDE]
+    return max(bound.compute, bound.memory, behind) + between + far
+
+
+def _grid(setup: Setup, target: Target) -> Grid | None:
+    return None if target.simulated else grid_of(setup.layout.mesh, target.chip, target.devices_a_chip)
+
+
+def _seconds(each: Transfer, setup: Setup, grid: Grid | None, rate: float) -> float:
+    """Return the seconds of all runs of a transfer inside a slice."""
+    sizes = dict(setup.layout.mesh.shape)
+    sent = sent_bytes(each, sizes)
+    if grid is None:
+        return sent / rate
+    numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
+    group = numbers[tuple(slice(None) if axis in each.axes else 0 for axis in sizes)].ravel()
+    pairs = [(int(one), int(other)) for one, other in zip(group, group[1:], strict=False)]
+    groups = tuple(pairs) if each.kind == "collective-permute" else (tuple(int(one) for one in group),)
+    found = grid.seconds_of(each.kind, each.bytes, sent / each.times, groups)
+    return sent / rate if found is None else found * each.times
