@@ -18,7 +18,7 @@ from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, LAYERS, POSITION, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
-from gregale.model.kernels.dispatch import KernelRequest, kernels_for
+from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
 from gregale.model.kernels.reference import PLAIN
@@ -175,8 +175,8 @@ class Execution:
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:
     """Return the execution of a configuration on the mesh of `layout`, which is the layout of one replica.
 
-    Raises `UserError` if the configured attention does not fit the devices or the model, or if the compiler cannot
-    unroll the policy's transfers.
+    Raises `UserError` if the configured attention or products do not fit the devices or the model, or if the compiler
+    cannot unroll the policy's transfers.
     """
     device = layout.mesh.devices.flat[0]
     unroll = config.unroll or UNROLL.get(device.platform, 1)
@@ -186,6 +186,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "error where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or "
             "compute.remat: context."
         )
+    check_matmul(config.matmul, device)
     dtype = jnp.dtype(DTYPES[config.dtype])
     task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap, layout.context)
     return Execution(

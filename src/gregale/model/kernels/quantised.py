@@ -26,7 +26,8 @@ from jax.experimental.layout import Layout as MemoryOrder
 from jax.experimental.layout import with_layout_constraint
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-ROWS = "rows"
+ROUNDING = 1.5 * 2.0**23  # a float32 to which a small number is added rounds it to an integer, half to even
+ROWS, PART = "rows", "_part"  # names of axes, and their ending
 
 
 @dataclass(frozen=True)
@@ -77,26 +78,26 @@ class Quantised:
     def added(self, x: NamedArray, names: Sequence[str], dtype: jnp.dtype) -> NamedArray:
         """Return the sum over the parts of shared axes, in `dtype` as it is sent."""
         places = [place for place, name in enumerate(x.axis_names) if name in [_part(each) for each in names]]
-        kept = [name for place, name in enumerate(x.axis_names) if place not in places]
+        kept = tuple(name for place, name in enumerate(x.axis_names) if place not in places)
         array = x.array.astype(dtype)
-        return NamedArray(jax.lax.reduce_sum(array, places) if places else array, tuple(kept))
+        return NamedArray(jax.lax.reduce_sum(array, places) if places else array, kept)
 
     def sums(self, left: NamedArray, right: NamedArray, names: Sequence[str]) -> NamedArray:
-        """Return the float32 sums of products over axes: [*parts, *left, *right]."""
+        """Return the float32 sums of products over axes: [*shared by both, *left, *right]."""
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
-        contracted, batch = ([[x.axis_names.index(name) for name in some] for x in (left, right)] for some in (names, both))
+        contracted, batch = ([_places(x, some) for x in (left, right)] for some in (names, both))
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
-        arrays = [x.array.astype(jnp.float32) if self.platform == "cpu" else x.array for x in (left, right)]
-        dtype = arrays[0].dtype if self.platform == "cpu" else self.format.sums
-        found = jax.lax.dot_general(
-            *arrays, (contracted, batch), precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
-        )
+        sums, arrays = self.format.sums, [left.array, right.array]
+        if self.platform == "cpu":
+            sums, arrays = jnp.dtype(jnp.float32), [x.astype(jnp.float32) for x in arrays]
+        exact = jax.lax.Precision.HIGHEST
+        found = jax.lax.dot_general(*arrays, (contracted, batch), precision=exact, preferred_element_type=sums)
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
     def turned(self, x: NamedArray) -> NamedArray:
-        """Return [*parts, *inputs, rows] of [*parts, rows, *inputs], in this order in memory.
+        """Return [..., *inputs, rows] of [..., rows, *inputs], in this order in memory.
 
-        The matrix units of a TPU take 8-bit operands with the contracted axis last, or as rows of the right operand.
+        The matrix units of a TPU take a left operand of 8 bits at full speed only with the contracted axis last.
         Without the constraint the compiler undoes the transposition.
         """
         x = x.rearrange((..., ROWS))
@@ -108,41 +109,44 @@ class Quantised:
 def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
     """Return x . weight over the axes that both have, in the dtype of `x`: [*rows, *outputs]."""
     inputs = [name for name in weight.axis_names if name in x.axis_names]
-    return _product(how, x.rearrange((..., *inputs)), weight.rearrange((*inputs, ...)))
+    rows = [name for name in x.axis_names if name not in inputs]
+    x = how.cut(x.rearrange((*rows, *inputs)), rows)
+    return how.joined(_product(how, x, weight.rearrange((*inputs, ...))), rows).rearrange((*rows, ...))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
+    """Return the product of [*parts and rows, *inputs] and [*inputs, *outputs]."""
     return _forward(how, x, weight)[0]
 
 
 def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
     inputs = [name for name in weight.axis_names if name in x.axis_names]
-    dtype, largest = how.format.dtype, how.format.largest
-    values, by_row = _quantised(how.cut(x, inputs).astype(jnp.float32), inputs, dtype, largest)
-    weights, by_output = _quantised(how.cut(weight, inputs).astype(jnp.float32), inputs, dtype, largest)
-    product = how.sums(values, weights, inputs) * by_row * by_output
-    return how.added(product, inputs, x.dtype), (values, by_row, weights, by_output)
+    number = partial(_quantised, names=inputs, dtype=how.format.dtype, largest=how.format.largest)
+    values, by_row = number(how.cut(x, inputs).astype(jnp.float32))
+    weights, by_output = number(how.cut(weight, inputs).astype(jnp.float32))
+    product = how.added(how.sums(values, weights, inputs) * by_row * by_output, inputs, x.dtype)
+    return product, (values, by_row, weights, by_output)
 
 
 def _backward(how: Quantised, saved, gradient: NamedArray):
     values, by_row, weights, by_output = saved
     inputs = [name for name in weights.axis_names if name in values.axis_names and name not in by_output.axis_names]
     outputs = [name for name in gradient.axis_names if name in by_output.axis_names]
-    rows = [name for name in gradient.axis_names if name in by_row.axis_names]
-    dtype, largest, given = how.format.gradient, how.format.largest_gradient, gradient.dtype
-    of_parts = gradient.astype(jnp.float32).broadcast_axis([axis for axis in by_row.axes if axis.name not in rows])
+    rows = [name for name in gradient.axis_names if name not in outputs]
+    within = [name for name in rows if not name.endswith(PART)]  # rows of one part
+    of_inputs = [axis for axis in by_row.axes if axis.name not in rows]  # parts
+    exact = gradient.astype(jnp.float32).broadcast_axis(of_inputs)
+    quantised = partial(_quantised, dtype=how.format.gradient, largest=how.format.largest_gradient)
 
-    taken, scale = _quantised(how.cut(of_parts * by_output, outputs), outputs, dtype, largest)
-    by_x = how.added(how.sums(taken, how.cut(weights, outputs), outputs) * scale, outputs, given)
+    taken, scale = quantised(how.cut(exact * by_output, outputs), outputs)
+    by_x = how.added(how.sums(taken, how.cut(weights, outputs), outputs) * scale, outputs, gradient.dtype)
 
-    taken, scale = _quantised(_flat(how.cut(of_parts * by_row, rows), rows), [ROWS], dtype, largest)
-    turned = how.turned(_flat(how.cut(values, rows), rows))
-    by_weight = how.added(how.sums(turned, taken, [ROWS]) * scale, rows, given)
-    return (
-        how.joined(by_x, inputs).rearrange((*rows, *inputs)),
-        how.joined(by_weight, inputs).rearrange((*inputs, *outputs)),
-    )
+    taken, scale = quantised(exact * by_row, within)
+    sums = how.sums(how.turned(_flat(values, within)), _flat(taken, within), [ROWS])
+    by_weight = how.added(sums * scale, within, gradient.dtype)
+    by_x, by_weight = how.joined(by_x, inputs), how.joined(by_weight, inputs)
+    return by_x.rearrange((*rows, *inputs)), by_weight.rearrange((*inputs, *outputs))
 
 
 _product.defvjp(_forward, _backward)
@@ -152,13 +156,24 @@ def _quantised(x: NamedArray, names: Sequence[str], dtype: jnp.dtype, largest: f
     """Return 8-bit numbers and their scales, which are the same along the named axes."""
     most = hax.maximum(hax.max(hax.abs(x), axis=tuple(names)), SMALLEST)
     scaled = x * (largest / most)
-    return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
+    if jnp.issubdtype(dtype, jnp.integer):
+        # The sum has the rounded number in its last bits.
+        bits = jax.lax.bitcast_convert_type(scaled.array + ROUNDING, jnp.int32)
+        return NamedArray(bits.astype(dtype), x.axis_names), most / largest
+    return scaled.astype(dtype), most / largest
 
 
 def _flat(x: NamedArray, rows: Sequence[str]) -> NamedArray:
-    """Join the axes of rows."""
-    return x.rearrange((..., *rows, *[name for name in x.axis_names if name not in rows])).flatten_axes(tuple(rows), ROWS)
+    """Return [..., rows, *others] with the axes of rows joined."""
+    others = [name for name in x.axis_names if name not in rows]
+    return x.rearrange((..., *rows, *[name for name in others if not name.endswith(PART)])).flatten_axes(
+        tuple(rows), ROWS
+    )
+
+
+def _places(x: NamedArray, names: Sequence[str]) -> list[int]:
+    return [x.axis_names.index(name) for name in names]
 
 
 def _part(name: str) -> str:
-    return f"{name}_part"
+    return name + PART

@@ -66,7 +66,8 @@ class Sampler:
         self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
         self._formed(setup.model)
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
-        self._execution = execution(config.compute, placement.layout, config.model)
+        compute = replace(config.compute, matmul="dtype")  # a token's products are bound by memory
+        self._execution = execution(compute, placement.layout, config.model)
         run = replace(self._execution, weights_ready=placement.whole)
         options = setup.compiler_options
         self._generator = Generator(run, form.tokenizer.vocabulary_size, form.ends, options)
