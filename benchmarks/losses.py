@@ -37,13 +37,16 @@ FILES = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkey
     ("matmul", "matmul_10m"), "quickstart.yaml"
 )
 SIZES = {
-    "methods": "--log_every=10 --steps=600 --model.layers=3 --model.hidden=48 --model.heads=2 --model.mlp=128 --batch.size=64"
+    "methods": "--log_every=10"
+    " --steps=600 --model.layers=3 --model.hidden=48 --model.heads=2 --model.mlp=128 --batch.size=64"
     " --batch.sequence_length=32 --evaluation.batches=24",
-    "codecs": "--log_every=10 --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
+    "codecs": "--log_every=10"
+    " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=64 --evaluation.batches=128",
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
-    "matmul_10m": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=128 --steps=1000 --cpu_devices=1"
-    " --mesh.replica=1 --mesh.data=1 --mesh.model=1 --model.layers=6 --model.hidden=384 --model.heads=6"
+    "matmul_10m": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=128"
+    " --steps=1000 --cpu_devices=1 --mesh.replica=1 --mesh.data=1 --mesh.model=1"
+    " --model.layers=6 --model.hidden=384 --model.heads=6"
     " --model.kv_heads=6 --model.mlp=1024 --batch.size=4 --batch.sequence_length=64 --batch.microbatches=1"
     " --optimizer.learning_rate=1e-3",
 }
@@ -152,7 +155,7 @@ def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
         gaps = [getattr(mine, name) - getattr(other, name) for mine, other in zip(found, reference, strict=True)]
         return f"{np.mean(gaps):+.4f} ({', '.join(f'{each:+.4f}' for each in gaps)})"
 
-    yield "| run | held-out loss, nats | gap to its reference (each seed) | gap of training's last steps | fewer bytes |"
+    yield "| run | held-out loss, nats | gap to its reference (each seed) | of training | fewer bytes |"
     yield "|---|---|---|---|---|"
     for setting, found in results.items():
         is_reference, reference = setting.label == setting.reference, by_label[setting.reference]

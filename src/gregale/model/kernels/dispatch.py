@@ -17,7 +17,6 @@ from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.kernels.tpu.splash import Splash
 
-
 INT8_TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")  # twice the rate of bfloat16
 FIRST_WITH_FP8 = (8, 9)  # compute capability of a GPU
 

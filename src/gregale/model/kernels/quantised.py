@@ -16,7 +16,6 @@ in the compute dtype cross devices, as for unquantised products.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import haliax as hax
 import jax
@@ -26,7 +25,6 @@ from jax.experimental.layout import Layout as MemoryOrder
 from jax.experimental.layout import with_layout_constraint
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-ROUNDING = 1.5 * 2.0**23  # a float32 to which a small number is added rounds it to an integer, half to even
 ROWS, PART = "rows", "_part"  # names of axes, and their ending
 
 
@@ -156,11 +154,7 @@ def _quantised(x: NamedArray, names: Sequence[str], dtype: jnp.dtype, largest: f
     """Return 8-bit numbers and their scales, which are the same along the named axes."""
     most = hax.maximum(hax.max(hax.abs(x), axis=tuple(names)), SMALLEST)
     scaled = x * (largest / most)
-    if jnp.issubdtype(dtype, jnp.integer):
-        # The sum has the rounded number in its last bits.
-        bits = jax.lax.bitcast_convert_type(scaled.array + ROUNDING, jnp.int32)
-        return NamedArray(bits.astype(dtype), x.axis_names), most / largest
-    return scaled.astype(dtype), most / largest
+    return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
 def _flat(x: NamedArray, rows: Sequence[str]) -> NamedArray:
