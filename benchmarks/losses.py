@@ -1,10 +1,13 @@
-"""Held-out loss of a small model under several methods, or when replicas average through codecs, paired by seed.
+"""Losses of a small model under several methods, codecs, or formats of its products, paired by seed.
 
     python benchmarks/losses.py RUNS methods [--seeds 1 2 3]    # PSDP and DiLoCo, AdamW and Muon inside: an hour a core
     python benchmarks/losses.py RUNS codecs [--seeds 0 1 2]     # float32 and codecs: half an hour
+    python benchmarks/losses.py RUNS matmul [--seeds 1 2 3]     # float32 and int8 products in the quickstart's model
+    python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
 
-Each run is `gregale train config/diloco_small.yaml` with a smaller model: the same tokens in the same order. The rates
-of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in RUNS: a second call continues.
+Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
+in the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
+RUNS: a second call continues.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +30,25 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_directory import RunDirectory
 
-CONFIG = Path(__file__).parent.parent / "config" / "diloco_small.yaml"
-COMMON = ("--evaluation.every=null", "--checkpoint.every=100000", "--log_every=10")
+CONFIG = Path(__file__).parent.parent / "config"
+COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
+LAST_STEPS = 50  # whose training loss is averaged
+FILES = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkeys(
+    ("matmul", "matmul_10m"), "quickstart.yaml"
+)
 SIZES = {
-    "methods": "--steps=600 --model.layers=3 --model.hidden=48 --model.heads=2 --model.mlp=128 --batch.size=64"
+    "methods": "--log_every=10"
+    " --steps=600 --model.layers=3 --model.hidden=48 --model.heads=2 --model.mlp=128 --batch.size=64"
     " --batch.sequence_length=32 --evaluation.batches=24",
-    "codecs": "--steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
+    "codecs": "--log_every=10"
+    " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=64 --evaluation.batches=128",
+    "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
+    "matmul_10m": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=128"
+    " --steps=1000 --cpu_devices=1 --mesh.replica=1 --mesh.data=1 --mesh.model=1"
+    " --model.layers=6 --model.hidden=384 --model.heads=6"
+    " --model.kv_heads=6 --model.mlp=1024 --batch.size=4 --batch.sequence_length=64 --batch.microbatches=1"
+    " --optimizer.learning_rate=1e-3",
 }
 
 
@@ -87,48 +104,75 @@ def of_codecs() -> Iterable[Setting]:
             yield Setting(f"{name}, {each}", reference, sync, optimizer, reduce)
 
 
-def final(setting: Setting, size: str, seed: int, runs: Path) -> tuple[float, int]:
-    """Train, continue or read a run; return its held-out loss and the bytes that a device sent over `replica`."""
+def of_matmul(rate: float) -> Iterable[Setting]:
+    rows = {"float32": (), "int8": ("--compute.matmul=int8",), "other summation": ("--compute.autodiff_rules=plain",)}
+    for name, options in rows.items():
+        yield Setting(name, "float32", PsdpConfig(), AdamWConfig(learning_rate=rate), options=options)
+
+
+TABLES = {
+    "methods": of_methods,
+    "codecs": of_codecs,
+    "matmul": partial(of_matmul, 4e-3),
+    "matmul_10m": partial(of_matmul, 1e-3),
+}
+
+
+class Result(NamedTuple):
+    """Losses at the end of a run (held-out text, training's last steps), and bytes of a device over `replica`."""
+
+    held_out: float
+    training: float
+    sent: int
+
+
+def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
+    """Train, continue or read a run; return its result."""
     from gregale.programs.train.command import TrainOptions, main
 
-    name = f"{setting.label.replace(', ', '-').replace(' ', '_').lower()}-seed{seed}"
+    label = f"{size}-{setting.label}" if size.startswith("matmul") else setting.label
+    name = f"{label.replace(', ', '-').replace(' ', '_').lower()}-seed{seed}"
     given = [f"--seed={seed}", f"--name={name}", *COMMON, *SIZES[size].split(), *setting.options]
-    config: TrainConfig = load(TrainConfig, CONFIG, given)
+    config: TrainConfig = load(TrainConfig, CONFIG / FILES[size], given)
     optimizer = replace(setting.optimizer, schedule=config.optimizer.schedule)
     config = replace(config, sync=setting.sync, reduce=setting.reduce, optimizer=optimizer, runs=str(runs))
     run = RunDirectory(runs / name)
     done = run.config.is_file() and run.read_config() == config and run.has_evaluation(config.steps)
     if not done and main(TrainOptions(), config):
         raise SystemExit("stopped; the same command continues")
-    last: dict = {}
-    for line in run.metrics.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        last |= row if row["step"] == config.steps else {}
-    return last["eval_loss"], last["replica_bytes"]
+    rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    last = {key: value for row in rows if row["step"] == config.steps for key, value in row.items()}
+    training = [row["loss"] for row in rows if row["step"] > config.steps - LAST_STEPS and "loss" in row]
+    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"])
 
 
-def table(results: dict[Setting, list[tuple[float, int]]]) -> Iterable[str]:
-    """Markdown: loss, the gap to the reference of the same seed, and how many times fewer bytes than the first row."""
+def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
+    """Markdown: loss, the gaps to the reference of the same seed, and how many times fewer bytes than the first row."""
     by_label = {setting.label: found for setting, found in results.items()}
-    most = next(iter(results.values()))[0][1]
-    yield "| run | held-out loss, nats | gap to its reference (each seed) | fewer bytes |"
-    yield "|---|---|---|---|"
+    most = next(iter(results.values()))[0].sent
+
+    def gap(found: list[Result], reference: list[Result], name: str) -> str:
+        gaps = [getattr(mine, name) - getattr(other, name) for mine, other in zip(found, reference, strict=True)]
+        return f"{np.mean(gaps):+.4f} ({', '.join(f'{each:+.4f}' for each in gaps)})"
+
+    yield "| run | held-out loss, nats | gap to its reference (each seed) | of training | fewer bytes |"
+    yield "|---|---|---|---|---|"
     for setting, found in results.items():
-        gaps = [mine[0] - other[0] for mine, other in zip(found, by_label[setting.reference], strict=True)]
-        gap = f"{np.mean(gaps):+.4f} ({', '.join(f'{each:+.4f}' for each in gaps)})"
-        shown = "" if setting.label == setting.reference else gap
-        loss = np.mean([each for each, _ in found])
-        yield f"| {setting.label} | {loss:.4f} | {shown} | {most / found[0][1]:.1f} |"
+        is_reference, reference = setting.label == setting.reference, by_label[setting.reference]
+        gaps = ["" if is_reference else gap(found, reference, name) for name in ("held_out", "training")]
+        loss = np.mean([each.held_out for each in found])
+        fewer = f"{most / found[0].sent:.1f}" if found[0].sent else ""
+        yield f"| {setting.label} | {loss:.4f} | {' | '.join(gaps)} | {fewer} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder for the runs")
-    parser.add_argument("table", choices=SIZES)
+    parser.add_argument("table", choices=TABLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     keep_memory()
-    settings = list(of_methods() if options.table == "methods" else of_codecs())
+    settings = list(TABLES[options.table]())
     found = {each: [final(each, options.table, seed, options.runs) for seed in options.seeds] for each in settings}
     print("\n".join(table(found)))
 

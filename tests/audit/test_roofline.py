@@ -47,6 +47,19 @@ def test_a_given_link_replaces_the_chips_own_and_parts_of_a_chip_share_it():
     assert "between slices" not in roofline(WORK, unpublished, 2, None).links
 
 
+def test_products_of_8_bit_numbers_take_half_the_time():
+    """All of the layers' products and their recomputation, but neither attention nor the head."""
+    v5e, plain = chip("v5e"), small_step((1, 1, 1), compute={"remat": "projections"})
+    layers = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    for remat, passes in {"projections": 6, "full": 8}.items():
+        work, eight = (work_of(replace(plain, remat=remat, matmul=name), 0, {}) for name in ("dtype", "int8"))
+        recomputed = layers - 3 * 32 * 64  # without the last product of a layer
+        products = (6 * layers + 2 * recomputed * (passes == 8)) * plain.rows * plain.positions
+        assert (work.flops, work.model_flops) == (eight.flops, eight.model_flops)
+        saved = roofline(work, v5e, 1, None).compute - roofline(eight, v5e, 1, None).compute
+        assert saved == pytest.approx(products / 2 / 197e12)
+
+
 def test_flops_by_hand():
     """Three layers: 6 FLOPs for each weight that is multiplied, and attention over the visible of 16 positions."""
     step = small_step((2, 2, 2), compute={"remat": "full"})

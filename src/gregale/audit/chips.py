@@ -21,6 +21,9 @@ TERA = 1e12
 GIGA = 1e9
 GBIT = 1e9 / 8
 TPU_HOST = 15 * GIGA
+EIGHT_BIT = (
+    2  # rate of 8-bit products over that of bfloat16, in the datasheets of all chips that `compute.matmul` takes
+)
 
 
 @dataclass(frozen=True)

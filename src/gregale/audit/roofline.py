@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gregale.audit.chips import Chip
+from gregale.audit.chips import EIGHT_BIT, Chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.pallas_cost import visible
@@ -26,6 +26,7 @@ class Work:
         memory_bytes: minimum bytes read from or written to the device's memory.
         link_bytes: bytes that the device sends over each link.
         host_bytes: bytes moved to the host's memory and back.
+        eight_bit_flops: those of `flops` in products of 8-bit numbers (`compute.matmul`).
     """
 
     model_flops: float
@@ -34,6 +35,7 @@ class Work:
     link_bytes: Mapping[str, float]
     host_bytes: float = 0.0
     full_flops: float = 0.0
+    eight_bit_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Roofline:
         return max(self.compute, self.memory, self.host, *self.links.values())
 
     def utilisation(self, seconds: float) -> dict[str, float | None]:
-        """Return the model FLOPs utilisation of a step of this length, as a share of the peak.
+        """Return the model FLOPs utilisation of a step of this length, as a share of the peak in bfloat16.
 
-        - `utilisation`: with causal attention, so with the pairs that the mask leaves; at most 1
+        - `utilisation`: with causal attention, so with the pairs that the mask leaves; at most 1 without 8-bit products
         - `utilisation_full_attention`: with all pairs, as in PaLM (arXiv 2204.02311) and MaxText until 2025. None above
           1, which it reaches if a kernel skips most of them
         """
@@ -101,6 +103,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
     single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step))
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
+    products = (FORWARD + BACKWARD) * _stacked(step) + _again(step, attention=0)
     return Work(
         model_flops=model_flops_per_token(step) * tokens,
         flops=(single + (1 + idle) * layers) * tokens + update_flops,
@@ -108,6 +111,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
         link_bytes=link_bytes,
         host_bytes=2 * step.microbatches * step.layers * offloaded_bytes(step),
         full_flops=model_flops_per_token(step, full=True) * tokens,
+        eight_bit_flops=0 if step.matmul == "dtype" else (1 + idle) * products * tokens,
     )
 
 
@@ -178,7 +182,7 @@ def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_seco
     peak = chip.flops_per_second / devices_a_chip
     rates = link_rates(chip, devices_a_chip, between_bytes_per_second)
     return Roofline(
-        compute=work.flops / peak,
+        compute=(work.flops - work.eight_bit_flops * (1 - 1 / EIGHT_BIT)) / peak,
         memory=work.memory_bytes / (chip.memory_bytes_per_second / devices_a_chip),
         links={link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()},
         model=work.model_flops / peak,

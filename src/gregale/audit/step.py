@@ -124,6 +124,7 @@ class StepShape(ParameterShape):
     - `norms_over_heads`: queries are normalised over all heads, and keys, so that `model` shares their mean squares
     - `sums_behind`: sums of gradients over devices overlap the backward pass of the layers below
     - `pipeline`: pipeline of the layers; None: they are scanned
+    - `matmul`: numbers of the layers' products (`compute.matmul`)
     """
 
     layers: int
@@ -141,6 +142,7 @@ class StepShape(ParameterShape):
     norms_over_heads: bool = False
     sums_behind: bool = False
     pipeline: PipelineShape | None = None
+    matmul: str = "dtype"
 
     @property
     def tokens(self) -> int:

@@ -63,7 +63,7 @@ class Attention(eqx.Module):
         `score_width`, and by the factor of the rotary scaling.
         """
         c = self.config
-        q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
+        q, k, v = (execution.project(layer, x) for layer in (self.query, self.key, self.value))
         q = self.query_norm(q, execution) if self.query_norm is not None else q
         k = self.key_norm(k, execution) if self.key_norm is not None else k
         q, k = (rotate(a, positions, c, execution.kernels, kind) for a in (q, k))
@@ -109,7 +109,7 @@ class Attention(eqx.Module):
         """Return attention's output for one token of each row after the cached ones: [Batch, Position 1, Embed]."""
         q, k, v = self.project(x, turn.positions, kind, execution)
         attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap)
-        return execution.kernels.project(self.out, attended), cache
+        return execution.project(self.out, attended), cache
 
     def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
         """Return causal attention of a whole sequence after its output projection: [Batch, Position, Embed]."""
@@ -120,7 +120,7 @@ class Attention(eqx.Module):
             return execution.attend(q, k, v, ids, of.window, self.config.score_softcap)
 
         attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids)
-        return execution.kernels.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
+        return execution.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
 
 
 def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:

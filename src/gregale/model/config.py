@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
+MATMUL = ("dtype", "int8", "fp8")
 CompilerOptions = dict[str, bool | int | float | str]
 NORMS = ("before", "after", "around")
 ACTIVATIONS = ("silu", "gelu")
@@ -212,6 +213,12 @@ class ComputeConfig(Settings):
         "dtype of activations and gathered weights",
         choices=tuple(DTYPES),
         aliases=("precision", "mixed_precision", "torch_dtype", "bf16"),
+    )
+    matmul: str = setting(
+        "dtype",
+        "numbers of the layers' linear products",
+        choices=MATMUL,
+        aliases=("quantization", "quant", "quantize"),
     )
     gather: str = setting("per_layer", "weights over data: ZeRO-3, or kept", choices=GATHER)
     remat: str = setting(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import haliax as hax
@@ -10,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import tree_checkpoint_name
-from haliax.nn import ScanCheckpointPolicy
+from haliax.nn import Linear, ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, LAYERS, POSITION, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
-from gregale.model.kernels.dispatch import KernelRequest, kernels_for
+from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
+from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Kind, Stretch, cut, joined, kind_constants, stretches
 
@@ -60,6 +62,7 @@ class Execution:
     remat: str = "none"  # name of the policy for a layer's saved values
     unroll: int = 1  # layers unrolled in the scan over layers
     kernels: Kernels = PLAIN  # the form of the model's operations
+    matmul: str = "dtype"  # the numbers that the layers' linear products take: those of `dtype`, or 8-bit ones
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
     weights_ready: bool = False  # the input weights are gathered already
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
@@ -70,6 +73,17 @@ class Execution:
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
+
+    def project(self, layer: Linear, x: NamedArray) -> NamedArray:
+        """Return the product of a linear layer, and its bias, by `compute.matmul`."""
+        if self.matmul == "dtype":
+            return self.kernels.project(layer, x)
+        mesh, compute = self.layout.mesh, self.layout.compute
+        shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
+        parts = tuple((name, count) for name, count in shared.items() if count > 1)
+        how = Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts)
+        product = quantised_product(how, x, layer.weight)
+        return product if layer.bias is None else product + layer.bias
 
     def attend(
         self,
@@ -161,8 +175,8 @@ class Execution:
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:
     """Return the execution of a configuration on the mesh of `layout`, which is the layout of one replica.
 
-    Raises `UserError` if the configured attention does not fit the devices or the model, or if the compiler cannot
-    unroll the policy's transfers.
+    Raises `UserError` if the configured attention or products do not fit the devices or the model, or if the compiler
+    cannot unroll the policy's transfers.
     """
     device = layout.mesh.devices.flat[0]
     unroll = config.unroll or UNROLL.get(device.platform, 1)
@@ -172,6 +186,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "error where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or "
             "compute.remat: context."
         )
+    check_matmul(config.matmul, device)
     dtype = jnp.dtype(DTYPES[config.dtype])
     task = KernelRequest(device, config.autodiff_rules, dtype, model.head_width, model.score_softcap, layout.context)
     return Execution(
@@ -180,6 +195,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         remat=config.remat,
         unroll=unroll,
         kernels=kernels_for(task, config.attention),
+        matmul=config.matmul,
         loss_block=config.loss_block,
     )
 

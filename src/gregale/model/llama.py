@@ -43,11 +43,11 @@ class Mlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
-        gate = named(execution.placed(execution.kernels.project(self.gate, x)), "gate")
-        up = named(execution.placed(execution.kernels.project(self.up, x)), "up")
+        gate = named(execution.placed(execution.project(self.gate, x)), "gate")
+        up = named(execution.placed(execution.project(self.up, x)), "up")
         gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
         product = gated(gate, up)  # activation(gate) * up
-        return named(execution.kernels.project(self.down, product), "mlp_out")
+        return named(execution.project(self.down, product), "mlp_out")
 
 
 class Block(eqx.Module):

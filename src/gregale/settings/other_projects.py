@@ -77,7 +77,7 @@ rope_max_timescale | model.rotary_base
 sliding_window_size | model.sliding_window
 num_experts |
 dtype | compute.dtype
-quantization | | matrix products are not quantised; reduce.codec quantises messages between replicas
+quantization | compute.matmul | int8 and fp8; both gradients too
 remat_policy | compute.remat
 attention | compute.attention
 num_vocab_tiling | compute.loss_block | tokens in a part, not the number of parts
@@ -222,7 +222,7 @@ depth | model.layers
 aspect-ratio | model.hidden | depth x aspect-ratio
 head-dim | model.head_size
 window-pattern | model.sliding_window | model.full_layers are the layers of letter L
-fp8 |
+fp8 | compute.matmul | true is fp8
 matrix-lr | optimizer.learning_rate | type muon
 embedding-lr | optimizer.adamw_learning_rate | one for all that Muon leaves out
 unembedding-lr | optimizer.adamw_learning_rate | one for all that Muon leaves out

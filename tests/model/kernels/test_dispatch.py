@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from gregale.errors import UserError
-from gregale.model.kernels.dispatch import KernelRequest, kernels_for
+from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.tpu.splash import Splash
 from tests.mesh.support import Device
 
@@ -65,3 +65,31 @@ def test_splash_knows_its_chip():
 def test_a_form_that_does_not_fit_is_refused_by_name(device, attention, options, words):
     with pytest.raises(UserError, match=f"^compute.attention is .*{words}.*here.$"):
         chosen(device, attention, **options)
+
+
+V4 = Device(platform="tpu", device_kind="TPU v4")
+
+
+@pytest.mark.parametrize(
+    ("device", "fits"),
+    [
+        (CPU, "dtype int8 fp8"),
+        (V5E, "dtype int8"),
+        (V4, "dtype"),
+        (A100, "dtype"),
+        (H100, "dtype fp8"),
+        (Device(device_kind="NVIDIA L4", compute_capability="8.9"), "dtype fp8"),
+        (MI300, "dtype"),
+    ],
+)
+def test_products_that_a_device_lacks_are_refused(device, fits):
+    for matmul in ("dtype", "int8", "fp8"):
+        if matmul in fits.split():
+            check_matmul(matmul, device)
+            continue
+        with pytest.raises(UserError) as error:
+            check_matmul(matmul, device)
+        assert str(error.value) == (
+            f"compute.matmul is {matmul}, but {device.device_kind} has no fast {matmul} products; "
+            f"here it can be: {', '.join(fits.split())}."
+        )

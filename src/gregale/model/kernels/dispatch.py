@@ -1,5 +1,6 @@
 """The choice of the form of the operations for a device; no other module chooses."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.kernels.tpu.splash import Splash
+
+INT8_TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")  # twice the rate of bfloat16
+FIRST_WITH_FP8 = (8, 9)  # compute capability of a GPU
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,26 @@ def kernels_for(task: KernelRequest, attention: str) -> Kernels:
     if (misfit := form.misfit(task)) is not None:
         raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
     return replace(_rules(task), attention=name, opaque=form.opaque, attend=form.attend(task))
+
+
+def check_matmul(matmul: str, device: Any) -> None:
+    """Raise `UserError` if the devices have no fast products of the 8-bit numbers that `compute.matmul` names."""
+    kind, fits = device.device_kind, {"dtype": True, "int8": True, "fp8": True}
+    if device.platform == "tpu":
+        fits = {"dtype": True, "int8": kind in INT8_TPUS, "fp8": False}
+    elif device.platform == "gpu":
+        fits = {"dtype": True, "int8": False, "fp8": _capability(device) >= FIRST_WITH_FP8}
+    if not fits[matmul]:
+        would = ", ".join(name for name, fit in fits.items() if fit)
+        raise UserError(
+            f"compute.matmul is {matmul}, but {kind} has no fast {matmul} products; here it can be: {would}."
+        )
+
+
+def _capability(device: Any) -> tuple[int, ...]:
+    """Return the compute capability of an NVIDIA GPU, such as (8, 9); empty for other GPUs."""
+    found = device.compute_capability
+    return tuple(map(int, found.split("."))) if re.fullmatch(r"\d+\.\d+", found) else ()
 
 
 def _shared(task: KernelRequest, attention: str) -> Kernels:

@@ -84,6 +84,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         rules=run.kernels.rules,
         sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
         pipeline=shape,
+        matmul=compute.matmul,
     )
 
 

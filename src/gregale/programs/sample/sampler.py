@@ -67,7 +67,8 @@ class Sampler:
         if isinstance(self._formed(setup.model), Recomputed):  # it has no cache to split
             placement = replace(placement, layout=unsplit(placement.layout, POSITION))
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
-        self._execution = execution(config.compute, placement.layout, config.model)
+        compute = replace(config.compute, matmul="dtype")  # a token's products are bound by memory
+        self._execution = execution(compute, placement.layout, config.model)
         run = replace(self._execution, weights_ready=placement.whole)
         options = setup.compiler_options
         self._generator = Generator(run, form.tokenizer.vocabulary_size, form.ends, options)

@@ -1,0 +1,111 @@
+"""Products of 8-bit numbers against a rewrite in NumPy with exact integers, on one device and in parts on a mesh."""
+
+import re
+from functools import partial
+from math import prod
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, quantised_product
+from tests.mesh.support import layout_of
+
+Batch, Position = Axis("batch", 4), Axis("position", 6)
+Embed, Heads, HeadSize = Axis("embed", 24), Axis("heads", 4), Axis("head_size", 8)
+PARTS = {"batch": 2, "position": 3, "heads": 2}
+ON_DEVICES = {"batch": "data", "heads": "model"}  # axes of a mesh
+
+
+def operands(In: tuple[Axis, ...], Out: tuple[Axis, ...]) -> tuple[NamedArray, NamedArray, NamedArray]:
+    """Values, a weight and a gradient; sizes of rows differ, and one row is zero."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((Batch, Position, *In), (*In, *Out), (Batch, Position, *Out))
+    x, weight, gradient = (hax.random.normal(key, axes) for key, axes in zip(keys, shapes, strict=True))
+    sizes = hax.arange(Position).astype(jnp.float32)
+    return x * sizes, weight, gradient * (1 + sizes)
+
+
+def all_products(how: Quantised, x, weight, gradient):
+    product, backward = jax.vjp(partial(quantised_product, how), x, weight)
+    return product, *backward(gradient)
+
+
+def numbers(x: np.ndarray, axis: int, dtype, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    most = np.maximum(np.abs(x).max(axis, keepdims=True), np.float32(1e-30))
+    scaled = x * (np.float32(largest) / most)
+    rounded = np.rint(scaled) if largest == 127 else scaled.astype(dtype)
+    return rounded.astype(np.float64), (most / np.float32(largest)).astype(np.float64)
+
+
+def in_parts(size: int, parts: int) -> list[slice]:
+    return [slice(part * size // parts, (part + 1) * size // parts) for part in range(parts)]
+
+
+def rewritten(name: str, x, weight, gradient, rows: list[np.ndarray], inputs: list[slice], outputs: list[slice]):
+    """The three products of matrices, part by part of the axis over which each contracts."""
+    low, high = (ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 57344)
+    low, high = ((np.int8, 127), (np.int8, 127)) if name == "int8" else (low, high)
+    found = [np.zeros(x.shape[:1] + weight.shape[1:]), np.zeros(x.shape), np.zeros(weight.shape)]
+    for some in inputs:
+        (X, sx), (W, sw) = numbers(x[:, some], 1, *low), numbers(weight[some], 0, *low)
+        found[0] += X @ W * sx * sw
+        for part in outputs:
+            A, sa = numbers((gradient * sw.astype(np.float32))[:, part], 1, *high)
+            found[1][:, some] += A @ W[:, part].T * sa
+        for part in rows:
+            B, sb = numbers((gradient * sx.astype(np.float32))[part], 0, *high)
+            found[2][some] += X[part].T @ B * sb
+    return found
+
+
+QUERY = (Embed,), (Heads, HeadSize)
+OUT = (Heads, HeadSize), (Embed,)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "shared"), [("int8", QUERY, False), ("int8", OUT, True), ("fp8", QUERY, True)]
+)
+def test_all_three_products_are_those_of_the_rewrite(name, axes, shared):
+    operation = operands(*axes)
+    parts = PARTS if shared else {}
+    how = Quantised(FORMATS[name], "cpu", tuple(parts.items()))
+    found = jax.jit(partial(all_products, how))(*operation)
+
+    place = np.arange(Batch.size * Position.size).reshape(Batch.size, Position.size)
+    cut = {name: in_parts(size, parts.get(name, 1)) for name, size in (("batch", 4), ("position", 6), ("heads", 32))}
+    rows = [place[one, two].ravel() for one in cut["batch"] for two in cut["position"]]
+    width = [prod(axis.size for axis in each) for each in axes]
+    features = [cut["heads"] if Heads in each else [slice(0, size)] for each, size in zip(axes, width, strict=True)]
+    matrices = [
+        np.asarray(each.array).reshape(shape)
+        for each, shape in zip(operation, ((-1, width[0]), tuple(width), (-1, width[1])), strict=True)
+    ]
+    expected = rewritten(name, *matrices, rows, *features)
+    shapes = (operation[2], operation[0], operation[1])
+    for ours, theirs, like in zip(found, expected, shapes, strict=True):
+        assert ours.axes == like.axes
+        right = theirs.reshape([axis.size for axis in like.axes])
+        np.testing.assert_allclose(ours.array, right, rtol=0, atol=2e-6 * np.abs(right).max())
+
+
+def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
+    layout = layout_of(data=2, model=2)
+    how = Quantised(INT8, "cpu", (("batch", 2), ("heads", 2)))
+    out, run = operands(*OUT), jax.jit(partial(all_products, how))
+
+    def placed(x: NamedArray) -> NamedArray:
+        spec = PartitionSpec(*(ON_DEVICES.get(name) for name in x.axis_names))
+        return jax.device_put(x, NamedSharding(layout.mesh, spec))
+
+    compiled = run.lower(*map(placed, out)).compile()
+    for ours, theirs in zip(compiled(*map(placed, out)), run(*out), strict=True):
+        np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=1e-6 * np.abs(theirs.array).max())
+    sent = re.findall(r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+    # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
+    assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
