@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, Tree, is_parameter
+from gregale.axes.layout import AxisMapping, Layout, Tree, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
+from gregale.communication.layer_groups import cut_layers, joined_layers
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
@@ -27,6 +28,10 @@ def same(tree: Tree) -> Tree:
 def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
     """Return one of two trees, by a scalar."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
+
+
+def added(parameters: Tree, updates: Tree) -> Tree:
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Psdp(Method):
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
+    - `first_layers`: layers behind whose passes all others cross `replica`, exactly; 0: they do so after the passes.
+      The loss is expected to scan them apart
     """
 
     model: Tree
@@ -54,6 +61,7 @@ class Psdp(Method):
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
     reduce: ReduceConfig = field(default=ReduceConfig())
+    first_layers: int = 0
     measure: Probe = field(default=lambda model, batch: {})
 
     name: ClassVar[str] = "psdp"
@@ -68,7 +76,13 @@ class Psdp(Method):
         parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
+        parameters = layout.constrain(parameters, self.home)
         return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+
+    @property
+    def home(self) -> AxisMapping:
+        """Return the mapping of the parameters between steps: `opt_state` if a step begins with their gather."""
+        return self.layout.opt_state if self.first_layers and self.optimizer.only_shards else self.layout.params
 
     def reset_error(self, state: PsdpState) -> PsdpState:
         return state._replace(error=self.reducer.init(state.parameters))
@@ -76,7 +90,7 @@ class Psdp(Method):
     def shardings(self, state: PsdpState) -> PsdpState:
         layout = self.layout
         return PsdpState(
-            parameters=layout.shardings(state.parameters, layout.params),
+            parameters=layout.shardings(state.parameters, self.home),
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
             error=self.reducer.shardings(state.error),
@@ -101,14 +115,22 @@ class Psdp(Method):
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
         grads, error = reducer.reduce(sums.gradients, weight, state.error)
+        grads = joined_layers(grads)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite)
 
     def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
-        """Return the gradients of a batch, separate for each replica."""
-        return accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+        """Return the gradients of a batch, separate for each replica; those of the first layers apart."""
+        layout, parameters, first = self.layout, state.parameters, self.first_layers
+        if first:
+            shards = layout.constrain(cut_layers(parameters, first), self.home)
+            parameters = layout.constrain(shards, layout.params)
+        apart = bool(first)
+        return accumulate(
+            self._loss, parameters, batch, layout, self.microbatches, self.prepare, last_apart=apart
+        )
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
         """Run the optimizer on averaged gradients under `opt_state`.
@@ -123,11 +145,14 @@ class Psdp(Method):
         return updates, state._replace(sharded=sharded), norm
 
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
-        """Gather updates from `opt_state` to `params` and add them to the parameters."""
+        """Add updates under `opt_state` to the parameters, and gather them before if these lie under `params`."""
         layout = self.layout
+        if self.home is not layout.params:
+            parameters = added(state.parameters, updates)
+            return state._replace(parameters=layout.constrain(parameters, self.home))
         updates, error = self.reducer.all_gather_params(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
-        parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
+        parameters = added(state.parameters, updates)
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
     def lost(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
@@ -159,7 +184,7 @@ class Psdp(Method):
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        return self.model_with(state.parameters)
+        return self.model_with(self.layout.constrain(state.parameters, self.layout.params))
 
     def model_with(self, parameters: Tree) -> Tree:
         return eqx.combine(parameters, self._static)
@@ -176,4 +201,4 @@ class Psdp(Method):
         return eqx.filter(self.model, is_parameter, inverse=True)
 
     def _loss(self, parameters: Tree, batch: Tree):
-        return self.loss(eqx.combine(parameters, self._static), batch)
+        return self.loss(eqx.combine(joined_layers(parameters), self._static), batch)

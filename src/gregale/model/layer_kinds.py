@@ -38,8 +38,13 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 
 @cache
-def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
-    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns."""
+def stretches(kinds: tuple[int, ...], first: int = 0) -> tuple[Stretch, ...]:
+    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns.
+
+    - `first`: a number of layers after which a stretch ends
+    """
+    if first:
+        return stretches(kinds[:first]) + stretches(kinds[first:])
     best: list[tuple[Stretch, ...]] = [()]
     for end in range(1, len(kinds) + 1):
         found = [
@@ -50,6 +55,18 @@ def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
         ]
         best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
     return best[-1]
+
+
+def layers_apart(kinds: tuple[int, ...]) -> int:
+    """Return a number of first layers that end a stretch, or can end one with few layers in patterns; or 0.
+
+    It is the first stretch, up to a quarter of the layers, or else an eighth of them in whole patterns.
+    """
+    first = stretches(kinds)[0] if kinds else Stretch((), 0)
+    if 4 * first.layers <= len(kinds):
+        return first.layers
+    period = len(first.pattern)
+    return period * min(first.repeats - 1, max(1, round(len(kinds) / (8 * period))))
 
 
 def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
