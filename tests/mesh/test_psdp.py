@@ -306,6 +306,17 @@ def test_bytes_over_replica_are_the_closed_form(program):
         assert collective.bytes < 64, "the loss, the weights, and the norm's addends"
 
 
+def test_what_passes_hide_crosses_replica_once_too():
+    """The first layer's arrays apart, and nothing inside the loop over all microbatches but the last."""
+    program, leaves = trainer((8, 1, 1), 4, 1).step, named_leaves(small_model())
+    assert over_replica_in_loops(program) == []
+    assert {loop.times for each in program.audit.collectives for loop in each.loops} <= {3}
+    for kind in ("reduce-scatter", "all-gather"):
+        found = [each.bytes for each in program.audit.over(REPLICA) if each.kind == kind]
+        assert len(found) == sum(2 if "layers" in leaf.axis_names else 1 for leaf in leaves)
+        assert sum(found) == 4 * sum(leaf.size for leaf in leaves)
+
+
 def test_muon_on_a_mesh_equals_muon_on_one_device():
     config = MuonConfig(learning_rate=LEARNING_RATE, schedule=ConstantSchedule(), iterations=1)
     one = Trainer(psdp(layout_of(1, 1, 1), 1, config)).run(True)

@@ -45,7 +45,7 @@ def accumulate(
     - `parameters`: arrays, shared by all replicas
     - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
     - `prepare`: applied to the parameters once, before the fold; the gradients are those of its result
-    - `last_apart`: the last microbatch follows the fold, so that an array's sum is complete before its backward pass ends
+    - `last_apart`: the last microbatch follows the fold, so that the sums of the last layers are complete first
     """
     inner = layout.inside_replica()
     folded = microbatches - last_apart

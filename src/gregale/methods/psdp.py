@@ -101,36 +101,40 @@ class Psdp(Method):
 
         A step whose loss or gradient is not finite does not change the state.
         """
-        moved, _, metrics = self._moved(state, batch)
-        own = self.measure(self.eval_model(state), batch)
+        ready = self.ready(state)
+        moved, _, metrics = self._moved(state, ready, batch)
+        own = self.measure(self.model_with(joined_layers(ready)), batch)
         return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        moved, grads, _ = self._moved(state, batch)
-        return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
+        ready = self.ready(state)
+        moved, grads, _ = self._moved(state, ready, batch)
+        probed = probe(self.model_with(joined_layers(ready)), batch)
+        return inspected(state.parameters, grads, moved.parameters, probed)
 
-    def _moved(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
+    def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
-        sums, reducer = self.sums(state, batch), self.reducer
+        sums, reducer = self.sums(ready, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
-        grads, error = reducer.reduce(sums.gradients, weight, state.error)
-        grads = joined_layers(grads)
+        reduced, error = reducer.reduce(sums.gradients, weight, state.error)
+        grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite)
 
-    def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
-        """Return the gradients of a batch, separate for each replica; those of the first layers apart."""
-        layout, parameters, first = self.layout, state.parameters, self.first_layers
-        if first:
-            shards = layout.constrain(cut_layers(parameters, first), self.home)
-            parameters = layout.constrain(shards, layout.params)
-        apart = bool(first)
-        return accumulate(
-            self._loss, parameters, batch, layout, self.microbatches, self.prepare, last_apart=apart
-        )
+    def ready(self, state: PsdpState) -> Tree:
+        """Return the parameters under `params`, those of `first_layers` apart from the others."""
+        layout, parameters = self.layout, state.parameters
+        if not self.first_layers:
+            return parameters
+        return layout.constrain(layout.constrain(cut_layers(parameters, self.first_layers), self.home), layout.params)
+
+    def sums(self, ready: Tree, batch: Tree) -> Accumulated:
+        """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
+        apart = self.first_layers > 0
+        return accumulate(self._loss, ready, batch, self.layout, self.microbatches, self.prepare, last_apart=apart)
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
         """Run the optimizer on averaged gradients under `opt_state`.
@@ -159,7 +163,7 @@ class Psdp(Method):
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
-        sums = self.sums(state, batch)
+        sums = self.sums(self.ready(state), batch)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 

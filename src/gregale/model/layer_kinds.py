@@ -58,15 +58,9 @@ def stretches(kinds: tuple[int, ...], first: int = 0) -> tuple[Stretch, ...]:
 
 
 def layers_apart(kinds: tuple[int, ...]) -> int:
-    """Return a number of first layers that end a stretch, or can end one with few layers in patterns; or 0.
-
-    It is the first stretch, up to a quarter of the layers, or else an eighth of them in whole patterns.
-    """
-    first = stretches(kinds)[0] if kinds else Stretch((), 0)
-    if 4 * first.layers <= len(kinds):
-        return first.layers
-    period = len(first.pattern)
-    return period * min(first.repeats - 1, max(1, round(len(kinds) / (8 * period))))
+    """Return the number of layers in the first pattern of kinds, if others follow; else 0."""
+    period = len(stretches(kinds)[0].pattern) if kinds else 0
+    return period if period < len(kinds) else 0
 
 
 def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:

@@ -300,14 +300,15 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
 
 
 def first_layers(config: TrainConfig, layout: Layout) -> int:
-    """Return the number of layers behind whose passes PSDP hides the transfers of the others; 0: it hides none.
+    """Return the number of layers behind whose passes PSDP hides the transfers of all others; 0: it hides none.
 
-    Only TPUs overlap transfers between slices with a pass.
+    Only TPUs overlap transfers between slices with compute.
     """
-    platform, kinds = layout.mesh.devices.flat[0].platform, getattr(config.model, "kind_numbers", ())
-    if platform != "tpu" or layout.replicas == 1 or config.pipeline is not None or config.reduce.quantised:
+    joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
+    scanned = config.pipeline is None and not config.reduce.quantised
+    if layout.mesh.devices.flat[0].platform != "tpu" or layout.replicas == 1 or not (joined and scanned):
         return 0
-    return layers_apart(kinds)
+    return layers_apart(getattr(config.model, "kind_numbers", ()))
 
 
 def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
