@@ -36,19 +36,20 @@ GRADIENT_TOLERANCE = 5e-6
 MOVEMENT_TOLERANCE = 2e-4  # the parameters' own rounding is 6e-5 of what they move in a step
 ADAMW = AdamWConfig(learning_rate=LEARNING_RATE, schedule=ConstantSchedule())
 
-TABLE = [  # (replica, data, model), microbatches
-    ((1, 8, 1), 2),  # so few tokens at a time that the embedding's rows are exchanged
-    ((1, 1, 8), 4),
-    ((8, 1, 1), 1),
-    ((2, 2, 2), 4),
+TABLE = [  # (replica, data, model), microbatches, first layers whose passes hide the transfers of the others
+    ((1, 8, 1), 2, 0),  # so few tokens at a time that the embedding's rows are exchanged
+    ((1, 1, 8), 4, 0),
+    ((8, 1, 1), 4, 1),
+    ((2, 2, 2), 4, 0),
 ]
 
 
-def psdp(layout: Layout, microbatches: int, optimizer: OptimizerConfig = ADAMW) -> Psdp:
+def psdp(layout: Layout, microbatches: int, optimizer: OptimizerConfig = ADAMW, first_layers: int = 0) -> Psdp:
     model = small_model()
-    run = executed(layout.inside_replica(), loss_block=48)
+    run = executed(layout.inside_replica(), loss_block=48, first_layers=first_layers)
     built = optimizer.build(eqx.filter(model, eqx.is_inexact_array), STEPS, layout)
-    return Psdp(model, lambda model, batch: model.loss(batch, run), built, layout, microbatches)
+    loss = lambda model, batch: model.loss(batch, run)  # noqa: E731
+    return Psdp(model, loss, built, layout, microbatches, first_layers=first_layers)
 
 
 def batches(uneven: bool):
@@ -105,8 +106,8 @@ class Trainer:
 
 
 @cache
-def trainer(sizes: tuple[int, int, int], microbatches: int) -> Trainer:
-    return Trainer(psdp(layout_of(*sizes), microbatches))
+def trainer(sizes: tuple[int, int, int], microbatches: int, first_layers: int = 0) -> Trainer:
+    return Trainer(psdp(layout_of(*sizes), microbatches, first_layers=first_layers))
 
 
 def first_moment(state):
@@ -209,11 +210,12 @@ def assert_state_is_split(trainer: Trainer, replica: int, data: int, model: int)
     assert all(leaf.size == 1 for leaf in jax.tree.leaves(state.gathered))
 
 
-@pytest.mark.parametrize(("sizes", "microbatches"), TABLE)
-def test_any_mesh_and_microbatches_equal_plain_optax_on_one_device(expected, sizes, microbatches):
-    assert_state_is_split(trainer(sizes, microbatches), *sizes)
+@pytest.mark.parametrize(("sizes", "microbatches", "first_layers"), TABLE)
+def test_any_mesh_and_microbatches_equal_plain_optax_on_one_device(expected, sizes, microbatches, first_layers):
+    method = trainer(sizes, microbatches, first_layers)
+    assert_state_is_split(method, *sizes)
     for uneven in (False, True):
-        found, exact = trainer(sizes, microbatches).run(uneven), expected[uneven]
+        found, exact = method.run(uneven), expected[uneven]
         np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
         assert furthest(found.weights, exact.weights) < 1e-5
         np.testing.assert_allclose(found.norms, exact.norms, rtol=GRADIENT_TOLERANCE)
@@ -302,6 +304,17 @@ def test_bytes_over_replica_are_the_closed_form(program):
     for collective in scalars:
         assert (collective.kind, collective.times) == ("all-reduce", 1)
         assert collective.bytes < 64, "the loss, the weights, and the norm's addends"
+
+
+def test_what_passes_hide_crosses_replica_once_too():
+    """The first layer's arrays apart, and nothing inside the loop over all microbatches but the last."""
+    program, leaves = trainer((8, 1, 1), 4, 1).step, named_leaves(small_model())
+    assert over_replica_in_loops(program) == []
+    assert {loop.times for each in program.audit.collectives for loop in each.loops} <= {3}
+    for kind in ("reduce-scatter", "all-gather"):
+        found = [each.bytes for each in program.audit.over(REPLICA) if each.kind == kind]
+        assert len(found) == sum(2 if "layers" in leaf.axis_names else 1 for leaf in leaves)
+        assert sum(found) == 4 * sum(leaf.size for leaf in leaves)
 
 
 def test_muon_on_a_mesh_equals_muon_on_one_device():

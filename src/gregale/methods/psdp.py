@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, Tree, is_parameter
+from gregale.axes.layout import AxisMapping, Layout, Tree, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
+from gregale.communication.layer_groups import cut_layers, joined_layers
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, Reducer
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
@@ -27,6 +28,10 @@ def same(tree: Tree) -> Tree:
 def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
     """Return one of two trees, by a scalar."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
+
+
+def added(parameters: Tree, updates: Tree) -> Tree:
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Psdp(Method):
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
+    - `first_layers`: layers behind whose passes all others cross `replica`, exactly; 0: they do so after the passes.
+      The loss is expected to scan them apart
     """
 
     model: Tree
@@ -54,6 +61,7 @@ class Psdp(Method):
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
     reduce: ReduceConfig = field(default=ReduceConfig())
+    first_layers: int = 0
     measure: Probe = field(default=lambda model, batch: {})
 
     name: ClassVar[str] = "psdp"
@@ -68,7 +76,13 @@ class Psdp(Method):
         parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
+        parameters = layout.constrain(parameters, self.home)
         return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+
+    @property
+    def home(self) -> AxisMapping:
+        """Return the mapping of the parameters between steps: `opt_state` if a step begins with their gather."""
+        return self.layout.opt_state if self.first_layers and self.optimizer.only_shards else self.layout.params
 
     def reset_error(self, state: PsdpState) -> PsdpState:
         return state._replace(error=self.reducer.init(state.parameters))
@@ -76,7 +90,7 @@ class Psdp(Method):
     def shardings(self, state: PsdpState) -> PsdpState:
         layout = self.layout
         return PsdpState(
-            parameters=layout.shardings(state.parameters, layout.params),
+            parameters=layout.shardings(state.parameters, self.home),
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
             error=self.reducer.shardings(state.error),
@@ -87,28 +101,40 @@ class Psdp(Method):
 
         A step whose loss or gradient is not finite does not change the state.
         """
-        moved, _, metrics = self._moved(state, batch)
-        own = self.measure(self.eval_model(state), batch)
+        ready = self.ready(state)
+        moved, _, metrics = self._moved(state, ready, batch)
+        own = self.measure(self.model_with(joined_layers(ready)), batch)
         return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        moved, grads, _ = self._moved(state, batch)
-        return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
+        ready = self.ready(state)
+        moved, grads, _ = self._moved(state, ready, batch)
+        probed = probe(self.model_with(joined_layers(ready)), batch)
+        return inspected(state.parameters, grads, moved.parameters, probed)
 
-    def _moved(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
+    def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
-        sums, reducer = self.sums(state, batch), self.reducer
+        sums, reducer = self.sums(ready, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
-        grads, error = reducer.reduce(sums.gradients, weight, state.error)
+        reduced, error = reducer.reduce(sums.gradients, weight, state.error)
+        grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite)
 
-    def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
-        """Return the gradients of a batch, separate for each replica."""
-        return accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+    def ready(self, state: PsdpState) -> Tree:
+        """Return the parameters under `params`, those of `first_layers` apart from the others."""
+        layout, parameters = self.layout, state.parameters
+        if not self.first_layers:
+            return parameters
+        return layout.constrain(layout.constrain(cut_layers(parameters, self.first_layers), self.home), layout.params)
+
+    def sums(self, ready: Tree, batch: Tree) -> Accumulated:
+        """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
+        apart = self.first_layers > 0
+        return accumulate(self._loss, ready, batch, self.layout, self.microbatches, self.prepare, last_apart=apart)
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
         """Run the optimizer on averaged gradients under `opt_state`.
@@ -123,18 +149,21 @@ class Psdp(Method):
         return updates, state._replace(sharded=sharded), norm
 
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
-        """Gather updates from `opt_state` to `params` and add them to the parameters."""
+        """Add updates under `opt_state` to the parameters, and gather them before if these lie under `params`."""
         layout = self.layout
+        if self.home is not layout.params:
+            parameters = added(state.parameters, updates)
+            return state._replace(parameters=layout.constrain(parameters, self.home))
         updates, error = self.reducer.all_gather_params(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
-        parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
+        parameters = added(state.parameters, updates)
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
     def lost(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
-        sums = self.sums(state, batch)
+        sums = self.sums(self.ready(state), batch)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 
@@ -159,7 +188,7 @@ class Psdp(Method):
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        return self.model_with(state.parameters)
+        return self.model_with(self.layout.constrain(state.parameters, self.layout.params))
 
     def model_with(self, parameters: Tree) -> Tree:
         return eqx.combine(parameters, self._static)
@@ -176,4 +205,4 @@ class Psdp(Method):
         return eqx.filter(self.model, is_parameter, inverse=True)
 
     def _loss(self, parameters: Tree, batch: Tree):
-        return self.loss(eqx.combine(parameters, self._static), batch)
+        return self.loss(eqx.combine(joined_layers(parameters), self._static), batch)

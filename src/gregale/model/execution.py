@@ -65,6 +65,7 @@ class Execution:
     matmul: str = "dtype"  # the numbers that the layers' linear products take: those of `dtype`, or 8-bit ones
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
     weights_ready: bool = False  # the input weights are gathered already
+    first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
@@ -137,7 +138,7 @@ class Execution:
                 carry, out = block(carry, *layer)
                 outs.append(out)
             return carry, tuple(outs)
-        parts, outs = stretches(kinds), []
+        parts, outs = stretches(kinds, self.first_layers), []
         for part, layers in zip(parts, cut((weights, *more), parts), strict=True):
             carry, out = self._scan_stretch(block, part, carry, layers)
             outs.append(out)

@@ -38,8 +38,13 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 
 @cache
-def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
-    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns."""
+def stretches(kinds: tuple[int, ...], first: int = 0) -> tuple[Stretch, ...]:
+    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns.
+
+    - `first`: a number of layers after which a stretch ends
+    """
+    if first:
+        return stretches(kinds[:first]) + stretches(kinds[first:])
     best: list[tuple[Stretch, ...]] = [()]
     for end in range(1, len(kinds) + 1):
         found = [
@@ -50,6 +55,12 @@ def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
         ]
         best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
     return best[-1]
+
+
+def layers_apart(kinds: tuple[int, ...]) -> int:
+    """Return the number of layers in the first pattern of kinds, if others follow; else 0."""
+    period = len(stretches(kinds)[0].pattern) if kinds else 0
+    return period if period < len(kinds) else 0
 
 
 def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:

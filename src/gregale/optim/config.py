@@ -23,6 +23,7 @@ class Optimizer:
     - `gathered` sees the updates after the gather over `replica`, and parameters under `params`. It does the work that
       needs whole matrices; its state is only scalars. For element-wise optimizers it is the identity.
     - `learning_rate`: step -> learning rate, for reports; nan if it is not known
+    - `only_shards`: `gathered` is the identity
 
     The parts have separate states: `sharded.init(parameters)`, `gathered.init(parameters)`.
     """
@@ -30,12 +31,14 @@ class Optimizer:
     sharded: optax.GradientTransformationExtraArgs
     gathered: optax.GradientTransformationExtraArgs
     learning_rate: optax.Schedule
+    only_shards: bool = False
 
     @classmethod
     def of(cls, transformation: optax.GradientTransformation) -> "Optimizer":
         """Wrap any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
         identity = optax.with_extra_args_support(optax.identity())
-        return cls(optax.with_extra_args_support(transformation), identity, optax.constant_schedule(float("nan")))
+        unknown = optax.constant_schedule(float("nan"))
+        return cls(optax.with_extra_args_support(transformation), identity, unknown, only_shards=True)
 
     def whole(self) -> optax.GradientTransformationExtraArgs:
         """Return both parts in one, for a caller that does not gather updates in between."""

@@ -22,6 +22,7 @@ from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
+from gregale.model.layer_kinds import layers_apart
 from gregale.model.llama import parameter_count
 from gregale.programs.runtime.shared_sequences import check_context
 from gregale.runs.config import TrainConfig
@@ -282,7 +283,8 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     if config.pipeline is not None:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
-    in_loop = replace(run, weights_ready=per_step)
+    first = first_layers(config, layout)
+    in_loop = replace(run, weights_ready=per_step, first_layers=first)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
@@ -292,8 +294,21 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
+        first_layers=first,
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
+
+
+def first_layers(config: TrainConfig, layout: Layout) -> int:
+    """Return the number of layers behind whose passes PSDP hides the transfers of all others; 0: it hides none.
+
+    Only TPUs overlap transfers between slices with compute.
+    """
+    joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
+    scanned = config.pipeline is None and not config.reduce.quantised
+    if layout.mesh.devices.flat[0].platform != "tpu" or layout.replicas == 1 or not (joined and scanned):
+        return 0
+    return layers_apart(getattr(config.model, "kind_numbers", ()))
 
 
 def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
