@@ -61,6 +61,7 @@ class Execution:
     unroll: int = 1  # layers unrolled in the scan over layers
     kernels: Kernels = PLAIN  # the form of the model's operations
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
+    fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
@@ -181,6 +182,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         unroll=unroll,
         kernels=kernels_for(task, config.attention),
         loss_block=config.loss_block,
+        fused_logits=device.platform == "tpu",
     )
 
 
