@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,12 @@ def next_token_loss(
     with the vocabulary split over `model`. If gradients are needed, the same pass computes those by the logits of each
     block. They stay in the compute dtype for a group of blocks, see `axes.vocabulary.loss_blocks`; then two products
     give the gradients by `hidden` and by `head`. So logits are computed once, only one block's are in memory in
-    float32, and the head's gradient is not read and written for each block. With `execution.fused_logits` a group is
-    one block, and its logits are in memory only as exponentials in the compute dtype, see `_fused_group`. The transfers
-    are three or four numbers a token over `model` for the softmax, the gradient of `hidden` over `model` and that of
-    `head` over `data`, once each; nothing over `replica`.
+    float32, and the head's gradient is not read and written for each block. The transfers are three numbers a token
+    over `model` for the softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each;
+    nothing over `replica`.
+
+    With `execution.fused_logits`, a device that has the whole vocabulary computes a group as one block. Its logits are
+    in memory only as exponentials in the compute dtype, see `_fused_group`.
 
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
@@ -50,8 +53,10 @@ def next_token_loss(
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
-    fused = execution.fused_logits
-    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block, logits, fused)
+    layout = execution.layout
+    shards = prod(layout.mesh.shape[name] for name in layout.mesh_axes((Vocab,), layout.compute))
+    fused = execution.fused_logits and shards == 1
+    head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
     return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
 
 
@@ -113,23 +118,16 @@ class HeadLoss:
         """Return the derivative of the cap by what it bounds, from its result; 1 without a cap."""
         return 1 if self.logits.cap is None else 1 - jnp.square(logits / self.logits.cap)
 
-    def largest(self, logits):
-        """Return the largest logit of each row over all devices: [block]."""
-        top, axes = jnp.max(logits, axis=-1), self.vocab_mesh_axes
-        return jax.lax.pmax(top, axes) if axes else top
-
-    def summed(self, x):
-        """Return the sums over the devices that share the vocabulary."""
-        return jax.lax.psum(x, self.vocab_mesh_axes) if self.vocab_mesh_axes else x
-
     def of_block(self, hidden, head, targets, weights):
         """Return the loss of one block and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
         bounded = self.bounded(hidden, head)
         logits = self.only_tokens(bounded, head)
-        top = self.largest(logits)
+        top, axes = jnp.max(logits, axis=-1), self.vocab_mesh_axes
+        top = jax.lax.pmax(top, axes) if axes else top
         is_target = targets[:, None] == self.of_device(head)
         exponentials = jnp.exp(logits - top[:, None])
-        total, at_target = self.summed((exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1)))
+        sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
+        total, at_target = jax.lax.psum(sums, axes) if axes else sums
         loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
         by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
         return loss, by_logits * self.slope(bounded)
@@ -140,8 +138,7 @@ class HeadLoss:
         bounded = self.bounded(hidden, head)
         exponentials = jnp.exp(self.only_tokens(bounded, head) - shift[:, None])
         at_target = jnp.where(targets[:, None] == self.of_device(head), bounded, 0).sum(-1)
-        sums = self.summed((exponentials.sum(-1), at_target))
-        return (exponentials * self.slope(bounded)).astype(head.dtype), *sums
+        return (exponentials * self.slope(bounded)).astype(head.dtype), exponentials.sum(-1), at_target
 
     def typical(self, hidden, head):
         """Return a number a row near its logits, from the mean of the first columns: [block].
@@ -149,8 +146,7 @@ class HeadLoss:
         The sum of exponentials is at least that of these columns, and so, by their convexity, at least their number
         times exp(mean). `RAISED` above the mean, it has the same distance to both ends of `RANGE`.
         """
-        means = self.summed(self.bounded(hidden, head[:, :SAMPLE]).mean(-1))
-        return means * (head.shape[1] / self.Vocab.size) + RAISED
+        return self.bounded(hidden, head[:, :SAMPLE]).mean(-1) + RAISED
 
     def finite_exponentials(self, hidden, head, targets):
         """Return `exponentials` and the shift that they have: `typical`, or the largest logit if a sum is out of range.
@@ -166,7 +162,7 @@ class HeadLoss:
         def again(state):
             # A product that does not depend on the state would be moved out of the loop, where it always runs.
             own = jnp.where(state[0], 0, hidden)
-            top = self.largest(self.only_tokens(self.bounded(own, head), head))
+            top = self.only_tokens(self.bounded(own, head), head).max(-1)
             own, top = jax.lax.optimization_barrier((own, top))
             return (jnp.bool_(True), top, *self.exponentials(own, head, targets, top))
 
@@ -228,6 +224,22 @@ def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
     return loss, parts[0], (scaled, by_logits(*parts[1:]))
 
 
+def _alone(function):
+    """Return a function to which `jax.vmap` over an axis of size 1 adds no axis: with it, XLA:TPU fuses less."""
+    called = jax.custom_batching.custom_vmap(function)
+
+    @called.def_vmap
+    def mapped(size, is_mapped, *arguments):
+        if size > 1:
+            result = jax.vmap(function, [0 if each else None for each in is_mapped])(*arguments)
+        else:
+            one = [x[0] if each else x for x, each in zip(arguments, is_mapped, strict=True)]
+            result = jax.tree.map(lambda x: x[None], function(*one))
+        return result, jax.tree.map(lambda _: True, result)
+
+    return called
+
+
 def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
     of_group = _fused_group if spec.fused else _blocked_group
 
@@ -251,7 +263,7 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)
         return jax.lax.psum(loss, spec.token_mesh_axes), by_hidden, by_head
 
-    layout = spec.layout
+    local, layout = _alone(local), spec.layout
     hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
     head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
     outputs = spec.sharded(local, (PartitionSpec(), hidden_spec, head_spec))(hidden, head, targets, weights)
