@@ -47,33 +47,44 @@ def both(loss, arguments):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
 
 
-@pytest.mark.parametrize(("block", "weights"), [(1, "uneven"), (5, "uneven"), (1000, "uneven"), (5, "zeros")])
-def test_blocks_give_the_plain_loss(block, weights):
+@pytest.mark.parametrize(
+    ("block", "weights", "fused"),
+    [
+        (1, "uneven", False),
+        (5, "uneven", False),
+        (1000, "uneven", False),
+        (5, "zeros", False),
+        (5, "uneven", True),
+        (1000, "uneven", True),
+    ],
+)
+def test_blocks_give_the_plain_loss(block, weights, fused):
     arguments = inputs(weights)
-    loss, gradients = both(blocked(one_device(loss_block=block)), arguments)
+    loss, gradients = both(blocked(one_device(loss_block=block, fused_logits=fused)), arguments)
     expected, expected_gradients = both(plain, arguments)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
     assert jax.jit(blocked(one_device(loss_block=block)))(*arguments) == pytest.approx(float(loss), rel=1e-6)
 
 
-@pytest.mark.parametrize(("data", "model"), [(8, 1), (2, 4)])
-def test_devices_give_the_plain_loss(data, model):
+@pytest.mark.parametrize(("data", "model", "fused"), [(8, 1, False), (8, 1, True), (2, 4, False)])
+def test_devices_give_the_plain_loss(data, model, fused):
     layout = layout_of(1, data, model)
     arguments = inputs()
-    run = Execution(layout=layout.inside_replica(), loss_block=5)
+    run = Execution(layout=layout.inside_replica(), loss_block=5, fused_logits=fused)
     loss, gradients = both(blocked(run), placed(arguments, layout, layout.compute))
     expected, expected_gradients = both(plain, arguments)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
 
 
-def test_capped_logits_and_rows_without_any():
+@pytest.mark.parametrize(("devices", "fused"), [(8, False), (1, True)])
+def test_capped_logits_and_rows_without_any(devices, fused):
     """As `model.logit_softcap` and `model.row_multiple` have it: 20 of 24 rows are tokens."""
     hidden, head, targets, weights = inputs()
     arguments = (hidden, head, targets % 20, weights)
-    layout = layout_of(1, 1, 8)
-    run = Execution(layout=layout.inside_replica(), loss_block=5)
+    layout = layout_of(1, 1, devices)
+    run = Execution(layout=layout.inside_replica(), loss_block=5, fused_logits=fused)
 
     def ours(*arguments):
         return next_token_loss(*arguments, run, Logits(cap=2.0, rows=20)) * SCALE
@@ -89,18 +100,22 @@ def test_capped_logits_and_rows_without_any():
     assert_trees_close(gradients, wanted_gradients, atol=1e-5, rtol=1e-5)
 
 
-def test_large_logits_do_not_overflow():
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_logits_do_not_overflow(fused):
+    """Fused, the exponentials of the first shift overflow, and those of the largest logit replace them."""
     hidden, head, targets, weights = inputs()
     arguments = (hidden * 1000.0, head, targets, weights)
-    loss, gradients = both(blocked(one_device(loss_block=16)), arguments)
-    np.testing.assert_allclose(loss, both(plain, arguments)[0], rtol=1e-5)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    loss, gradients = both(blocked(one_device(loss_block=16, fused_logits=fused)), arguments)
+    expected, expected_gradients = both(plain, arguments)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(gradients, expected_gradients, atol=1e-2, rtol=1e-5)
 
 
-def test_bfloat16_inputs_are_close():
+@pytest.mark.parametrize("fused", [False, True])
+def test_bfloat16_inputs_are_close(fused):
     hidden, head, targets, weights = inputs()
     low = (hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16), targets, weights)
-    loss, gradients = both(blocked(one_device(loss_block=16)), low)
+    loss, gradients = both(blocked(one_device(loss_block=16, fused_logits=fused)), low)
     expected, expected_gradients = both(plain, (hidden, head, targets, weights))
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, expected, rtol=0.01)

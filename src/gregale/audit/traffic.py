@@ -219,7 +219,7 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows."""
     found = activation_bytes(step, backend)
-    size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
+    size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks(backend).tokens
     over_model = Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)
     if not step.exchanges_rows:
         return [over_model]

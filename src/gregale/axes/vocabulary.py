@@ -44,20 +44,21 @@ class LossBlocks(NamedTuple):
         return self.groups * self.group
 
 
-def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
+def loss_blocks(tokens: int, embed: int, width: int, block: int, fused: bool = False) -> LossBlocks:
     """Return the groups and blocks of the loss.
 
     The gradient by head is one product for each group. Several groups are summed in a float32 table [embed,
     vocabulary], which each group reads and writes once; a single group needs no table. So all tokens are one group if
     their gradients by logits take no more memory than the table. Otherwise a group takes at most half of it, with 1 to
-    `MOST_BLOCKS` blocks.
+    `MOST_BLOCKS` blocks; if logits are never in memory in float32, it takes the memory of a block's.
 
     - `tokens`: on a device, in a microbatch
     - `width`: bytes of a value of the compute dtype
     - `block`: see `LossBlocks`; fewer if there are fewer tokens
+    - `fused`: a group's exponentials are computed with their product, see `gregale.model.execution.Execution`
     """
     block = min(block, tokens)
-    instead_of_table = embed * FLOAT32 // width
-    most = tokens if tokens <= instead_of_table else min(instead_of_table // 2, MOST_BLOCKS * block)
+    instead_of_table, blocks = embed * FLOAT32 // width, FLOAT32 // width if fused else MOST_BLOCKS
+    most = tokens if tokens <= instead_of_table else min(instead_of_table // 2, blocks * block)
     groups = -(-tokens // max(block, most))
     return LossBlocks(groups, -(-tokens // (groups * block)), block)

@@ -64,6 +64,7 @@ class Execution:
     kernels: Kernels = PLAIN  # the form of the model's operations
     matmul: str = "dtype"  # the numbers that the layers' linear products take: those of `dtype`, or 8-bit ones
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
+    fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
@@ -198,6 +199,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         kernels=kernels_for(task, config.attention),
         matmul=config.matmul,
         loss_block=config.loss_block,
+        fused_logits=device.platform == "tpu",
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 
 ALL = Logits()
+SAMPLE = 128  # columns of the head whose mean logit predicts the size of a row's logits
+RANGE = (1e-20, 1e20)  # sums of exponentials whose terms and inverses are far from both ends of float32
+RAISED = 40.0  # of the shift above that mean
 
 
 def next_token_loss(
@@ -37,6 +41,9 @@ def next_token_loss(
     over `model` for the softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each;
     nothing over `replica`.
 
+    With `execution.fused_logits`, a device that has the whole vocabulary computes a group as one block. Its logits are
+    in memory only as exponentials in the compute dtype, see `_fused_group`.
+
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)
@@ -46,7 +53,10 @@ def next_token_loss(
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
-    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block, logits)
+    layout = execution.layout
+    shards = prod(layout.mesh.shape[name] for name in layout.mesh_axes((Vocab,), layout.compute))
+    fused = execution.fused_logits and shards == 1
+    head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
     return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
 
 
@@ -60,6 +70,7 @@ class HeadLoss:
     layout: Layout
     block: int
     logits: Logits = ALL
+    fused: bool = False
 
     @property
     def token_mesh_axes(self) -> tuple[str, ...]:
@@ -77,33 +88,90 @@ class HeadLoss:
         head = layout.spec((self.Embed, self.Vocab), layout.compute)
         return layout.shard_map(function, (hidden, head, tokens, tokens), out_specs)
 
-    def cut(self, hidden, targets, weights):
+    def cut(self, fused, hidden, targets, weights):
         """Return a device's tokens: [groups, blocks, block, embed], twice [groups, blocks, block]; padding weighs 0."""
         count = targets.size
-        blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block)
+        blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block, fused)
+        shape = (blocks.groups, 1, blocks.group) if fused else blocks
 
         def cut(x):
             filled = jnp.pad(x, [(0, blocks.tokens - count)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(*blocks, *x.shape[1:])
+            return filled.reshape(*shape, *x.shape[1:])
 
         return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
 
+    def of_device(self, head):
+        """Return the columns of the whole head that this device has: [vocab shard]."""
+        axes = self.vocab_mesh_axes
+        return (jax.lax.axis_index(axes) * head.shape[1] if axes else 0) + jnp.arange(head.shape[1])
+
+    def bounded(self, hidden, head):
+        """Return hidden . head under the cap: float32 [block, vocab shard]."""
+        return capped(_product(hidden, head), self.logits.cap)
+
+    def only_tokens(self, logits, head):
+        """Return the logits, -inf where the row of the head is padding."""
+        rows = self.logits.rows
+        return logits if rows is None else jnp.where(self.of_device(head) < rows, logits, -jnp.inf)
+
+    def slope(self, logits):
+        """Return the derivative of the cap by what it bounds, from its result; 1 without a cap."""
+        return 1 if self.logits.cap is None else 1 - jnp.square(logits / self.logits.cap)
+
     def of_block(self, hidden, head, targets, weights):
         """Return the loss of one block and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
-        axes = self.vocab_mesh_axes
-        cap, rows = self.logits
-        bounded = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), cap)
-        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
-        logits = bounded if rows is None else jnp.where(first + jnp.arange(head.shape[1]) < rows, bounded, -jnp.inf)
-        top = jnp.max(logits, axis=-1)
+        bounded = self.bounded(hidden, head)
+        logits = self.only_tokens(bounded, head)
+        top, axes = jnp.max(logits, axis=-1), self.vocab_mesh_axes
         top = jax.lax.pmax(top, axes) if axes else top
-        is_target = (targets[:, None] - first) == jnp.arange(head.shape[1])
+        is_target = targets[:, None] == self.of_device(head)
         exponentials = jnp.exp(logits - top[:, None])
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
         loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
         by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
-        return loss, by_logits if cap is None else by_logits * (1 - jnp.square(bounded / cap))
+        return loss, by_logits * self.slope(bounded)
+
+    def exponentials(self, hidden, head, targets, shift):
+        """Return exp(logits - shift) by the slope of the cap, and of each row the sum of exponentials and the target's
+        logit: [block, vocab shard] in the compute dtype, [block] twice in float32."""
+        bounded = self.bounded(hidden, head)
+        exponentials = jnp.exp(self.only_tokens(bounded, head) - shift[:, None])
+        at_target = jnp.where(targets[:, None] == self.of_device(head), bounded, 0).sum(-1)
+        return (exponentials * self.slope(bounded)).astype(head.dtype), exponentials.sum(-1), at_target
+
+    def typical(self, hidden, head):
+        """Return a number a row near its logits, from the mean of the first columns: [block].
+
+        The sum of exponentials is at least that of these columns, and so, by their convexity, at least their number
+        times exp(mean). `RAISED` above the mean, it has the same distance to both ends of `RANGE`.
+        """
+        return self.bounded(hidden, head[:, :SAMPLE]).mean(-1) + RAISED
+
+    def finite_exponentials(self, hidden, head, targets):
+        """Return `exponentials` and the shift that they have: `typical`, or the largest logit if a sum is out of range.
+
+        Out of range is a row whose log-sum-exp is more than 86 above the mean of its first logits, or padded columns
+        among these: the product runs twice more for the group.
+        """
+        shift = self.typical(hidden, head)
+
+        def in_range(total):
+            return jnp.all((total > RANGE[0]) & (total < RANGE[1]))
+
+        def again(state):
+            # A product that does not depend on the state would be moved out of the loop, where it always runs.
+            own = jnp.where(state[0], 0, hidden)
+            top = self.only_tokens(self.bounded(own, head), head).max(-1)
+            own, top = jax.lax.optimization_barrier((own, top))
+            return (jnp.bool_(True), top, *self.exponentials(own, head, targets, top))
+
+        state = (jnp.bool_(False), shift, *self.exponentials(hidden, head, targets, shift))
+        return jax.lax.while_loop(lambda state: ~(state[0] | in_range(state[3])), again, state)[1:]
+
+
+def _product(left, right):
+    return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,38 +180,90 @@ def _loss(spec: HeadLoss, hidden, head, targets, weights):
         def step(loss, block):
             return loss + spec.of_block(block[0], head, *block[1:])[0], None
 
-        blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.cut(hidden, targets, weights)]
+        blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.cut(False, hidden, targets, weights)]
         loss, _ = jax.lax.scan(step, jnp.float32(0), blocks)
         return jax.lax.psum(loss, spec.token_mesh_axes)
 
     return spec.sharded(local, PartitionSpec())(hidden, head, targets, weights)
 
 
+def _blocked_group(spec: HeadLoss, head, hidden, targets, weights):
+    """Return a group's loss, its gradient by hidden, and two factors of that by head: left.T . right."""
+
+    def block(loss, rows):
+        block_loss, by_logits = spec.of_block(rows[0], head, *rows[1:])
+        return loss + block_loss, by_logits.astype(head.dtype)
+
+    loss, by_logits = jax.lax.scan(block, jnp.float32(0), (hidden, targets, weights))
+    by_logits = by_logits.reshape(-1, by_logits.shape[-1])
+    by_hidden = _product(by_logits, head.T).astype(hidden.dtype)
+    # In this order the gathered head is not needed any more when its gradient is computed.
+    by_hidden, by_logits = jax.lax.optimization_barrier((by_hidden, by_logits))
+    return loss, by_hidden, (hidden.reshape(-1, spec.Embed.size), by_logits)
+
+
+def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
+    """Return the same for a compiler that computes what follows and precedes a product with the product's blocks.
+
+    The first product writes the exponentials, relative to a number that is known before it, and sums them. The two
+    others take them with the target's term in its place; 1 / sum is a factor of the rows of hidden and of its gradient.
+    """
+    hidden, targets, weights = hidden[0], targets[0], weights[0]
+    shift, exponentials, total, at_target = spec.finite_exponentials(hidden, head, targets)
+    loss = jnp.sum(weights * (jnp.log(total) + shift - at_target))
+    own = ((jnp.exp(at_target - shift) - total) * spec.slope(at_target)).astype(head.dtype)
+    scale = (weights / total)[:, None]
+
+    def by_logits(exponentials, targets, own):
+        return jnp.where(targets[:, None] == spec.of_device(head), own[:, None], exponentials)
+
+    by_hidden = (_product(by_logits(exponentials, targets, own), head.T) * scale).astype(hidden.dtype)
+    # The barriers keep both products with operands of their own, which are computed with them and never written.
+    parts = jax.lax.optimization_barrier((by_hidden, exponentials, targets, own))
+    scaled = jax.lax.optimization_barrier((hidden * scale).astype(hidden.dtype))
+    return loss, parts[0], (scaled, by_logits(*parts[1:]))
+
+
+def _alone(function):
+    """Return a function to which `jax.vmap` over an axis of size 1 adds no axis: with it, XLA:TPU fuses less."""
+    called = jax.custom_batching.custom_vmap(function)
+
+    @called.def_vmap
+    def mapped(size, is_mapped, *arguments):
+        if size > 1:
+            result = jax.vmap(function, [0 if each else None for each in is_mapped])(*arguments)
+        else:
+            one = [x[0] if each else x for x, each in zip(arguments, is_mapped, strict=True)]
+            result = jax.tree.map(lambda x: x[None], function(*one))
+        return result, jax.tree.map(lambda _: True, result)
+
+    return called
+
+
 def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
+    of_group = _fused_group if spec.fused else _blocked_group
+
     def local(hidden, head, targets, weights):
-        def block(loss, rows):
-            block_loss, by_logits = spec.of_block(rows[0], head, *rows[1:])
-            return loss + block_loss, by_logits.astype(head.dtype)
+        def group(index, carry):
+            loss, by_head, by_hidden = carry
+            rows = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in groups]
+            group_loss, own, (left, right) = of_group(spec, head, *rows)
+            by_head = _product(left.T, right) if by_head is None else by_head + _product(left.T, right)
+            return loss + group_loss, by_head, jax.lax.dynamic_update_index_in_dim(by_hidden, own, index, 0)
 
-        def group(carry, rows):
-            loss, by_head = carry
-            loss, by_logits = jax.lax.scan(block, loss, rows)
-            by_logits = by_logits.reshape(-1, by_logits.shape[-1])
-            by_hidden = jnp.dot(by_logits, head.T, preferred_element_type=jnp.float32).astype(hidden.dtype)
-            # In this order the gathered head is not needed any more when its gradient is computed.
-            by_hidden, by_logits = jax.lax.optimization_barrier((by_hidden, by_logits))
-            tokens = rows[0].reshape(-1, spec.Embed.size)
-            by_head += jnp.dot(tokens.T, by_logits, preferred_element_type=jnp.float32)
-            return (loss, by_head), by_hidden
-
-        start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-        (loss, by_head), by_hidden = jax.lax.scan(group, start, spec.cut(hidden, targets, weights))
+        groups = spec.cut(spec.fused, hidden, targets, weights)
+        count, tokens = len(groups[0]), groups[0][0].size // spec.Embed.size
+        loss, by_hidden = jnp.float32(0), jax.lax.empty((count, tokens, spec.Embed.size), hidden.dtype)
+        # The last group is apart, so that its product writes the gradient by head in the compute dtype.
+        carry = loss, jnp.zeros(head.shape, jnp.float32) if count > 1 else None, by_hidden
+        carry = jax.lax.fori_loop(0, count - 1, group, carry) if count > 1 else carry
+        loss, by_head, by_hidden = group(count - 1, carry)
         by_hidden = by_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
         by_hidden = jax.lax.psum(by_hidden, spec.vocab_mesh_axes)
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)
         return jax.lax.psum(loss, spec.token_mesh_axes), by_hidden, by_head
 
-    layout = spec.layout
+    local, layout = _alone(local), spec.layout
     hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
     head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
     outputs = spec.sharded(local, (PartitionSpec(), hidden_spec, head_spec))(hidden, head, targets, weights)
