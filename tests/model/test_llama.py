@@ -16,6 +16,7 @@ from gregale.model.cache import for_tokens
 from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.llama import Llama, parameter_count
 from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.mesh.support import assert_trees_close, executed, kernels_of, layout_of, one_device, small_model, token_batch
@@ -82,9 +83,9 @@ def without(batch, name: str):
     return {key: value for key, value in batch.items() if key != name}
 
 
-CPU = cpu_kernels()
+CPU, TPU = cpu_kernels(), tpu_kernels()
 CASES = [*((name, name != "mistral", CPU) for name in CONFIGS if name not in ("llama2", "qwen3"))]
-CASES.append(("gemma", True, PLAIN))
+CASES += [("gemma", True, PLAIN), ("llama3", False, TPU)]
 
 
 @pytest.mark.parametrize(("name", "packed", "kernels"), CASES)

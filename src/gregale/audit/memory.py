@@ -130,8 +130,7 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     With `none` these are all arrays that JAX differentiates: gate, up, and four products of them; four arrays of the
     residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
     weights, if they are gathered by layer.
-    A platform's rules keep three arrays for the four products; the CPU's rules keep no float32 around norms, and no
-    scores.
+    A platform's rules keep three arrays for the four products, and no float32 around norms; the CPU's keep no scores.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
@@ -150,13 +149,11 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
-    if step.rules == "cpu":
-        return weights + attention + 4 * stream + wide
     norms = 4 * tokens * step.embed * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
-    scores = (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 4 * stream + norms + wide + scores
+    scores = 0 if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
+    return weights + attention + 4 * stream + wide + scores + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:

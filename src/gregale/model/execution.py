@@ -15,7 +15,7 @@ from haliax.nn import Linear, ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, LAYERS, POSITION, Layout
+from gregale.axes.layout import BATCH, EMBED, LAYERS, POSITION, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
@@ -49,8 +49,11 @@ UNROLL = {"cpu": 4}
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
 
-Block = Callable[[NamedArray, Any, Kind, Any, "Execution"], NamedArray]
-"""block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
+Block = Callable[..., NamedArray]
+"""block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution, square) -> x
+
+- `square`: the mean square of x over `embed`, float32; None: it is not known
+"""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,15 @@ class Execution:
                 return block(x, layer["weights"], layer.get("kind", 0), rows, execution)
 
             return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
-        x, _ = self.scan_layers(lambda x, weights, kind: (block(x, weights, kind, rows, self), None), kinds, x, weights)
-        return x
+
+        def square(x: NamedArray) -> NamedArray | None:
+            return mean_square(x) if self.kernels.hands_on_squares else None
+
+        def step(carry, weights, kind):
+            x = block(carry[0], weights, kind, rows, self, carry[1])
+            return (x, square(x)), None
+
+        return self.scan_layers(step, kinds, (x, square(x)), weights)[0][0]
 
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
         """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
@@ -172,6 +182,12 @@ class Execution:
             return carry, tuple(outs)
 
         return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
+
+
+def mean_square(x: NamedArray) -> NamedArray:
+    """Return the mean square over `embed` in float32, as a constant: the rule of the norm that takes it derives it."""
+    fixed = jax.lax.stop_gradient(x.array).astype(jnp.float32)
+    return hax.mean(hax.square(NamedArray(fixed, x.axis_names)), EMBED)
 
 
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:

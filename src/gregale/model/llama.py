@@ -78,8 +78,8 @@ class Block(eqx.Module):
             config=config,
         )
 
-    def __call__(self, x, positions, segments, kind: Kind, execution: Execution) -> NamedArray:
-        attended = self.attention(self.attends_to(x, execution), positions, segments, kind, execution)
+    def __call__(self, x, positions, segments, kind: Kind, execution: Execution, square=None) -> NamedArray:
+        attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
         x = execution.placed(x + self._attended(attended, execution))
         return execution.placed(x + self._fed(x, execution))
 
@@ -96,9 +96,9 @@ class Block(eqx.Module):
         x = x + self._attended(attended, execution)
         return x + self._fed(x, execution), cache
 
-    def attends_to(self, x, execution: Execution) -> NamedArray:
-        """Return the input of attention."""
-        return self._taken(self.attention_norm, x, execution)
+    def attends_to(self, x, execution: Execution, square: NamedArray | None = None) -> NamedArray:
+        """Return the input of attention; `square`: the mean square of `x`, if it is known."""
+        return self._taken(self.attention_norm, x, execution, square)
 
     def _attended(self, attended, execution: Execution) -> NamedArray:
         return self._given(self.attention_norm, self.attention_out_norm, attended, execution)
@@ -107,9 +107,9 @@ class Block(eqx.Module):
         fed = self.mlp(self._taken(self.mlp_norm, x, execution), execution)
         return self._given(self.mlp_norm, self.mlp_out_norm, fed, execution)
 
-    def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
+    def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
         """Return the input of half a layer."""
-        return x if self.config.norms == "after" else norm(x, execution)
+        return x if self.config.norms == "after" else norm(x, execution, square)
 
     def _given(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
         """Return the output that half a layer adds to the stream."""
@@ -147,8 +147,8 @@ class Llama(eqx.Module):
         """
         x = execution.placed(self._embedded(tokens, execution))
 
-        def block(x, weights, kind, rows, execution):
-            return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution)
+        def block(x, weights, kind, rows, execution, square=None):
+            return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
 
         rows = {"positions": positions, "segments": segments}
         x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows)

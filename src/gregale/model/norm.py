@@ -23,14 +23,18 @@ class RmsNorm(eqx.Module):
         """Return a norm with multiplier 1."""
         return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
 
-    def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
-        """Map [..., *Over] to the same in the dtype of `x`; the mean is over all of these axes together."""
+    def __call__(self, x: NamedArray, execution: Execution, square: NamedArray | None = None) -> NamedArray:
+        """Map [..., *Over] to the same in the dtype of `x`; the mean is over all of these axes together.
+
+        - `square`: the mean square of `x`, if it is known, in case of one axis
+        """
         over = self.weight.axes
         x = x.rearrange((..., *over))
         weight = self.weight if self.offset == 0 else self.weight + self.offset
         if len(over) == 1:
-            return execution.kernels.rms_norm(x, weight, self.epsilon)
+            known = None if square is None else square.rearrange(x.axes[:-1]).array
+            return execution.kernels.rms_norm(x, weight, self.epsilon, known)
         found = execution.kernels.rms_norm(
-            x.flatten_axes(over, CHANNEL), weight.flatten_axes(over, CHANNEL), self.epsilon
+            x.flatten_axes(over, CHANNEL), weight.flatten_axes(over, CHANNEL), self.epsilon, None
         )
         return found.unflatten_axis(CHANNEL, over)

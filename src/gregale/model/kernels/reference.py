@@ -28,14 +28,26 @@ def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tu
     return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
 
 
-def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
+def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float, square: jax.Array | None = None) -> NamedArray:
     """Compute RMSNorm without broadcasting the root and the weight to the shape of `x`, as Haliax's own does.
 
-    The backward pass would keep both in that shape. Here they have axes of size 1.
+    The backward pass would keep both in that shape. Here they have axes of size 1. JAX differentiates the mean square,
+    so that it is always computed here.
     """
     exact = x.array.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + epsilon)
     return NamedArray((exact * inverse).astype(x.dtype) * weight.array.astype(x.dtype), x.axis_names)
+
+
+def norm_gradients(x, weight, inverse: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return inverse (c - n mean(c n)) by x, and the sum over rows of by_output n by weight, in float32.
+
+    - `inverse`: 1 / sqrt(mean(x^2) + epsilon), with a last axis of size 1; n = x inverse, c = by_output weight
+    """
+    x, weight, by_output = (each.astype(jnp.float32) for each in (x, weight, by_output))
+    normal, scaled = x * inverse, by_output * weight
+    by_x = inverse * (scaled - normal * jnp.mean(scaled * normal, axis=-1, keepdims=True))
+    return by_x, jnp.sum(by_output * normal, axis=tuple(range(x.ndim - 1)))
 
 
 def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:

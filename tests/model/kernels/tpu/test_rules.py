@@ -25,6 +25,28 @@ def test_swiglu(dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("known", [False, True])
+def test_rms_norm(dtype, known):
+    """Also with the mean square of another computation, whose derivative is in the rule."""
+    x, weight = hax.random.normal(jax.random.key(0), (Batch, Position, HeadSize)), hax.arange(HeadSize) - 1.5
+
+    def form(kernels):
+        def norm(x, weight):
+            square = jax.lax.stop_gradient(jnp.mean(jnp.square(x.array.astype(jnp.float32)), axis=-1))
+            return kernels.rms_norm(x, weight, 1e-3, square if known else None)
+
+        return norm
+
+    assert_equal(form, TPU, (3 * x, weight), dtype)
+
+
+def test_the_gradient_of_a_norms_weight_is_summed_in_float32():
+    x, weight = jnp.ones((4096, 2), jnp.bfloat16), hax.named(jnp.ones(2, jnp.bfloat16), "embed")
+    gradient = jax.grad(lambda w: hax.sum(TPU.rms_norm(hax.named(x, ("row", "embed")), w, 0.0)).scalar())(weight)
+    np.testing.assert_array_equal(gradient.array, 4096)
+
+
+@each_dtype
 def test_rotation(dtype):
     """Also of positions that differ from row to row, and with heads before positions."""
     config = LlamaConfig(heads=3, kv_heads=3, hidden=24)

@@ -12,7 +12,7 @@ from haliax.nn import Linear
 
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN, turned
+from gregale.model.kernels.reference import PLAIN, norm_gradients, turned
 from gregale.model.kernels.swiglu import swiglu_with
 
 SWIGLU = swiglu_with(jax.lax.optimization_barrier)
@@ -31,7 +31,7 @@ def cpu_kernels() -> Kernels:
     )
 
 
-def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
+def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float, square: jax.Array | None = None) -> NamedArray:
     return NamedArray(_rms_norm(x.array, weight.array, epsilon), x.axis_names)
 
 
@@ -52,13 +52,9 @@ def _rms_norm_forward(x, weight, epsilon):
 
 
 def _rms_norm_backward(epsilon: float, saved, cotangent):
-    """Return inverse * (c - n * mean(c * n)) by x, cotangent * n by weight; n = x * inverse, c = cotangent * weight."""
     x, weight, inverse = saved
-    x32, by_output = (each.astype(jnp.float32) for each in jax.lax.optimization_barrier((x, cotangent)))
-    normal = x32 * inverse
-    scaled = by_output * weight.astype(jnp.float32)
-    by_x = inverse * (scaled - normal * jnp.mean(scaled * normal, axis=-1, keepdims=True))
-    by_weight = jnp.sum(by_output * normal, axis=tuple(range(x.ndim - 1)))
+    x, cotangent = jax.lax.optimization_barrier((x, cotangent))
+    by_x, by_weight = norm_gradients(x, weight, inverse, cotangent)
     return jax.lax.optimization_barrier((by_x.astype(x.dtype), by_weight.astype(weight.dtype)))
 
 

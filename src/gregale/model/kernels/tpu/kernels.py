@@ -1,13 +1,15 @@
 """The operations with differentiation rules for XLA:TPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import NamedArray
 
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.reference import PLAIN, norm_gradients
 from gregale.model.kernels.swiglu import swiglu_with
 
 # XLA:TPU else makes the gradients again inside of each of the four products that take them, which costs every one of
@@ -16,7 +18,39 @@ SWIGLU = swiglu_with(tuple)
 
 
 def tpu_kernels() -> Kernels:
-    return replace(PLAIN, rules="tpu", swiglu=SWIGLU, rotate=rotate)
+    return replace(PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, hands_on_squares=True)
+
+
+def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float, square: jax.Array | None = None) -> NamedArray:
+    if square is None:
+        square = jnp.mean(jnp.square(jax.lax.stop_gradient(x.array).astype(jnp.float32)), axis=-1)
+    return NamedArray(_rms_norm(x.array, weight.array, square, epsilon), x.axis_names)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rms_norm(x: jax.Array, weight: jax.Array, square: jax.Array, epsilon: float) -> jax.Array:
+    return (x.astype(jnp.float32) * _inverse(square, epsilon)).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def _inverse(square: jax.Array, epsilon: float) -> jax.Array:
+    return jax.lax.rsqrt(square + epsilon)[..., None]
+
+
+def _rms_norm_forward(x, weight, square, epsilon):
+    return _rms_norm(x, weight, square, epsilon), (x, weight, square)
+
+
+def _rms_norm_backward(epsilon: float, saved, cotangent):
+    """Return the gradients of `norm_gradients`; that of the mean square is part of that by x.
+
+    JAX would sum the weight's gradient in bfloat16.
+    """
+    x, weight, square = saved
+    by_x, by_weight = norm_gradients(x, weight, _inverse(square, epsilon), cotangent)
+    return by_x.astype(x.dtype), by_weight.astype(weight.dtype), None
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -32,7 +66,10 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    swap = np.kron([[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2))
+    return _turned_by(x, cos, sin, np.kron([[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2)))
+
+
+def _turned_by(x: jax.Array, cos: jax.Array, sin: jax.Array, swap: np.ndarray) -> jax.Array:
     swapped = jnp.dot(x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST)
     return (x.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x.dtype)
 
@@ -44,7 +81,8 @@ def _turned_forward(x, cos, sin):
 def _turned_backward(saved, cotangent):
     """Return the cotangent rotated back; the derivative by angles is not needed."""
     cos, sin = saved
-    return _turned(cotangent, cos, -sin), None, None
+    # The transposed swap in place of a negated sine, which would be a pass of its own in each layer.
+    return _turned_by(cotangent, cos, sin, np.kron([[0, -1], [1, 0]], np.eye(cotangent.shape[-1] // 2))), None, None
 
 
 _turned.defvjp(_turned_forward, _turned_backward)
