@@ -92,6 +92,23 @@ def _segment_ids(*of_queries_and_keys: tuple[jax.Array, int]):
 
 
 @dataclass(frozen=True)
+class Seen:
+    """A block of scores that are all visible, or all hidden, as splash asks of an array, but ten times as fast."""
+
+    every: bool
+
+    def any(self) -> bool:
+        return self.every
+
+    def all(self) -> bool:
+        return self.every
+
+
+ALL, NONE = Seen(True), Seen(False)
+SOME = np.array([[True, False]])
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which keys queries see, as splash's masks: `mask[queries, keys]` of two slices.
 
@@ -125,14 +142,15 @@ class Mask:
         seen = queries >= keys
         return seen if self.window is None else seen & (queries - keys < self.window)
 
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        """Return whether any of a block's scores is visible, and whether all are: [1, 2]."""
+    def __getitem__(self, index: tuple[slice, slice]) -> "Seen | np.ndarray":
+        """Return whether any of a block's scores is visible, and whether all are."""
         queries, keys = index
         chunk, inside = divmod(queries.start, self.chunk)
-        first = self.starts[chunk] + inside
-        last, width = first + queries.stop - queries.start - 1, self.keys if self.window is None else self.window
-        farthest, nearest = last - keys.start, first - keys.stop + 1
-        return np.array([[farthest >= 0 and nearest < width, nearest >= 0 and farthest < width]])
+        back = self.starts[chunk] + inside - keys.start
+        farthest, nearest = back + queries.stop - queries.start - 1, back - (keys.stop - keys.start) + 1
+        if farthest < 0 or (self.window is not None and nearest >= self.window):
+            return NONE
+        return ALL if nearest >= 0 and (self.window is None or farthest < self.window) else SOME
 
 
 def _kernel(blocks: Blocks, heads: int, mask: Mask, cap: float | None, interpret: bool):
