@@ -29,7 +29,7 @@ from typing import Any
 
 from gregale.audit.chips import CHIPS
 from gregale.audit.device_axes import INSIDE
-from gregale.audit.pallas_cost import Kernel, Kernels, visible
+from gregale.audit.pallas_cost import Kernel, Kernels, Pairs, visible
 from gregale.audit.roofline import roofline
 from gregale.model.kernels.tpu.blocks import blocks_for
 from gregale.programs.plan.command import tokens_of
@@ -139,18 +139,18 @@ def parts_of(path: Path, topology: str, slices: int) -> Parts:
     config = load(TrainConfig, path, [])
     setup = setup_for(config, tokens_of(config), target)
     step = step_shape(setup)
-    blocks = blocks_for(target.devices[0].device_kind, step.positions, None, step.head_size)
+    group = step.heads // setup.config.model.kv_heads
+    blocks = blocks_for(target.devices[0].device_kind, step.positions, None, step.head_size, group)
     rows = setup.config.batch.size // setup.layout.mesh.size
     kernels, backward = Kernels(target.chip, target.devices_a_chip), ("fused",) if blocks.fused else ("dkv", "dq")
     passes = 1 if step.remat in ("context", "context_offload", "none", "projections") else 2  # full: computed again
 
-    def seconds(name: str, keys: int) -> float:
-        return kernels.seconds(
-            Kernel(f"splash_mha_{name}", rows * step.heads, blocks.length, step.head_size, blocks.size, keys)
-        )
+    def seconds(name: str, block: int) -> float:
+        pairs = Pairs.causal(blocks.length, block, rows * step.heads)
+        return kernels.seconds(Kernel(f"splash_mha_{name}", block, step.head_size, pairs))
 
-    attention = passes * seconds("fwd", blocks.size)
-    attention += sum(seconds(name, blocks.size if name == "dq" else blocks.backward) for name in backward)
+    attention = passes * seconds("fwd", blocks.forward.size)
+    attention += sum(seconds(name, blocks.backward.size) for name in backward)
     bound = roofline(estimated_work(setup, estimated_link_bytes(setup)), target.chip, target.devices_a_chip, None)
     pairs = 2 * 2 * step.layers * step.heads * step.head_size * visible(step.positions, (None,)) * rows
     products = bound.compute - (passes + 2.5) * pairs / (target.chip.flops_per_second / target.devices_a_chip)
