@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gregale.model.kernels.tpu.grid import (
+    LOG_2,
     ROWS_BY_ROWS,
     Kernel,
     block_indices,
@@ -80,13 +81,13 @@ def _gradients(kernel: Kernel, kind, step, queries, keys, q, k, v, by_output, ex
     """Return the weights and the gradients by scores of a part: [key, query]."""
     raw = dot(k[keys], q[queries], ROWS_BY_ROWS)
     scores = kernel.capped(raw)
-    weights = jnp.exp(
+    weights = jnp.exp2(
         masked(scores, kernel.visible(kind, step, queries, keys, keys_first=True), same) - exponent[:, queries]
     )
     by_weights = dot(v[keys], by_output[queries], ROWS_BY_ROWS)
     by_scores = (by_weights - along[:, queries]) * weights
-    if kernel.cap is not None:
-        by_scores = by_scores * (1 - jnp.square(scores / kernel.cap))
+    if kernel.limit is not None:
+        by_scores = by_scores * (1 - jnp.square(scores / kernel.limit))
     return weights, by_scores
 
 
@@ -128,14 +129,14 @@ def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, e
 
     @pl.when(step.last)
     def _():
-        by_k[...] = k_sums[...].astype(by_k.dtype)
+        by_k[...] = (LOG_2 * k_sums[...]).astype(by_k.dtype)
         by_v[...] = v_sums[...].astype(by_v.dtype)
 
     if with_q:
 
         @pl.when(step.closes)
         def _():
-            by_q[...] = q_sums[pl.ds(at, size)].astype(by_q.dtype)
+            by_q[...] = (LOG_2 * q_sums[pl.ds(at, size)]).astype(by_q.dtype)
 
 
 def _by_queries(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
@@ -169,4 +170,4 @@ def _backward_by_queries(kernel: Kernel, table, q, k, v, by_output, exponent, al
 
     @pl.when(step.last)
     def _():
-        by_q[...] = sums[...].astype(by_q.dtype)
+        by_q[...] = (LOG_2 * sums[...]).astype(by_q.dtype)

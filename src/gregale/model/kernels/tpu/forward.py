@@ -28,7 +28,7 @@ from gregale.model.kernels.tpu.pairs import Step
 
 
 def forward(kernel: Kernel, q, k, v, ids) -> tuple[jax.Array, jax.Array]:
-    """Return softmax(q k^T) v, and the log of the sum of exp(scores): float32 [batch, heads, position].
+    """Return softmax(q k^T) v, and log2 of the sum of 2^scores: float32 [batch, heads, position].
 
     - `ids`: segments of queries and of keys, int32 [batch, position] each; None: one segment
     """
@@ -66,7 +66,7 @@ def _forward(kernel: Kernel, table, q, k, v, q_ids, k_ids, out, exponent, top, t
             scores = masked(scores, kernel.visible(kind, step, queries, keys, keys_first=False), same)
             before = top[queries]
             after = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
-            weights, shrink = jnp.exp(scores - wide(after, scores.shape[1])), jnp.exp(before - after)
+            weights, shrink = jnp.exp2(scores - wide(after, scores.shape[1])), jnp.exp2(before - after)
             top[queries] = after
             lanes = [weights[:, at : at + LANES] for at in range(0, scores.shape[1], LANES)]
             total[queries] = shrink * total[queries] + sum(lanes[1:], lanes[0])
@@ -78,4 +78,4 @@ def _forward(kernel: Kernel, table, q, k, v, q_ids, k_ids, out, exponent, top, t
     def _():
         whole = jnp.broadcast_to(jnp.sum(total[...], axis=-1, keepdims=True), total.shape)
         out[...] = (sums[...] / wide(whole, width)).astype(out.dtype)
-        exponent[...] = (top[...] + jnp.log(whole)).T[:1]
+        exponent[...] = (top[...] + jnp.log2(whole)).T[:1]

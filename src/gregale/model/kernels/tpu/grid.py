@@ -1,12 +1,14 @@
 """What the kernels of attention for TPU share: their grid, the parts of a pair of blocks, and masks.
 
-Arrays are [batch, heads, position, size], queries scaled. A grid is (batch, head, pair), with the pairs of `pairs.py`.
+Arrays are [batch, heads, position, size]. A grid is (batch, head, pair), with the pairs of `pairs.py`. Queries are
+scaled so that q . k is a score in units of log 2: weights are powers of two, without a product for each of them.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import log
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gregale.model.kernels.tpu.blocks import LANES, Block
 from gregale.model.kernels.tpu.pairs import DIAGONAL, EDGE, Pairs, Step, Table
 
+LOG_2 = log(2)
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score; finite, because a row may see no key of a block
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # a b^T
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))  # a b
@@ -42,8 +45,13 @@ class Kernel:
         starts = range(0, size, keys)
         return [(slice(first if kind == DIAGONAL else 0, size), slice(first, first + keys)) for first in starts]
 
+    @property
+    def limit(self) -> float | None:
+        """Return the cap in the unit of scores."""
+        return None if self.cap is None else self.cap / LOG_2
+
     def capped(self, scores):
-        return scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
+        return scores if self.limit is None else self.limit * jnp.tanh(scores / self.limit)
 
     def visible(self, kind: int, step: Step, queries: slice, keys: slice, keys_first: bool):
         """Return the mask of a part, without segments; None: all."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import log
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class Splash:
         else:
             blocks = shared_blocks(self.device_kind, self.devices, *shape)
             k, v = (whole(x, self.devices) for x in (k, v))
-        q = (q * head_size**-0.5).astype(q.dtype)
+        q = (q * (head_size**-0.5 / log(2))).astype(q.dtype)  # scores in units of log 2
         own = blocks.length // self.devices
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
         ids = None if segments is None else _segment_ids(segments, own, self.devices, blocks.length)
