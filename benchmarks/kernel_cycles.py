@@ -1,6 +1,6 @@
 """Cycles of the attention kernels by the TPU compiler's bundles: writes src/gregale/audit/kernel_cycles.json.
 
-    python benchmarks/kernel_cycles.py [--chips v5e v6e] [--head-sizes 128] [--blocks 1024]
+    python benchmarks/kernel_cycles.py [--chips v5e v6e] [--head-sizes 128] [--blocks 2048] [--passes forward]
     python benchmarks/kernel_cycles.py --chips v5e --blocks 1024,512,256 2048,512,256   # prints, and writes nothing
 
 The kernels are compiled for each chip, head size and block, forward and backward, with the compiler's dump of its final
@@ -40,6 +40,7 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 ROWS_OF_TOKENS, HEADS, KV_HEADS = 2, 8, 2
 BLOCKS_OF_A_ROW = 4
 LAYER = 8192, 2 * 32  # tokens and heads
+PASSES = ("forward", "fused", "split")
 LARGE = 64  # bundles of a region that runs once for an outer block
 STAGES = 2  # more turns of a loop than its grid has steps: loads and stores are pipelined
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -97,11 +98,11 @@ def cycles_of(text: str, steps: int, chip: Chip) -> list[int]:
     return [round(count / cores) for count in (step, outer, *pairs)]
 
 
-def measured(chip: str, head_size: int, block: Block) -> list[tuple[Kernel, list[int]]]:
-    """Return the kernels for a chip, head size and block, and their cycles."""
+def measured(chip: str, head_size: int, block: Block, run: str) -> list[tuple[Kernel, list[int]]]:
+    """Return the kernels of a pass for a chip, head size and block, and their cycles."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        command = [sys.executable, __file__, "--worker", chip, str(head_size), *map(str, astuple(block)), folder]
+        command = [sys.executable, __file__, "--worker", run, chip, str(head_size), *map(str, astuple(block)), folder]
         environment = {**os.environ, **WITHOUT_A_TPU, "LIBTPU_INIT_ARGS": flags}
         subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
         found = []
@@ -113,8 +114,8 @@ def measured(chip: str, head_size: int, block: Block) -> list[tuple[Kernel, list
         return found
 
 
-def worker(chip: str, head_size: int, block: Block, folder: str) -> None:
-    """Compile the kernels, and write the pairs of their grids. The window is such that all kinds occur."""
+def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> None:
+    """Compile the kernels of a pass, and write the pairs of their grids. The window is such that all kinds occur."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -123,6 +124,7 @@ def worker(chip: str, head_size: int, block: Block, folder: str) -> None:
 
     from gregale.audit.hlo import parse
     from gregale.model.kernels.tpu.backward import fused, split
+    from gregale.model.kernels.tpu.blocks import KEPT_ELSEWHERE as KEPT_GRADIENTS
     from gregale.model.kernels.tpu.blocks import WORKING
     from gregale.model.kernels.tpu.forward import forward
     from gregale.model.kernels.tpu.grid import Kernel as Grid
@@ -131,18 +133,19 @@ def worker(chip: str, head_size: int, block: Block, folder: str) -> None:
     device = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), "a"), PartitionSpec())
     length = BLOCKS_OF_A_ROW * block.size
-    grid = Grid(Sequence(length, block.size, 1, 2 * block.size + 1), block, None, False, 2 * WORKING)
+    grid = Grid(Sequence(length, block.size, 1, 2 * block.size), block, None, False, WORKING + KEPT_GRADIENTS)
 
     def array(*shape: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((ROWS_OF_TOKENS, *shape), dtype, sharding=sharding)
 
-    def run(q, k, ids, exponent):
-        backward = (function(grid, q, k, k, ids, exponent, exponent, q) for function in (fused, split))
-        return forward(grid, q, k, k, ids), *backward
+    def computed(q, k, ids, exponent):
+        if run == "forward":
+            return forward(grid, q, k, k, ids)
+        return (fused if run == "fused" else split)(grid, q, k, k, ids, exponent, exponent, q)
 
     q, k = (array(heads, length, head_size) for heads in (HEADS, KV_HEADS))
     ids, exponent = array(length, dtype=jnp.int32), array(HEADS, length, dtype=jnp.float32)
-    text = jax.jit(run).lower(q, k, (ids, ids), exponent).compile().as_text()
+    text = jax.jit(computed).lower(q, k, (ids, ids), exponent).compile().as_text()
     found = [
         kernel
         for computation in parse(text).computations.values()
@@ -170,15 +173,16 @@ def block_of(text: str) -> Block:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        chip, head_size, *block, folder = sys.argv[2:]
-        return worker(chip, int(head_size), Block(*map(int, block)), folder)
+        run, chip, head_size, *block, folder = sys.argv[2:]
+        return worker(run, chip, int(head_size), Block(*map(int, block)), folder)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", default=["v5e", "v5p", "v6e"], choices=TOPOLOGIES)
     parser.add_argument("--head-sizes", nargs="+", type=int, default=[128])
     parser.add_argument("--blocks", nargs="+", type=block_of, default=[Block.of(1024)])
+    parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
     options = parser.parse_args()
     for chip, head_size, block in itertools.product(options.chips, options.head_sizes, options.blocks):
-        found = measured(chip, head_size, block)
+        found = [each for run in options.passes for each in measured(chip, head_size, block, run)]
         print(chip, block, milliseconds(chip, found), flush=True)
         if block == Block.of(block.size):
             table = json.loads(TABLE.read_text())

@@ -77,12 +77,12 @@ def _inputs(size: int, of_q, of_kv, q, k, v, ids, exponent, along, by_output):
     return [*arrays, *rows, *segment_inputs(ids, size, of_q, of_kv)]
 
 
-def _gradients(kernel: Kernel, kind, step, queries, keys, q, k, v, by_output, exponent, along, same):
+def _gradients(kernel: Kernel, case, queries, keys, q, k, v, by_output, exponent, along, same):
     """Return the weights and the gradients by scores of a part: [key, query]."""
     raw = dot(k[keys], q[queries], ROWS_BY_ROWS)
     scores = kernel.capped(raw)
     weights = jnp.exp2(
-        masked(scores, kernel.visible(kind, step, queries, keys, keys_first=True), same) - exponent[:, queries]
+        masked(scores, kernel.visible(*case, queries, keys, keys_first=True), same) - exponent[:, queries]
     )
     by_weights = dot(v[keys], by_output[queries], ROWS_BY_ROWS)
     by_scores = (by_weights - along[:, queries]) * weights
@@ -112,20 +112,18 @@ def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, e
         def _():
             q_sums[pl.ds(at, size)] = jnp.zeros((size, q.shape[-1]), jnp.float32)
 
-    def add(kind: int) -> None:
-        for queries, keys in kernel.products(kind):
+    def add(*case: int) -> None:
+        for queries, keys in kernel.products(*case):
             count = queries.stop - queries.start
             same = None if columns is None else wide(columns[keys], count) == q_ids[:, queries]
-            weights, by_scores = _gradients(
-                kernel, kind, step, queries, keys, q, k, v, by_output, exponent, along, same
-            )
+            weights, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
             v_sums[keys] += dot(weights.astype(v.dtype), by_output[queries])
             by_scores = by_scores.astype(q.dtype)
             k_sums[keys] += dot(by_scores, q[queries])
             if with_q:
                 q_sums[pl.ds(at + queries.start, count)] += dot(by_scores.T, k[keys])
 
-    kernel.each_kind(step, add)
+    kernel.each_case(step, add)
 
     @pl.when(step.last)
     def _():
@@ -160,13 +158,13 @@ def _backward_by_queries(kernel: Kernel, table, q, k, v, by_output, exponent, al
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    def add(kind: int) -> None:
-        for queries, keys in kernel.products(kind):
+    def add(*case: int) -> None:
+        for queries, keys in kernel.products(*case):
             same = None if q_ids is None else spread(k_ids[:, keys])[:, :1] == q_ids[:, queries]
-            _, by_scores = _gradients(kernel, kind, step, queries, keys, q, k, v, by_output, exponent, along, same)
+            _, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
             sums[queries] += dot(by_scores.T.astype(k.dtype), k[keys])
 
-    kernel.each_kind(step, add)
+    kernel.each_case(step, add)
 
     @pl.when(step.last)
     def _():

@@ -19,7 +19,7 @@ MIB = 2**20
 # Bytes of vector memory for the float32 gradients by queries of a group of heads, which the fused backward pass keeps.
 KEPT_GRADIENTS = {"TPU v5 lite": 64 * MIB, "TPU v6 lite": 64 * MIB}
 KEPT_ELSEWHERE = 16 * MIB
-WORKING = 24 * MIB  # beside them, for blocks, sums and scores
+WORKING = 32 * MIB  # beside them, for blocks, sums and scores
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gregale.model.kernels.tpu.blocks import LANES, Block
-from gregale.model.kernels.tpu.pairs import DIAGONAL, EDGE, Pairs, Step, Table
+from gregale.model.kernels.tpu.pairs import EDGE, WHOLE, Pairs, Step, Table
 
 LOG_2 = log(2)
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score; finite, because a row may see no key of a block
@@ -39,11 +39,16 @@ class Kernel:
     interpret: bool
     vector_memory: int | None = None
 
-    def products(self, kind: int) -> list[tuple[slice, slice]]:
-        """Return the queries and keys of the parts in which a pair of a kind is computed."""
-        size, keys = self.block.size, self.block.diagonal if kind == DIAGONAL else self.block.compute
-        starts = range(0, size, keys)
-        return [(slice(first if kind == DIAGONAL else 0, size), slice(first, first + keys)) for first in starts]
+    def products(self, kind: int, distance: int) -> list[tuple[slice, slice]]:
+        """Return the queries and keys of the parts in which a pair is computed, without queries that see none."""
+        size, keys = self.block.size, self.block.compute if kind == WHOLE else self.block.diagonal
+        found = []
+        for first in range(0, size, keys):
+            ahead = distance * size - first  # of the keys
+            stop = size if kind != EDGE else min(size, -(-(self.pairs.window - ahead + keys - 1) // LANES) * LANES)
+            if (start := max(0, -ahead)) < stop:
+                found.append((slice(start, stop), slice(first, first + keys)))
+        return found
 
     @property
     def limit(self) -> float | None:
@@ -53,23 +58,23 @@ class Kernel:
     def capped(self, scores):
         return scores if self.limit is None else self.limit * jnp.tanh(scores / self.limit)
 
-    def visible(self, kind: int, step: Step, queries: slice, keys: slice, keys_first: bool):
+    def visible(self, kind: int, distance: int, queries: slice, keys: slice, keys_first: bool):
         """Return the mask of a part, without segments; None: all."""
-        if kind not in (DIAGONAL, EDGE):
+        if kind == WHOLE:
             return None
         shape = (queries.stop - queries.start, keys.stop - keys.start)
         by_query, by_key = (1, 0) if keys_first else (0, 1)
         shape = shape[::-1] if keys_first else shape
         back = jax.lax.broadcasted_iota(jnp.int32, shape, by_query) - jax.lax.broadcasted_iota(jnp.int32, shape, by_key)
-        if kind == DIAGONAL:
-            return back >= 0
-        back = back + (step.distance * self.pairs.size + queries.start - keys.start)
-        return (back >= 0) & (back < self.pairs.window)
+        ahead = distance * self.pairs.size + queries.start - keys.start
+        seen = [back >= -ahead] * (distance == 0) + [back < (self.pairs.window or 0) - ahead] * (kind == EDGE)
+        return seen[0] if len(seen) == 1 else seen[0] & seen[1]
 
-    def each_kind(self, step: Step, compute: Callable[[int], None]) -> None:
-        """Run the code of the pair's kind."""
-        for kind in self.pairs.kinds:
-            pl.when(step.kind == kind)(partial(compute, kind))
+    def each_case(self, step: Step, compute: Callable[[int, int], None]) -> None:
+        """Run the code of the pair's kind and, of an edge, its distance."""
+        for kind, distance in self.pairs.cases:
+            found = step.kind == kind
+            pl.when(found & (step.distance == distance) if kind == EDGE else found)(partial(compute, kind, distance))
 
     def call(self, name: str, body: Callable, table: Table, inputs, outputs, scratch) -> list[jax.Array]:
         """Run a kernel over batch, the heads of its last output, and the pairs of a table.

@@ -84,9 +84,10 @@ class Pairs:
         return WHOLE if distance else DIAGONAL
 
     @property
-    def kinds(self) -> list[int]:
-        """Return the kinds that occur, but `NOTHING`."""
-        return sorted({self.kind(distance) for distance in range(self.reach + 1)})
+    def cases(self) -> list[tuple[int, int]]:
+        """Return the kinds that occur, but `NOTHING`, each with a distance: of edges with all that there are."""
+        found = {(self.kind(distance), distance) for distance in range(self.reach + 1)}
+        return sorted({(kind, distance if kind == EDGE else min(distance, 1)) for kind, distance in found})
 
     @property
     def reach(self) -> int:
