@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 from gregale.audit.chips import CHIPS, Chip
 from gregale.audit.pallas_cost import Kernel, Kernels, Pairs, kernel_of
-from gregale.model.kernels.tpu.blocks import Block
+from gregale.model.kernels.tpu.blocks import Block, blocks_for
 
 TABLE = Path(__file__).parents[1] / "src/gregale/audit/kernel_cycles.json"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
@@ -124,8 +124,6 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
 
     from gregale.audit.hlo import parse
     from gregale.model.kernels.tpu.backward import fused, split
-    from gregale.model.kernels.tpu.blocks import KEPT_ELSEWHERE as KEPT_GRADIENTS
-    from gregale.model.kernels.tpu.blocks import WORKING
     from gregale.model.kernels.tpu.forward import forward
     from gregale.model.kernels.tpu.grid import Kernel as Grid
     from gregale.model.kernels.tpu.pairs import Pairs as Sequence
@@ -133,7 +131,8 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
     device = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), "a"), PartitionSpec())
     length = BLOCKS_OF_A_ROW * block.size
-    grid = Grid(Sequence(length, block.size, 1, 2 * block.size), block, None, False, WORKING + KEPT_GRADIENTS)
+    limits = blocks_for(device.device_kind, length, None, head_size, HEADS // KV_HEADS)
+    grid = Grid(Sequence(length, block.size, 1, 2 * block.size), block, None, False, limits.vector_memory)
 
     def array(*shape: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((ROWS_OF_TOKENS, *shape), dtype, sharding=sharding)

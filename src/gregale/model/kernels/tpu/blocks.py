@@ -6,20 +6,33 @@ LANES = 128  # values in a row of a vector unit; blocks are multiples of it
 COMPUTED = (512, 384, 256, 128)  # keys of a block in one computation: the largest divisor
 DIAGONAL = (256, 384, 128)  # the same for blocks at the diagonal
 
-# Rows of a block, as its scratch fits a kernel's share of vector memory without an option of the compiler. 2048 would
-# need `xla_tpu_scoped_vmem_limit_kib` on the chips that are not named.
-ROWS = 1024
-LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
-LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more masked scores than they save
-
 LARGEST_HEAD_SIZE = 256  # for which these blocks fit, in bfloat16 and in float32
 FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow window saves
-
 MIB = 2**20
-# Bytes of vector memory for the float32 gradients by queries of a group of heads, which the fused backward pass keeps.
-KEPT_GRADIENTS = {"TPU v5 lite": 64 * MIB, "TPU v6 lite": 64 * MIB}
-KEPT_ELSEWHERE = 16 * MIB
-WORKING = 32 * MIB  # beside them, for blocks, sums and scores
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits the vector memory of a chip.
+
+    - `rows`: tokens of a block
+    - `working`: bytes for blocks, sums and scores; None: the compiler's own limit
+    - `kept`: bytes for the float32 gradients by queries of a group of heads, which the fused backward pass keeps
+    """
+
+    rows: int
+    working: int | None
+    kept: int
+
+
+# The best blocks by `benchmarks/kernel_cycles.py` are the largest that fit: with parts of 256 at the diagonal they
+# compute no more than smaller ones, and take fewer steps.
+LIMITS = {
+    "TPU v5 lite": Limits(2048, 32 * MIB, 64 * MIB),
+    "TPU v5": Limits(2048, 32 * MIB, 16 * MIB),
+    "TPU v6 lite": Limits(2048, 32 * MIB, 64 * MIB),
+}
+ELSEWHERE = Limits(1024, None, 4 * MIB)
 
 
 @dataclass(frozen=True)
@@ -47,19 +60,25 @@ class Blocks:
     """The division of a row of tokens.
 
     - `length`: tokens of a row, padded to whole blocks
-    - `forward`, `backward`: of the passes
-    - `vector_memory`: bytes for the fused backward kernel, which computes dq together with dk and dv; None: two kernels
-      do
+    - `block`: of both passes
+    - `working`: bytes of vector memory of a kernel; None: the compiler's own limit
+    - `kept`: bytes that the fused backward kernel, which computes dq together with dk and dv, needs beside these; None:
+      two kernels do
     """
 
     length: int
-    forward: Block
-    backward: Block
-    vector_memory: int | None
+    block: Block
+    working: int | None
+    kept: int | None
 
     @property
     def fused(self) -> bool:
-        return self.vector_memory is not None
+        return self.kept is not None
+
+    @property
+    def vector_memory(self) -> int | None:
+        """Return the bytes for the kernels of the backward pass."""
+        return None if self.working is None else self.working + (self.kept or 0)
 
 
 def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES, group: int = 1) -> Blocks:
@@ -70,16 +89,16 @@ def blocks_for(device_kind: str, length: int, window: int | None, head_size: int
 
     - `group`: heads of queries to a head of keys
     """
-    most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
-    if head_size > LANES:
-        most = most // 2
+    limits = LIMITS.get(device_kind, ELSEWHERE)
+    most = limits.rows if head_size <= LANES else limits.rows // 2
     if window is not None:
         most = min(most, max(FEWEST_IN_WINDOW, _up(window, 2 * LANES)))
     count = -(-length // most)
     size = -(-length // count)
     size = _up(size, LANES if size <= COMPUTED[0] else 2 * LANES)
-    block, length = Block.of(size), _up(length, size)
-    return Blocks(length, block, block, _kept(device_kind, group * length * _up(head_size, LANES) * 4))
+    length = _up(length, size)
+    kept = group * length * _up(head_size, LANES) * 4
+    return Blocks(length, Block.of(size), limits.working, kept if kept <= limits.kept else None)
 
 
 def shared_blocks(
@@ -89,15 +108,10 @@ def shared_blocks(
 
     - `own`: tokens of two chunks, each a multiple of `LANES`
     """
-    found = blocks_for(device_kind, devices * own, window, head_size, group)
-    size = max(size for size in range(LANES, found.forward.size + 1, LANES) if own // 2 % size == 0)
-    kept = _kept(device_kind, group * own * _up(head_size, LANES) * 4)
-    return replace(found, length=devices * own, forward=Block.of(size), backward=Block.of(size), vector_memory=kept)
-
-
-def _kept(device_kind: str, gradients: int) -> int | None:
-    """Return the vector memory of a backward kernel that keeps this many bytes of gradients; None: too many."""
-    return WORKING + gradients if gradients <= KEPT_GRADIENTS.get(device_kind, KEPT_ELSEWHERE) else None
+    most = blocks_for(device_kind, devices * own, window, head_size).block.size
+    size = max(size for size in range(LANES, most + 1, LANES) if own // 2 % size == 0)
+    found = blocks_for(device_kind, own, window, head_size, group)
+    return replace(found, length=devices * own, block=Block.of(size))
 
 
 def _up(size: int, multiple: int) -> int:

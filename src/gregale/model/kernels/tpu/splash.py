@@ -94,9 +94,10 @@ class Call:
         """Return the kernels of the forward pass, or of the backward pass."""
         from gregale.model.kernels.tpu.grid import Kernel  # Pallas takes long to import
 
-        block = self.blocks.forward if forward else self.blocks.backward
-        pairs = Pairs(self.blocks.length, block.size, self.devices, self.window)
-        return Kernel(pairs, block, self.cap, self.interpret, None if forward else self.blocks.vector_memory)
+        blocks = self.blocks
+        pairs = Pairs(blocks.length, blocks.block.size, self.devices, self.window)
+        memory = blocks.working if forward else blocks.vector_memory
+        return Kernel(pairs, blocks.block, self.cap, self.interpret, memory)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
