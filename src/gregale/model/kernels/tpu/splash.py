@@ -56,7 +56,7 @@ class Splash:
         q = (q * (head_size**-0.5 / log(2))).astype(q.dtype)  # scores in units of log 2
         own = blocks.length if self.devices == 1 else length
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
-        ids = None if segments is None else _segment_ids((segments, own), (of_keys, blocks.length))
+        ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
         devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
         attended = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
