@@ -11,7 +11,7 @@ With `--compile` the seconds are those of the compiled program, which takes five
 row; its report is kept in `--rows`. Otherwise they are of closed forms and of the compiled example of the same chip:
 
 - products at the peak, times the example's compute cycles over its products at the peak
-- attention's kernels by the table
+- attention by JAX's splash kernels, which the published runs had, by their bundles
 - seconds of the links by the closed form, times the share that the example exposes
 """
 
@@ -29,9 +29,8 @@ from typing import Any
 
 from gregale.audit.chips import CHIPS
 from gregale.audit.device_axes import INSIDE
-from gregale.audit.pallas_cost import Kernel, Kernels, visible
+from gregale.audit.pallas_cost import visible
 from gregale.audit.roofline import roofline
-from gregale.model.kernels.tpu.blocks import blocks_for
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape
@@ -120,9 +119,45 @@ def config(row: Published) -> dict[str, Any]:
     }
 
 
-# Of config/llama_8b_two_slices.yaml, two slices: seconds of compute, and of waiting inside a slice; docs/tpu.md.
+# Of config/llama_8b_two_slices.yaml on two slices, with JAX's splash kernels: seconds of compute, and of waiting inside
+# a slice.
 EXAMPLE = Path(__file__).parents[1] / "config/llama_8b_two_slices.yaml"
 COMPILED = {"v5e": ("v5e:8x8", 5.454, 0.188), "v6e": ("v6e:8x8", 1.65, 0.045), "v5p": ("v5p:4x4x4", 2.30, 0.014)}
+
+
+@dataclass(frozen=True)
+class Splash:
+    """JAX's splash kernel, with which the published runs and the compiled example ran.
+
+    - `queries`, `keys`: tokens of a block
+    - `step`, `row`, `block`: cycles of a step of the grid, a row of blocks and a visible block, by the bundles
+    """
+
+    queries: int
+    keys: int
+    step: int
+    row: int
+    block: int
+
+    def cycles(self, length: int) -> int:
+        """Return the cycles of one head."""
+        rows, columns = length // self.queries, length // self.keys
+        visible = sum(-(-(row + 1) * self.queries // self.keys) for row in range(rows))
+        outer = columns if self.keys > self.queries else rows
+        return rows * columns * self.step + outer * self.row + visible * self.block
+
+
+# By chip and length: forward, and the fused backward pass.
+SPLASH = {
+    ("v5e", 2048): (Splash(1024, 1024, 144, 1377, 4512), Splash(1024, 1024, 356, 780, 10240)),
+    ("v5e", 4096): (Splash(1024, 1024, 144, 1377, 4512), Splash(1024, 2048, 588, 1420, 20480)),
+    ("v5e", 8192): (Splash(1024, 1024, 296, 1377, 4512), Splash(1024, 2048, 588, 1420, 20480)),
+    ("v5p", 2048): (Splash(1024, 1024, 105, 690, 2319), Splash(1024, 1024, 290, 390, 5120)),
+    ("v5p", 4096): (Splash(1024, 1024, 105, 690, 2319), Splash(1024, 2048, 348, 710, 10240)),
+    ("v5p", 8192): (Splash(1024, 1024, 196, 690, 2319), Splash(1024, 2048, 348, 710, 10240)),
+    ("v6e", 4096): (Splash(1024, 1024, 164, 702, 3433), Splash(1024, 2048, 299, 732, 11899)),
+    ("v6e", 8192): (Splash(2048, 2048, 203, 1309, 13832), Splash(2048, 2048, 585, 796, 23374)),
+}
 
 
 @dataclass(frozen=True)
@@ -139,18 +174,12 @@ def parts_of(path: Path, topology: str, slices: int) -> Parts:
     config = load(TrainConfig, path, [])
     setup = setup_for(config, tokens_of(config), target)
     step = step_shape(setup)
-    blocks = blocks_for(target.devices[0].device_kind, step.positions, None, step.head_size)
     rows = setup.config.batch.size // setup.layout.mesh.size
-    kernels, backward = Kernels(target.chip, target.devices_a_chip), ("fused",) if blocks.fused else ("dkv", "dq")
     passes = 1 if step.remat in ("context", "context_offload", "none", "projections") else 2  # full: computed again
-
-    def seconds(name: str, keys: int) -> float:
-        return kernels.seconds(
-            Kernel(f"splash_mha_{name}", rows * step.heads, blocks.length, step.head_size, blocks.size, keys)
-        )
-
-    attention = passes * seconds("fwd", blocks.size)
-    attention += sum(seconds(name, blocks.size if name == "dq" else blocks.backward) for name in backward)
+    forward, backward = (
+        each.cycles(step.positions) / target.chip.cycles_per_second for each in SPLASH[target.chip.name, step.positions]
+    )
+    attention = rows * step.heads * (passes * forward + backward)
     bound = roofline(estimated_work(setup, estimated_link_bytes(setup)), target.chip, target.devices_a_chip, None)
     pairs = 2 * 2 * step.layers * step.heads * step.head_size * visible(step.positions, (None,)) * rows
     products = bound.compute - (passes + 2.5) * pairs / (target.chip.flops_per_second / target.devices_a_chip)

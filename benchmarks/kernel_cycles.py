@@ -1,17 +1,20 @@
-"""Cycles of the splash kernels by the TPU compiler's bundles: writes src/gregale/audit/kernel_cycles.json.
+"""Cycles of the attention kernels by the TPU compiler's bundles: writes src/gregale/audit/kernel_cycles.json.
 
-    python benchmarks/kernel_cycles.py [--chips v5e v6e] [--lengths 8192] [--head-sizes 128]
+    python benchmarks/kernel_cycles.py [--chips v5e v6e] [--head-sizes 128] [--blocks 2048] [--passes forward]
+    python benchmarks/kernel_cycles.py --chips v5e --blocks 1024,512,256 2048,512,256   # prints, and writes nothing
 
-A kernel is compiled for each chip, length and head size, forward and backward, with the compiler's dump of its final
-bundles. A bundle is what the chip starts in one cycle. The kernel is one loop over the grid, with predicated regions:
+The kernels are compiled for each chip, head size and block, forward and backward, with the compiler's dump of its final
+bundles. A bundle is what the chip starts in one cycle. A kernel is one loop over the grid, with predicated regions:
 
-- the region with matrix products runs once for a visible block. It takes its bundles, or the rows that one matrix unit
-  takes, whichever are more
-- large regions without products run once for a row of blocks: they clear sums and write results
+- a region with matrix products runs for the pairs of one kind: whole, diagonal, edge. It takes its bundles, or the rows
+  that one matrix unit takes, whichever are more
+- large regions without products run once for an outer block: they clear sums and write results
 - the other bundles of the loop run in each step
 
-The compiler splits the grid over the cores of a chip, so that the figures are divided by their number. A row takes half
-a minute of a processor and a gigabyte of temporary files. Rows that are not asked for stay as they are.
+The compiler splits the grid over the cores of a chip, so that the figures are divided by their number. A block of three
+numbers is a candidate: positions, keys in one computation, and at the diagonal. For candidates the milliseconds of a
+layer are printed: two rows of 8,192 tokens, 32 heads and 8 of keys. `gregale.model.kernels.tpu.blocks` has the best. A
+row takes ten seconds of a processor and a gigabyte of temporary files. Rows that are not asked for stay as they are.
 """
 
 from __future__ import annotations
@@ -24,14 +27,21 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
+from unittest.mock import patch
 
 from gregale.audit.chips import CHIPS, Chip
+from gregale.audit.pallas_cost import Kernel, Kernels, Pairs, kernel_of
+from gregale.model.kernels.tpu.blocks import Block, blocks_for
 
 TABLE = Path(__file__).parents[1] / "src/gregale/audit/kernel_cycles.json"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 ROWS_OF_TOKENS, HEADS, KV_HEADS = 2, 8, 2
-LARGE = 64  # bundles of a region that runs once for a row of blocks
+BLOCKS_OF_A_ROW = 4
+LAYER = 8192, 2 * 32  # tokens and heads
+PASSES = ("forward", "fused", "split")
+LARGE = 64  # bundles of a region that runs once for an outer block
 STAGES = 2  # more turns of a loop than its grid has steps: loads and stores are pipelined
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: ", re.MULTILINE)
@@ -67,46 +77,45 @@ def regions_of(bundles: list[str]) -> list[range]:
     return [each for each in found if not any(set(other) < set(each) for other in found if len(other) > LARGE)]
 
 
-def cycles_of(text: str, steps: int, chip: Chip) -> tuple[list[int], int]:
-    """Return the cycles of a step, a row and a visible block of a kernel, and the number of cores that share its grid.
+def cycles_of(text: str, steps: int, chip: Chip) -> list[int]:
+    """Return the cycles of a step, an outer block, and a pair of each kind.
 
-    - `steps`: of the grid of all heads
+    - `steps`: of the whole grid
     """
     bundles = bundles_of(text)
     loops = [index for index, each in enumerate(bundles) if re.match(r" *0x[0-9a-f]+ +LB", each)]
     exits = [index for index, each in enumerate(bundles) if "loop exit test" in each]
     assert len(loops) == len(exits) == 1, "one loop over the grid"
-    turns = int(TURNS.search(bundles[exits[0]])[1])
-    cores = round(steps / (turns - STAGES))
+    cores = round(steps / (int(TURNS.search(bundles[exits[0]])[1]) - STAGES))
     loop = bundles[loops[0] : exits[0] + 1]
     regions = [(len(each), rows_of([loop[index] for index in each])) for each in regions_of(loop)]
     rows_a_cycle = chip.flops_per_second / chip.devices / chip.cycles_per_second / (2 * chip.matrix_unit**2) / cores
-    block = sum(max(size, max(rows) * len(rows) / rows_a_cycle) for size, rows in regions if rows)
-    row = sum(size for size, rows in regions if not rows and size > LARGE)
+    pairs = [max(size, max(rows) * len(rows) / rows_a_cycle) for size, rows in regions if rows]
+    outer = sum(size for size, rows in regions if not rows and size > LARGE)
     step = len(loop) - sum(size for size, rows in regions if rows or size > LARGE)
     print(f"bundles and rows of units: {[each for each in regions if each[1]]}, {rows_a_cycle:.3g} rows a cycle")
-    assert block > 0, "a region with products"
-    return [round(count / cores) for count in (step, row, block)], cores
+    assert len(pairs) == 3, "a region with products for each kind"
+    return [round(count / cores) for count in (step, outer, *pairs)]
 
 
-def measured(chip: str, length: int, head_size: int) -> dict[str, list[int]]:
-    """Return the rows of a chip's kernels for one length and head size, by the names of `gregale.audit.pallas_cost`."""
+def measured(chip: str, head_size: int, block: Block, run: str) -> list[tuple[Kernel, list[int]]]:
+    """Return the kernels of a pass for a chip, head size and block, and their cycles."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        command = [sys.executable, __file__, "--worker", chip, str(length), str(head_size), folder]
+        command = [sys.executable, __file__, "--worker", run, chip, str(head_size), *map(str, astuple(block)), folder]
         environment = {**os.environ, **WITHOUT_A_TPU, "LIBTPU_INIT_ARGS": flags}
         subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
-        kernels = json.loads((Path(folder) / "kernels.json").read_text())
-        found = {}
-        for kind, (key, steps) in kernels.items():
-            dump = next(Path(folder).glob(f"*{kind}*-final_bundles.txt"))
-            found[key], cores = cycles_of(dump.read_text(), ROWS_OF_TOKENS * HEADS * steps, CHIPS[chip])
-            print(f"{chip} {length}: {key}: {found[key]} on {cores} core(s)", flush=True)
+        found = []
+        for name, pairs in json.loads((Path(folder) / "kernels.json").read_text()).items():
+            dump = next(Path(folder).glob(f"*{name}*-final_bundles.txt")).read_text()
+            kernel = Kernel(name, block.size, head_size, Pairs(**pairs))
+            found.append((kernel, cycles_of(dump, kernel.pairs.steps, CHIPS[chip])))
+            print(f"{chip}: {kernel.key}: {found[-1][1]}", flush=True)
         return found
 
 
-def worker(chip: str, length: int, head_size: int, folder: str) -> None:
-    """Compile attention, forward and backward, and write the names of its kernels and the steps of their grids."""
+def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> None:
+    """Compile the kernels of a pass, and write the pairs of their grids. The window is such that all kinds occur."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -114,54 +123,77 @@ def worker(chip: str, length: int, head_size: int, folder: str) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from gregale.audit.hlo import parse
-    from gregale.audit.pallas_cost import kernel_of
-    from gregale.model.kernels.tpu.splash import Splash
+    from gregale.model.kernels.tpu.backward import fused, split
+    from gregale.model.kernels.tpu.forward import forward
+    from gregale.model.kernels.tpu.grid import Kernel as Grid
+    from gregale.model.kernels.tpu.pairs import Pairs as Sequence
 
     device = topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), "a"), PartitionSpec())
-    q, k = (
-        jax.ShapeDtypeStruct((ROWS_OF_TOKENS, length, heads, head_size), jnp.bfloat16, sharding=sharding)
-        for heads in (HEADS, KV_HEADS)
-    )
-    segments = jax.ShapeDtypeStruct((ROWS_OF_TOKENS, length), jnp.int32, sharding=sharding)
-    attend = Splash(device.device_kind)
+    length = BLOCKS_OF_A_ROW * block.size
+    limits = blocks_for(device.device_kind, length, None, head_size, HEADS // KV_HEADS)
+    grid = Grid(Sequence(length, block.size, 1, 2 * block.size), block, None, False, limits.vector_memory)
 
-    def both(q, k, v, segments):
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segments, None), q, k, v)
-        return out, pull(out)
+    def array(*shape: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((ROWS_OF_TOKENS, *shape), dtype, sharding=sharding)
 
-    text = jax.jit(both).lower(q, k, k, segments).compile().as_text()
-    kernels = {}
-    for computation in parse(text).computations.values():
-        for instruction in computation.instructions.values():
-            if kernel := kernel_of(computation, instruction):
-                kind = kernel.name.replace("fused", "dkv").removeprefix("splash_")
-                kernels[kind] = (kernel.key, kernel.grid(None)[0])
-    (Path(folder) / "kernels.json").write_text(json.dumps(kernels))
+    def computed(q, k, ids, exponent):
+        if run == "forward":
+            return forward(grid, q, k, k, ids)
+        return (fused if run == "fused" else split)(grid, q, k, k, ids, exponent, exponent, q)
+
+    q, k = (array(heads, length, head_size) for heads in (HEADS, KV_HEADS))
+    ids, exponent = array(length, dtype=jnp.int32), array(HEADS, length, dtype=jnp.float32)
+    text = jax.jit(computed).lower(q, k, (ids, ids), exponent).compile().as_text()
+    found = [
+        kernel
+        for computation in parse(text).computations.values()
+        for instruction in computation.instructions.values()
+        if (kernel := kernel_of(computation, instruction))
+    ]
+    (Path(folder) / "kernels.json").write_text(json.dumps({each.name: asdict(each.pairs) for each in found}))
+
+
+def milliseconds(chip: str, found: list[tuple[Kernel, list[int]]]) -> dict[str, float]:
+    """Return the time of each kernel in a layer."""
+    table = {chip: {kernel.key: cycles for kernel, cycles in found}}
+    length, heads = LAYER
+    names = {kernel.name for kernel, _ in found}
+    of_layer = [replace(kernel, pairs=Pairs.causal(length, kernel.block, heads)) for kernel, _ in found]
+    with patch("gregale.audit.pallas_cost._table", lambda: table):
+        times = {kernel.name: 1e3 * Kernels(CHIPS[chip]).seconds(kernel) for kernel in of_layer}
+    return {name: round(times[name], 2) for name in sorted(names)}
+
+
+def block_of(text: str) -> Block:
+    size, *parts = map(int, text.split(","))
+    return Block(size, *parts) if parts else Block.of(size)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        chip, length, head_size, folder = sys.argv[2:]
-        return worker(chip, int(length), int(head_size), folder)
+        run, chip, head_size, *block, folder = sys.argv[2:]
+        return worker(run, chip, int(head_size), Block(*map(int, block)), folder)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", default=["v5e", "v5p", "v6e"], choices=TOPOLOGIES)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--head-sizes", nargs="+", type=int, default=[128])
+    parser.add_argument("--blocks", nargs="+", type=block_of, default=[Block.of(1024)])
+    parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
     options = parser.parse_args()
-    for row in itertools.product(options.chips, options.lengths, options.head_sizes):
-        found = measured(*row)
-        table = json.loads(TABLE.read_text())
-        for key, cycles in found.items():
-            table.setdefault(row[0], {}).setdefault(key, {})[str(row[1])] = cycles
-        write(table)
+    for chip, head_size, block in itertools.product(options.chips, options.head_sizes, options.blocks):
+        found = [each for run in options.passes for each in measured(chip, head_size, block, run)]
+        print(chip, block, milliseconds(chip, found), flush=True)
+        if block == Block.of(block.size):
+            table = json.loads(TABLE.read_text())
+            table.setdefault(chip, {}).update({kernel.key: cycles for kernel, cycles in found})
+            write(table)
 
 
-def write(table: dict[str, dict[str, dict[str, list[int]]]]) -> None:
+def write(table: dict[str, dict[str, list[int]]]) -> None:
     """Write the table, a kernel a line."""
     chips = []
     for chip, kernels in sorted(table.items()):
-        lines = [f'  "{key}": {json.dumps(dict(sorted(cycles.items())))}' for key, cycles in sorted(kernels.items())]
+        lines = [f'  "{key}": {json.dumps(cycles)}' for key, cycles in sorted(kernels.items())]
         chips.append(f' "{chip}": {{\n' + ",\n".join(lines) + "\n }")
     TABLE.write_text("{\n" + ",\n".join(chips) + "\n}\n")
 

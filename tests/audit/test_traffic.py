@@ -101,3 +101,4 @@ def test_an_accelerator_sends_bfloat16_in_two_bytes():
     assert wide_sums["replica",] == narrow_sums["replica",], "gradient buffers are float32"
     ring = Transfer("", "all-reduce", ("replica", "data"), 80, 3)
     assert sent_bytes(ring, {"replica": 4, "data": 2}) == 80 * 3 * 2 * 7 / 8, "all but its own part"
+    assert sent_bytes(replace(ring, kind="collective-permute"), {"replica": 4, "data": 2}) == 80 * 3

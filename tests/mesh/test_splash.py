@@ -55,7 +55,7 @@ def test_what_context_saves_spares_the_second_forward_pass(remat, passes):
     gradient = jax.grad(lambda model, batch: model.loss(batch, run)[0])
     traced = jax.make_jaxpr(gradient)(small_model(MODEL), token_batch(rows=2)).jaxpr
     used, _ = dce_jaxpr(traced, [True] * len(traced.outvars))
-    assert running_kernels(used) == {"splash_mha_fwd": passes, "splash_mha_dkv": 1}
+    assert running_kernels(used) == {"splash_mha_fwd": passes, "splash_mha_fused": 1}
 
 
 def test_gradients_on_a_mesh_are_those_of_the_plain_form():

@@ -177,7 +177,7 @@ class _Timed:
                 if kernel := kernel_of(frame.computation, instruction):
                     run.kernels += (seconds := self.rates.kernels.seconds(kernel))
                     run.seconds += seconds
-                    run.unlisted |= set() if self.rates.kernels.lengths(kernel) else {kernel.key}
+                    run.unlisted |= {kernel.key} if self.rates.kernels.cycles(kernel) is None else set()
                 if cycles := _CYCLES.search(instruction.attributes):
                     run.seconds += int(cycles[1]) / self.rates.cycles_per_second
 

@@ -119,7 +119,9 @@ def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
 
 
 def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
-    """Return the bytes that one device sends for a transfer in a step, in a ring."""
+    """Return the bytes that one device sends for a transfer in a step, in a ring; of a permutation all."""
+    if transfer.kind == "collective-permute":
+        return transfer.bytes * transfer.times
     devices = prod(sizes[axis] for axis in transfer.axes)
     share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
     return transfer.bytes * transfer.times * share

@@ -25,9 +25,7 @@ from gregale.programs.plan.shapes import (
     abstract_batch,
     estimated_link_bytes,
     estimated_work,
-    has_closed_forms,
     parameter_shape,
-    step_shape,
     step_transfers,
     tree_bytes,
 )
@@ -153,8 +151,7 @@ class Plan:
         target, cycles = self.target, self.target.chip.cycles_per_second
         if target.simulated or cycles is None:
             return None
-        windows = step_shape(self.setup).windows if has_closed_forms(self.setup) else (None,)
-        kernels = Kernels(target.chip, target.devices_a_chip, windows)
+        kernels = Kernels(target.chip, target.devices_a_chip)
         links = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)
         rates = Rates(cycles, links, kernels, grid_of(self.setup.layout.mesh, target.chip, target.devices_a_chip))
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))

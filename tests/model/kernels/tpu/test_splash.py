@@ -12,8 +12,9 @@ from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import position_order
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
-from gregale.model.kernels.tpu.blocks import Blocks, blocks_for
-from gregale.model.kernels.tpu.splash import Mask, Splash
+from gregale.model.kernels.tpu.blocks import Limits, blocks_for, shared_blocks
+from gregale.model.kernels.tpu.pairs import DIAGONAL, EDGE, NOTHING, WHOLE, Pairs, Step, _by_keys, _by_rows
+from gregale.model.kernels.tpu.splash import Splash
 from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal
 
@@ -27,9 +28,8 @@ BFLOAT16_ROUNDING = 5e-3
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks a row, in rows that are short enough to be interpreted."""
-    monkeypatch.setattr(sizes, "ROWS", 128)
+    monkeypatch.setitem(sizes.LIMITS, V5E, Limits(128, None, 2 * 512 * sizes.LANES * 4))
     monkeypatch.setattr(sizes, "FEWEST_IN_WINDOW", 128)
-    monkeypatch.setattr(sizes, "FUSED_UP_TO", 600)
 
 
 # length, window, cap, (heads, kv_heads), head_size, packed, dtype; beyond 600 tokens with a split backward pass.
@@ -83,51 +83,83 @@ def test_sequences_that_devices_share(small_blocks, devices, window, packed):
         np.testing.assert_allclose(left, right[:, order], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "starts", "window"), [(1024, (0,), None), (256, (0, 768, 256, 512), None), (128, (256, 640), 200)]
-)
-def test_a_blocks_visibility_is_that_of_all_its_scores(chunk, starts, window):
-    mask = Mask(chunk, starts, 1024, window)
-    for queries, keys in np.ndindex(mask.shape[0] // 128, 16):
-        rows, columns = slice(queries * 128, (queries + 1) * 128), slice(keys * 64, (keys + 1) * 64)
-        scores = mask.mask_function(mask.q_sequence[rows, None], np.arange(1024)[None, columns])
-        assert (mask[rows, columns].any(), mask[rows, columns].all()) == (scores.any(), scores.all())
+@pytest.mark.parametrize(("devices", "window"), [(1, None), (1, 128), (2, None), (4, 300), (2, 100)])
+def test_pairs_are_the_visible_blocks_and_each_sum_is_written_once(devices, window):
+    """In both orders; a block of gradients by queries is not written again after it is complete."""
+    pairs, order, heads = Pairs(1024, 64, devices, window), position_order(1024, devices).reshape(16, 64), 2
+    for device, rows in enumerate(np.split(order, devices)):
+        back = rows[:, :, None, None] - np.arange(1024).reshape(16, 64)
+        seen = ((back >= 0) & (back < (window or 1024))).transpose(0, 2, 1, 3).reshape(len(rows), 16, -1)
+        below = np.tril(np.ones((64, 64), bool)).reshape(-1)
+        kinds = np.select([seen.all(2), (seen == below).all(2), seen.any(2)], [WHOLE, DIAGONAL, EDGE], NOTHING)
+        by_rows, by_keys = read(_by_rows(pairs)[device]), read(_by_keys(pairs, heads)[device])
+        for table, head in ((by_rows, 0), *((by_keys, head) for head in range(heads))):
+            chosen = (table.kind != NOTHING) & (table.head == head)
+            found = np.full_like(kinds, NOTHING)
+            found[table.row[chosen], table.key[chosen]] = table.kind[chosen]
+            np.testing.assert_array_equal(found, kinds)
+            assert chosen.sum() == (kinds != NOTHING).sum(), "each once"
+        starts = [index for index, first in enumerate(by_keys.first) if first]
+        assert list(by_keys.key[starts]) == list(by_keys.key[by_keys.last]) == list(range(16)), (
+            "keys without a query too"
+        )
+        assert list(by_rows.row[by_rows.first]) == list(by_rows.row[by_rows.last]) == list(range(len(rows)))
+        of_queries = by_keys.head * pairs.rows + by_keys.row
+        for block in range(heads * pairs.rows):
+            mine = np.flatnonzero((of_queries == block) & (by_keys.kind != NOTHING))
+            assert np.flatnonzero(by_keys.opens & (of_queries == block)) == mine[:1]
+            (closed,) = np.flatnonzero(by_keys.closes & (of_queries == block))
+            assert closed == mine[-1]
+            assert by_keys.output[closed] == block
+            later = by_keys.output[closed:] == block
+            assert not np.any(np.diff(later.astype(int)) > 0)
+
+
+def read(table: np.ndarray) -> Step:
+    return Step.of(np.append(table, 0), np.arange(len(table) // 3))
 
 
 @pytest.mark.parametrize(
     ("kind", "length", "window", "expected"),
     [
-        (V5E, 8192, None, Blocks(8192, 1024, 512, 2048, fused=True)),
-        (V6E, 8192, None, Blocks(8192, 2048, 512, 2048, fused=True)),
-        (V6E, 4096, None, Blocks(4096, 1024, 512, 2048, fused=True)),
-        (V5E, 7168, None, Blocks(7168, 1024, 512, 1024, fused=True)),
-        (V5E, 2048, None, Blocks(2048, 1024, 512, 1024, fused=True)),
-        (V5E, 32768, None, Blocks(32768, 1024, 512, 1024, fused=False)),
-        (V6E, 32768, 4096, Blocks(32768, 2048, 512, 2048, fused=False)),
-        (V5E, 8192, 4096, Blocks(8192, 1024, 512, 1024, fused=True)),
-        (V5E, 8192, 600, Blocks(8448, 768, 384, 768, fused=True)),
-        (V5E, 8192, 3, Blocks(8192, 512, 512, 512, fused=True)),
-        (V5E, 1500, None, Blocks(1536, 768, 384, 768, fused=True)),
-        (V5E, 1, None, Blocks(128, 128, 128, 128, fused=True)),
-        (V5E, 200, None, Blocks(256, 256, 256, 256, fused=True)),
+        (V5E, 8192, None, (8192, 2048)),
+        (V6E, 4096, None, (4096, 2048)),
+        ("another", 4096, None, (4096, 1024)),
+        (V5E, 7168, None, (7168, 1792)),
+        (V6E, 32768, 4096, (32768, 2048)),
+        (V5E, 8192, 600, (8448, 768)),
+        (V5E, 8192, 3, (8192, 512)),
+        (V5E, 1500, None, (1536, 1536)),
+        (V5E, 1, None, (128, 128)),
+        (V5E, 200, None, (256, 256)),
     ],
 )
 def test_blocks_by_chip_length_and_window(kind, length, window, expected):
-    assert blocks_for(kind, length, window) == expected
+    found = blocks_for(kind, length, window)
+    assert (found.length, found.block.size) == expected
 
 
-@pytest.mark.parametrize(("kind", "size"), [(V5E, 512), (V6E, 1024)])
-def test_blocks_of_wide_heads_are_half_as_long(kind, size):
-    """With 1,024 rows the backward kernel of v5e takes 16.6 of 16 MiB of vector memory."""
-    assert blocks_for(kind, 16384, None, 256) == Blocks(16384, size, 512, size, fused=False)
-    assert blocks_for(kind, 16384, None, 128).size == 2 * size
+def test_blocks_of_wide_heads_are_half_as_long():
+    assert [blocks_for(V5E, 16384, None, head_size).block.size for head_size in (128, 136, 256)] == [2048, 1024, 1024]
+
+
+def test_a_pass_is_fused_while_the_gradients_of_a_group_of_heads_fit():
+    assert [blocks_for(V5E, length, None, 128, 4).fused for length in (8192, 32768, 65536)] == [True, True, False]
+    assert [blocks_for(V5E, 32768, None, *shape).fused for shape in ((64, 4), (256, 4), (128, 8))] == [
+        True,
+        False,
+        False,
+    ]
+    assert shared_blocks(V5E, 16, 8192, None, 128, 4).fused, "of own queries"
 
 
 @pytest.mark.parametrize("window", [None, 700, 1_000_000])
 def test_blocks_take_any_length_and_little_is_filled_up(window):
     for length in [*range(1, 400, 7), *range(400, 40_000, 1237)]:
         found = blocks_for(V5E, length, window)
-        assert found.length % found.size == found.size % found.compute == found.compute % sizes.LANES == 0
-        assert found.length % found.backward == found.backward % found.size == 0
+        block = found.block
+        assert found.length % block.size == 0
+        assert block.size % block.compute == block.size % block.diagonal == 0
+        assert block.compute % sizes.LANES == block.diagonal % sizes.LANES == 0
         assert length <= found.length
-        assert found.length - length < 2 * sizes.LANES * (length // found.size + 1)
+        assert found.length - length < 2 * sizes.LANES * (length // block.size + 1)

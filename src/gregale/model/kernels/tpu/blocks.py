@@ -1,68 +1,117 @@
-"""Sizes of the splash kernels' blocks, by chip, length and window."""
+"""Sizes of the attention kernels' blocks, by chip, length and window."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LANES = 128  # values in a row of a vector unit; blocks are multiples of it
 COMPUTED = (512, 384, 256, 128)  # keys of a block in one computation: the largest divisor
-
-# Rows of a block, as its scratch fits a kernel's share of vector memory without an option of the compiler. 2048 would
-# need `xla_tpu_scoped_vmem_limit_kib` on the chips that are not named.
-ROWS = 1024
-LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
-LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more masked scores than they save
-
-# Keys of a block in the fused backward pass, which gives a gradient by queries for each of them, to be added up after.
-# Fewer and larger ones mean fewer of these; beyond this more is computed of what the mask hides than that saves.
-BACKWARD_KEYS = 2048
+DIAGONAL = (256, 384, 128)  # the same for blocks at the diagonal
 
 LARGEST_HEAD_SIZE = 256  # for which these blocks fit, in bfloat16 and in float32
-
-FUSED_UP_TO = 8192  # tokens; the fused backward pass keeps a dq for each block of keys: 8 GiB at 32k of an 8B model
 FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow window saves
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits the vector memory of a chip.
+
+    - `rows`: tokens of a block
+    - `working`: bytes for blocks, sums and scores; None: the compiler's own limit
+    - `kept`: bytes for the float32 gradients by queries of a group of heads, which the fused backward pass keeps
+    """
+
+    rows: int
+    working: int | None
+    kept: int
+
+
+# The best blocks by `benchmarks/kernel_cycles.py` are the largest that fit: with parts of 256 at the diagonal they
+# compute no more than smaller ones, and take fewer steps.
+LIMITS = {
+    "TPU v5 lite": Limits(2048, 32 * MIB, 64 * MIB),
+    "TPU v5": Limits(2048, 32 * MIB, 16 * MIB),
+    "TPU v6 lite": Limits(2048, 32 * MIB, 64 * MIB),
+}
+ELSEWHERE = Limits(1024, None, 4 * MIB)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The division of a pair of blocks.
+
+    - `size`: tokens of a block, of queries and of keys
+    - `compute`: keys of a block in one computation
+    - `diagonal`: the same for a block at the diagonal, where each computation leaves out the queries before its keys
+    """
+
+    size: int
+    compute: int
+    diagonal: int
+
+    @staticmethod
+    def of(size: int) -> "Block":
+        """Return a block in parts that divide it."""
+        compute, diagonal = (next(keys for keys in most if size % keys == 0) for most in (COMPUTED, DIAGONAL))
+        return Block(size, compute, diagonal)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The division of a row of tokens."""
+    """The division of a row of tokens.
 
-    length: int  # tokens of a row, padded to whole blocks
-    size: int  # tokens of a block, of queries and of keys
-    compute: int  # keys of a block in one computation
-    backward: int  # keys of a block in the backward pass
-    fused: bool  # the backward pass computes dq together with dk and dv
+    - `length`: tokens of a row, padded to whole blocks
+    - `block`: of both passes
+    - `working`: bytes of vector memory of a kernel; None: the compiler's own limit
+    - `kept`: bytes that the fused backward kernel, which computes dq together with dk and dv, needs beside these; None:
+      two kernels do
+    """
+
+    length: int
+    block: Block
+    working: int | None
+    kept: int | None
+
+    @property
+    def fused(self) -> bool:
+        return self.kept is not None
+
+    @property
+    def vector_memory(self) -> int | None:
+        """Return the bytes for the kernels of the backward pass."""
+        return None if self.working is None else self.working + (self.kept or 0)
 
 
-def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES) -> Blocks:
+def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES, group: int = 1) -> Blocks:
     """Return the blocks for rows of `length` tokens on a chip, of equal size and as few as the maximum size allows.
 
     Blocks are as even as their multiples allow, which keeps padding small, and hardly longer than a window. They are
-    half as long for heads wider than one row of lanes. In a fused backward pass without a window two of them form one
-    block of keys, if they are small enough, even in number, and at least four.
+    half as long for heads wider than one row of lanes.
+
+    - `group`: heads of queries to a head of keys
     """
-    most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
-    most_keys = BACKWARD_KEYS
-    if head_size > LANES:
-        most, most_keys = most // 2, most_keys // 2
+    limits = LIMITS.get(device_kind, ELSEWHERE)
+    most = limits.rows if head_size <= LANES else limits.rows // 2
     if window is not None:
         most = min(most, max(FEWEST_IN_WINDOW, _up(window, 2 * LANES)))
     count = -(-length // most)
     size = -(-length // count)
     size = _up(size, LANES if size <= COMPUTED[0] else 2 * LANES)
-    compute = next(keys for keys in COMPUTED if size % keys == 0)
-    count, fused = -(-length // size), length <= FUSED_UP_TO
-    paired = fused and window is None and count >= 4 and count % 2 == 0 and 2 * size <= most_keys
-    return Blocks(count * size, size, compute, 2 * size if paired else size, fused)
+    length = _up(length, size)
+    kept = group * length * _up(head_size, LANES) * 4
+    return Blocks(length, Block.of(size), limits.working, kept if kept <= limits.kept else None)
 
 
-def shared_blocks(device_kind: str, chunk: int, devices: int, window: int | None, head_size: int = LANES) -> Blocks:
-    """Return the blocks for sequences that devices share, two chunks of `chunk` tokens each; blocks divide a chunk.
+def shared_blocks(
+    device_kind: str, devices: int, own: int, window: int | None, head_size: int = LANES, group: int = 1
+) -> Blocks:
+    """Return the blocks for sequences that devices share, two chunks each; blocks divide a chunk.
 
-    - `chunk`: a multiple of `LANES`
+    - `own`: tokens of two chunks, each a multiple of `LANES`
     """
-    most = blocks_for(device_kind, 2 * devices * chunk, window, head_size).size
-    size = max(size for size in range(LANES, most + 1, LANES) if chunk % size == 0)
-    compute = next(keys for keys in COMPUTED if size % keys == 0)
-    return Blocks(2 * devices * chunk, size, compute, size, fused=False)
+    most = blocks_for(device_kind, devices * own, window, head_size).block.size
+    size = max(size for size in range(LANES, most + 1, LANES) if own // 2 % size == 0)
+    found = blocks_for(device_kind, own, window, head_size, group)
+    return replace(found, length=devices * own, block=Block.of(size))
 
 
 def _up(size: int, multiple: int) -> int:

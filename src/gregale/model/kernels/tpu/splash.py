@@ -1,28 +1,28 @@
-"""Causal attention by JAX's splash kernels for TPU, which store no scores and skip masked blocks."""
+"""Causal attention by kernels for TPU, which store no scores and skip masked blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from math import log
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order, chunks_reached
+from gregale.axes.position_order import chunks_reached
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.shared_keys import neighbourhood, neighbourhood_of, whole
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
+from gregale.model.kernels.tpu.pairs import Pairs
 
 
 @dataclass(frozen=True)
 class Splash:
     """An `Attend` for any length and any head size.
 
-    Rows are padded to whole blocks with tokens after all others, which no token sees. The kernel names its residuals,
-    output and log-sum-exp: if they are saved, it does not run again.
+    Rows are padded to whole blocks with tokens after all others, which no token sees. The output and the log-sum-exp
+    are named: if they are saved, the forward kernel does not run again.
 
     Of sequences that several devices share, all arrays are the positions of one device, inside of `jax.shard_map`. Keys
     and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`). A chunk that is
@@ -45,36 +45,21 @@ class Splash:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
             return Gathered(self.devices)(q, k, v, segments, window, cap)
+        shape = length, window, head_size, heads // k.shape[2]
+        reach, of_keys = chunks_reached(length // 2, self.devices, window), segments
         if self.devices == 1:
-            blocks = blocks_for(self.device_kind, length, window, head_size)
-            mask, of_keys = Mask(blocks.length, (0,), blocks.length, window), segments
+            blocks = blocks_for(self.device_kind, *shape)
         else:
-            blocks = shared_blocks(self.device_kind, length // 2, self.devices, window, head_size)
-            mask, (k, v), segments, of_keys = _shared(self.devices, window, (k, v), segments)
-        q = (q * head_size**-0.5).astype(q.dtype)
-        own = mask.chunk * len(mask.starts) // mask.shards
-        q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, mask.keys), (v, mask.keys)))
-        ids = None if segments is None else _segment_ids((segments, own), (of_keys, mask.keys))
-        attended: Any = jax.vmap(_kernel(blocks, heads, mask, cap, self.interpret))(q, k, v, ids)
+            blocks = shared_blocks(self.device_kind, self.devices, *shape)
+            blocks = blocks if reach is None else replace(blocks, length=(reach + 1) * length)
+            (k, v), segments, of_keys = _shared(self.devices, reach, (k, v), segments)
+        q = (q * (head_size**-0.5 / log(2))).astype(q.dtype)  # scores in units of log 2
+        own = blocks.length if self.devices == 1 else length
+        q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
+        ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
+        devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
+        attended = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
-
-
-def _shared(devices: int, window: int | None, arrays: Sequence[jax.Array], segments: jax.Array | None):
-    """Return the mask of a sequence that devices share, all keys' arrays, and the segments of queries and of keys.
-
-    Positions before the sequence have a segment of their own, -1.
-    """
-    rows, length = arrays[0].shape[:2]
-    chunk = length // 2
-    of_all = None if segments is None else whole(segments, devices)
-    if (reach := chunks_reached(chunk, devices, window)) is None:
-        mask = Mask(chunk, tuple((chunk_order(devices) * chunk).tolist()), devices * length, window, devices)
-        return mask, [whole(x, devices) for x in arrays], segments, of_all
-    mask = Mask(chunk, (reach * chunk, (2 * reach + 1) * chunk), (reach + 1) * length, window)
-    if segments is None or of_all is None:
-        segments, of_all = (jnp.zeros((rows, size), jnp.int32) for size in (length, devices * length))
-    keys = [neighbourhood(x, devices, reach) for x in arrays]
-    return mask, keys, segments, neighbourhood_of(of_all, devices, reach)
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:
@@ -84,90 +69,73 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, more)))
 
 
-def _segment_ids(*of_queries_and_keys: tuple[jax.Array, int]):
-    """Return the segments of queries and of keys, each padded to its length."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+def _shared(devices: int, reach: int | None, arrays: Sequence[jax.Array], segments: jax.Array | None):
+    """Return keys' arrays of a sequence that devices share, and the segments of queries and of keys.
 
-    return SegmentIds(*(jnp.pad(ids, ((0, 0), (0, size - ids.shape[1]))) for ids, size in of_queries_and_keys))
+    Positions before the sequence have a segment of their own, -1.
+    """
+    of_all = None if segments is None else whole(segments, devices)
+    if reach is None:
+        return [whole(x, devices) for x in arrays], segments, of_all
+    rows, length = arrays[0].shape[:2]
+    if segments is None or of_all is None:
+        segments, of_all = (jnp.zeros((rows, size), jnp.int32) for size in (length, devices * length))
+    keys = [neighbourhood(x, devices, reach) for x in arrays]
+    return keys, segments, neighbourhood_of(of_all, devices, reach)
+
+
+def _segment_ids(*of_queries_and_keys: tuple[jax.Array, int]) -> tuple[jax.Array, jax.Array]:
+    """Return the segments of queries and of keys, each padded to its length."""
+    q, kv = (jnp.pad(ids, ((0, 0), (0, size - ids.shape[1]))) for ids, size in of_queries_and_keys)
+    return q, kv
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Which keys queries see, as splash's masks: `mask[queries, keys]` of two slices.
+class Call:
+    """What the kernels of one call take beside arrays: see `Splash` and `Attend`.
 
-    The kernel calls `mask_function`. Splash itself only asks whether some or all scores of a block are visible, which
-    is computed from the ends of the two slices: a whole block takes a thousand times as long.
-
-    - `chunk`: consecutive queries
-    - `starts`: the first query's index among the keys, of each chunk
-    - `keys`: number of keys
-    - `window`: see `Attend`
-    - `shards`: devices that have equal parts of the chunks
+    - `devices`: whose queries share the keys
+    - `before`: keys before each of the device's two chunks; None: the keys are those of the whole sequence
     """
 
-    chunk: int
-    starts: tuple[int, ...]
-    keys: int
+    blocks: Blocks
+    devices: int
+    before: int | None
     window: int | None
-    shards: int = 1
+    cap: float | None
+    interpret: bool
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.chunk * len(self.starts), self.keys
+    def kernel(self, forward: bool):
+        """Return the kernels of the forward pass, or of the backward pass."""
+        from gregale.model.kernels.tpu.grid import Kernel  # Pallas takes long to import
 
-    @property
-    def q_sequence(self) -> np.ndarray:
-        """Return the index among the keys of each query."""
-        return np.add.outer(self.starts, np.arange(self.chunk)).reshape(-1).astype(np.int32)
-
-    def mask_function(self, queries, keys):
-        """Return whether queries see keys, by their indices among the keys."""
-        seen = queries >= keys
-        return seen if self.window is None else seen & (queries - keys < self.window)
-
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        """Return whether any of a block's scores is visible, and whether all are: [1, 2]."""
-        queries, keys = index
-        chunk, inside = divmod(queries.start, self.chunk)
-        first = self.starts[chunk] + inside
-        last, width = first + queries.stop - queries.start - 1, self.keys if self.window is None else self.window
-        farthest, nearest = last - keys.start, first - keys.stop + 1
-        return np.array([[farthest >= 0 and nearest < width, nearest >= 0 and farthest < width]])
+        blocks = self.blocks
+        size = blocks.block.size
+        before = None if self.before is None else self.before // size
+        pairs = Pairs(blocks.length, size, self.devices, self.window, before)
+        memory = blocks.working if forward else blocks.vector_memory
+        return Kernel(pairs, blocks.block, self.cap, self.interpret, memory)
 
 
-def _kernel(blocks: Blocks, heads: int, mask: Mask, cap: float | None, interpret: bool):
-    """Return kernel(q [heads, position, size], k, v [kv_heads, position, size], segments), scores not scaled.
-
-    Of a mask of several shards, it is this device's: its part of the arrays that name the blocks to compute.
-    """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes long to import
-
-    own = type("SplashMask", (Mask, splash.Mask), {})(**vars(mask))  # splash takes its own type only
-    size, compute = blocks.size, blocks.compute
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([own] * heads),
-        block_sizes=splash.BlockSizes(
-            block_q=size,
-            block_kv=size,
-            block_kv_compute=compute,
-            block_q_dkv=size,
-            block_kv_dkv=blocks.backward,
-            block_kv_dkv_compute=compute,
-            block_q_dq=None if blocks.fused else size,
-            block_kv_dq=None if blocks.fused else size,
-            use_fused_bwd_kernel=blocks.fused,
-        ),
-        head_shards=1,
-        q_seq_shards=mask.shards,
-        attn_logits_soft_cap=cap,
-        residual_checkpoint_name=ATTENTION_NAME,
-        interpret=interpret,
-    )
-    return kernel if mask.shards == 1 else jax.tree.map(partial(_own_part, mask.shards), kernel)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, q, k, v, ids) -> jax.Array:
+    return _attend_forward(call, q, k, v, ids)[0]
 
 
-def _own_part(devices: int, array: jax.Array) -> jax.Array:
-    """Return this device's part of an array of splash's masks: [heads, queries' blocks, ...], or [queries]."""
-    axis = min(1, array.ndim - 1)
-    size = array.shape[axis] // devices
-    return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(CONTEXT) * size, size, axis)
+def _attend_forward(call: Call, q, k, v, ids):
+    from gregale.model.kernels.tpu.forward import forward
+
+    output, exponent = (checkpoint_name(x, ATTENTION_NAME) for x in forward(call.kernel(forward=True), q, k, v, ids))
+    return output, (q, k, v, ids, output, exponent)
+
+
+def _attend_backward(call: Call, saved, cotangent):
+    from gregale.model.kernels.tpu.backward import fused, split
+
+    q, k, v, ids, output, exponent = saved
+    along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
+    gradients = fused if call.blocks.fused else split
+    return *gradients(call.kernel(forward=False), q, k, v, ids, exponent, along, cotangent), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

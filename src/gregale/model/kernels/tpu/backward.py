@@ -1,0 +1,171 @@
+"""The kernels of attention's backward pass for TPU.
+
+- `fused` takes for each block of keys the queries of all heads of its group. It keeps the gradients by queries of the
+  group: positions * group * size values
+- `split` has two kernels, for rows of which these sums do not fit
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gregale.model.kernels.tpu.grid import (
+    LOG_2,
+    ROWS_BY_ROWS,
+    Kernel,
+    block_indices,
+    columns_of,
+    dot,
+    lanes_of,
+    masked,
+    segment_inputs,
+    spread,
+    wide,
+)
+from gregale.model.kernels.tpu.pairs import Step
+
+
+def fused(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
+    """Return the gradients by q, k and v.
+
+    - `exponent`: see `forward`
+    - `along`: the sum of output * cotangent over size, float32 [batch, heads, position]
+    """
+    return _by_keys(kernel, q, k, v, ids, exponent, along, by_output, with_q=True)
+
+
+def split(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
+    """Return the gradients as `fused` does, by two kernels."""
+    by_kv = _by_keys(kernel, q, k, v, ids, exponent, along, by_output, with_q=False)
+    return _by_queries(kernel, q, k, v, ids, exponent, along, by_output), *by_kv
+
+
+def _by_keys(kernel: Kernel, q, k, v, ids, exponent, along, by_output, with_q: bool):
+    length, width = q.shape[2:]
+    size, pairs = kernel.block.size, kernel.pairs
+    group = q.shape[1] // k.shape[1]
+
+    def of_q(row, head, pair, table):
+        step = Step.of(table, pair)
+        return row, head * group + step.head, step.row, 0
+
+    def of_kv(row, head, pair, table):
+        return row, head, Step.of(table, pair).key, 0
+
+    def of_output(row, head, pair, table):
+        found = Step.of(table, pair).output
+        return row, head * group + jax.lax.div(found, pairs.rows), jax.lax.rem(found, pairs.rows), 0
+
+    block, sums = (None, None, size, width), pltpu.VMEM((size, width), jnp.float32)
+    return kernel.call(
+        "splash_mha_fused" if with_q else "splash_mha_dkv",
+        partial(_backward_by_keys, kernel, with_q),
+        pairs.by_keys(group),
+        _inputs(size, of_q, of_kv, q, k, v, ids, exponent, along, by_output),
+        [(q.shape, q.dtype, block, of_output)] * with_q + [(k.shape, k.dtype, block, of_kv)] * 2,
+        [pltpu.VMEM((group * length, width), jnp.float32)] * with_q + [sums, sums, columns_of(ids, size)],
+    )
+
+
+def _inputs(size: int, of_q, of_kv, q, k, v, ids, exponent, along, by_output):
+    block, row = (None, None, size, q.shape[-1]), (None, None, 1, size)
+    arrays = [(q, block, of_q), (k, block, of_kv), (v, block, of_kv), (by_output, block, of_q)]
+    rows = [(x[:, :, None], row, lanes_of(of_q)) for x in (exponent, along)]
+    return [*arrays, *rows, *segment_inputs(ids, size, of_q, of_kv)]
+
+
+def _gradients(kernel: Kernel, case, queries, keys, q, k, v, by_output, exponent, along, same):
+    """Return the weights and the gradients by scores of a part: [key, query]."""
+    raw = dot(k[keys], q[queries], ROWS_BY_ROWS)
+    scores = kernel.capped(raw)
+    weights = jnp.exp2(
+        masked(scores, kernel.visible(*case, queries, keys, keys_first=True), same) - exponent[:, queries]
+    )
+    by_weights = dot(v[keys], by_output[queries], ROWS_BY_ROWS)
+    by_scores = (by_weights - along[:, queries]) * weights
+    if kernel.limit is not None:
+        by_scores = by_scores * (1 - jnp.square(scores / kernel.limit))
+    return weights, by_scores
+
+
+def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, exponent, along, q_ids, k_ids, *rest):
+    by_q, rest = (rest[0], rest[1:]) if with_q else (None, rest)
+    by_k, by_v, *rest = rest
+    q_sums, rest = (rest[0], rest[1:]) if with_q else (None, rest)
+    k_sums, v_sums, columns = rest
+    step, size = Step.of(table, pl.program_id(2)), kernel.block.size
+    at = pl.multiple_of((step.head * kernel.pairs.rows + step.row) * size, size)
+
+    @pl.when(step.first)
+    def _():
+        k_sums[...] = jnp.zeros_like(k_sums)
+        v_sums[...] = jnp.zeros_like(v_sums)
+        if columns is not None:
+            columns[...] = spread(k_ids[...])
+
+    if with_q:
+
+        @pl.when(step.opens)
+        def _():
+            q_sums[pl.ds(at, size)] = jnp.zeros((size, q.shape[-1]), jnp.float32)
+
+    def add(*case: int) -> None:
+        for queries, keys in kernel.products(*case):
+            count = queries.stop - queries.start
+            same = None if columns is None else wide(columns[keys], count) == q_ids[:, queries]
+            weights, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
+            v_sums[keys] += dot(weights.astype(v.dtype), by_output[queries])
+            by_scores = by_scores.astype(q.dtype)
+            k_sums[keys] += dot(by_scores, q[queries])
+            if with_q:
+                q_sums[pl.ds(at + queries.start, count)] += dot(by_scores.T, k[keys])
+
+    kernel.each_case(step, add)
+
+    @pl.when(step.last)
+    def _():
+        by_k[...] = (LOG_2 * k_sums[...]).astype(by_k.dtype)
+        by_v[...] = v_sums[...].astype(by_v.dtype)
+
+    if with_q:
+
+        @pl.when(step.closes)
+        def _():
+            by_q[...] = (LOG_2 * q_sums[pl.ds(at, size)]).astype(by_q.dtype)
+
+
+def _by_queries(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
+    size, width = kernel.block.size, q.shape[-1]
+    of_q, of_kv = block_indices(q.shape[1] // k.shape[1])
+    (found,) = kernel.call(
+        "splash_mha_dq",
+        partial(_backward_by_queries, kernel),
+        kernel.pairs.by_rows(),
+        _inputs(size, of_q, of_kv, q, k, v, ids, exponent, along, by_output),
+        [(q.shape, q.dtype, (None, None, size, width), of_q)],
+        [pltpu.VMEM((size, width), jnp.float32)],
+    )
+    return found
+
+
+def _backward_by_queries(kernel: Kernel, table, q, k, v, by_output, exponent, along, q_ids, k_ids, by_q, sums):
+    step = Step.of(table, pl.program_id(2))
+
+    @pl.when(step.first)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    def add(*case: int) -> None:
+        for queries, keys in kernel.products(*case):
+            same = None if q_ids is None else spread(k_ids[:, keys])[:, :1] == q_ids[:, queries]
+            _, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
+            sums[queries] += dot(by_scores.T.astype(k.dtype), k[keys])
+
+    kernel.each_case(step, add)
+
+    @pl.when(step.last)
+    def _():
+        by_q[...] = (LOG_2 * sums[...]).astype(by_q.dtype)
