@@ -54,7 +54,7 @@ class Splash:
         q = (q * head_size**-0.5).astype(q.dtype)
         own = mask.chunk * len(mask.starts) // mask.shards
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, mask.keys), (v, mask.keys)))
-        ids = None if segments is None else _segment_ids((segments, own), (of_keys, mask.keys))
+        ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, mask.keys))
         attended: Any = jax.vmap(_kernel(blocks, heads, mask, cap, self.interpret))(q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
