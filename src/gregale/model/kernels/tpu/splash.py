@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from math import log
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Splash:
         own = blocks.length // self.devices
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
         ids = None if segments is None else _segment_ids(segments, own, self.devices, blocks.length)
-        attended = _attend(Call(blocks, self.devices, window, cap, self.interpret), q, k, v, ids)
+        attended: Any = _attend(Call(blocks, self.devices, window, cap, self.interpret), q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
 
