@@ -204,7 +204,7 @@ GATHER = ("per_layer", "per_step")
 
 @dataclass(frozen=True)
 class ComputeConfig(Settings):
-    """The computation of a model; it changes the results only by rounding."""
+    """The computation of a model; it changes the results only by rounding, `matmul` by that to 8 bits."""
 
     earlier: ClassVar = {"rules": "autodiff_rules"}
 

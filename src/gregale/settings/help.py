@@ -25,9 +25,12 @@ def render(config_class: type, topic: str | None = None, only: Collection[str] =
     keys below them. Raises `UserError` if no key is below the topic.
     """
     listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
+    defaults = {entry.key: entry.default for entry in listed}
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in _of_default_choices(listed) if topic is None else _below(listed, topic):
-        groups.setdefault((entry.key.rpartition(".")[0], entry.choice), []).append(entry)
+        key = entry.choice.partition(" ")[0]
+        choice = f"{key} {defaults[key]}" if key and topic is None else entry.choice
+        groups.setdefault((entry.key.rpartition(".")[0], choice), []).append(entry)
     lines = []
     for (prefix, choice), group in groups.items():
         if prefix:

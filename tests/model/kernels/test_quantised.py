@@ -69,12 +69,13 @@ OUT = (Heads, HeadSize), (Embed,)
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "shared"), [("int8", QUERY, False), ("int8", OUT, True), ("fp8", QUERY, True)]
+    ("name", "axes", "shared", "platform"),
+    [("int8", QUERY, False, "cpu"), ("int8", OUT, True, "gpu"), ("fp8", QUERY, True, "gpu")],
 )
-def test_all_three_products_are_those_of_the_rewrite(name, axes, shared):
+def test_all_three_products_are_those_of_the_rewrite(name, axes, shared, platform):
     operation = operands(*axes)
     parts = PARTS if shared else {}
-    how = Quantised(FORMATS[name], "cpu", tuple(parts.items()))
+    how = Quantised(FORMATS[name], platform, tuple(parts.items()))
     found = jax.jit(partial(all_products, how))(*operation)
 
     place = np.arange(Batch.size * Position.size).reshape(Batch.size, Position.size)

@@ -88,8 +88,7 @@ class Quantised:
         sums, arrays = self.format.sums, [left.array, right.array]
         if self.platform == "cpu":
             sums, arrays = jnp.dtype(jnp.float32), [x.astype(jnp.float32) for x in arrays]
-        exact = jax.lax.Precision.HIGHEST
-        found = jax.lax.dot_general(*arrays, (contracted, batch), precision=exact, preferred_element_type=sums)
+        found = jax.lax.dot_general(*arrays, (contracted, batch), preferred_element_type=sums)
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
     def turned(self, x: NamedArray) -> NamedArray:
