@@ -206,22 +206,23 @@ def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
     """Return the same for a compiler that computes what follows and precedes a product with the product's blocks.
 
     The first product writes the exponentials, relative to a number that is known before it, and sums them. The two
-    others take them with the target's term in its place; 1 / sum is a factor of the rows of hidden and of its gradient.
+    others take them divided by the sum, with the target's term in its place.
     """
     hidden, targets, weights = hidden[0], targets[0], weights[0]
     shift, exponentials, total, at_target = spec.finite_exponentials(hidden, head, targets)
     loss = jnp.sum(weights * (jnp.log(total) + shift - at_target))
-    own = ((jnp.exp(at_target - shift) - total) * spec.slope(at_target)).astype(head.dtype)
-    scale = (weights / total)[:, None]
+    scale = weights / total
+    at_target = (jnp.exp(at_target - shift) - total) * scale * spec.slope(at_target)
 
-    def by_logits(exponentials, targets, own):
-        return jnp.where(targets[:, None] == spec.of_device(head), own[:, None], exponentials)
+    def by_logits(exponentials, targets, scale, at_target):
+        is_target = targets[:, None] == spec.of_device(head)
+        return jnp.where(is_target, at_target[:, None], exponentials * scale[:, None]).astype(head.dtype)
 
-    by_hidden = (_product(by_logits(exponentials, targets, own), head.T) * scale).astype(hidden.dtype)
-    # The barriers keep both products with operands of their own, which are computed with them and never written.
-    parts = jax.lax.optimization_barrier((by_hidden, exponentials, targets, own))
-    scaled = jax.lax.optimization_barrier((hidden * scale).astype(hidden.dtype))
-    return loss, parts[0], (scaled, by_logits(*parts[1:]))
+    parts = exponentials, targets, scale, at_target
+    by_hidden = _product(by_logits(*parts), head.T).astype(hidden.dtype)
+    # The barrier keeps both products with an operand of their own, which is computed with it and never written.
+    by_hidden, *parts = jax.lax.optimization_barrier((by_hidden, *parts))
+    return loss, by_hidden, (hidden, by_logits(*parts))
 
 
 def _alone(function):
