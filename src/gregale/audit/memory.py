@@ -182,7 +182,9 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
-    attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend) + KEY_ARRAYS * width * step.gathered_keys
+    attention += (
+        HEAD_ARRAYS * width * step.tokens * head_values(step, backend) + KEY_ARRAYS * width * step.gathered_keys
+    )
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     return stream * width * step.tokens * step.embed + max(attention, mlp)
