@@ -4,8 +4,8 @@ Each figure is `memory.peak` of
 
     gregale plan BASE.yaml --topology v5e:2x4 --until memory --json KEYS
 
-with BASE.yaml as below, by jax 0.10 and libtpu. They differ in stages, repeats, microbatches, window, `remat`, layers of
-a stage, and in vocabularies and widths that are no multiples of a lane or a power of two.
+with BASE.yaml as below, by jax 0.10 and libtpu. They differ in stages, repeats, microbatches, window, `remat`, layers
+of a stage, and in vocabularies and widths that are no multiples of a lane or a power of two.
 """
 
 import json
@@ -24,7 +24,12 @@ BASE = {
     "mesh": {"replica": 1, "data": -1},
     "model": {
         "type": "llama",
-        **{"layers": 8, "hidden": 2048, "heads": 16, "kv_heads": 8, "mlp": 8192, "vocabulary": 32768},
+        "layers": 8,
+        "hidden": 2048,
+        "heads": 16,
+        "kv_heads": 8,
+        "mlp": 8192,
+        "vocabulary": 32768,
         "rotary_base": 500000,
     },
     "compute": {"dtype": "bfloat16", "gather": "per_layer"},
