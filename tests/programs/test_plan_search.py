@@ -16,8 +16,8 @@ from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, ScoredCandidate, candidate_of, scored_candidates
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, SearchOptions, _Compiler, all_candidates, search
-from gregale.programs.plan.step_seconds import scheduled_seconds
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
+from gregale.programs.plan.step_seconds import scheduled_seconds
 from gregale.programs.plan.text import print_remedies, print_search
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -126,7 +126,12 @@ def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
         row = next(line for line in text.splitlines() if "│ ~" in line)
         return row.rstrip("│ ").rpartition("│")[2].strip() or "-"
 
-    assert [verdict(memory) for memory in (low - 1, low, high - 1, high)] == ["too large", "uncertain", "uncertain", "-"]
+    assert [verdict(memory) for memory in (low - 1, low, high - 1, high)] == [
+        "too large",
+        "uncertain",
+        "uncertain",
+        "-",
+    ]
     remedy = {"change": "key", "peak_bytes": 100, "range": (85, 117), "fits": False, "compiled": False, "step_time": 1}
     for memory, changes, text in (
         (84, {}, "does not fit"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from gregale.audit.memory import (
     FLOAT32,
     Estimate,
-    head_values,
     layer_activations,
     loss_bytes,
     saved_by_layer,
@@ -74,7 +73,7 @@ def _named(one: StepShape, backend: Backend) -> int:
 
 
 def _weights(step: StepShape, pipeline: PipelineShape) -> int:
-    """Return the bytes of the weights of a stage's layers in all repeats, and of their gradients, between iterations."""
+    """Return the bytes of the weights of a stage's layers in all repeats, and of their gradients."""
     if pipeline.gather == "once" and pipeline.repeats > 1:
         values = pipeline.repeats * _slot(step, pipeline)
     else:

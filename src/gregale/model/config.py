@@ -111,12 +111,13 @@ class LlamaConfig(Sizes):
         return Llama.init(self, Vocab, key)
 
     def closed_form_sizes(self) -> DecoderSizes:
+        kinds = self.kinds
         return DecoderSizes(
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.KvHeads.size,
             head_size=self.HeadSize.size,
-            windows=[self.kinds[kind].window for kind in self.kind_numbers],
+            windows=[kinds[kind].window for kind in self.kind_numbers],
             norms_after=self.norms != "before",
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
         )

@@ -154,7 +154,7 @@ def _value(setup: Setup, name: str) -> Any:
 
 
 def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
-    """Yield all meshes of as many devices with this number of replicas; with a pipeline those of at least two stages."""
+    """Yield all meshes of as many devices with this number of replicas; with a pipeline, of at least two stages."""
     sizes = {**setup.layout.mesh.shape, "replica": replica}
     devices = setup.layout.mesh.size // sizes["island"] // replica
     piped = setup.config.pipeline is not None
@@ -164,9 +164,7 @@ def meshes(setup: Setup, replica: int) -> Iterator[dict[str, int]]:
             yield {**sizes, **dict(zip(MESH_AXES, own, strict=True))}
 
 
-def setups(
-    setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] | None = None
-) -> Iterator[Setup]:
+def setups(setup: Setup, tokens: int, left_out: Counter[str], replicas: Iterable[int] | None = None) -> Iterator[Setup]:
     """Yield the setup on each mesh that the model and the batch divide, with one microbatch; count the others.
 
     - `replicas`: sizes of `mesh.replica`; None: the present one
@@ -192,17 +190,14 @@ def scored_candidates(
     - `left_out`: counts impossible candidates by reason
     """
     found, trees = [], tree_bytes(setup)
-    rows = _rows(setup)
     mesh, keys = _mesh(setup), keys_of(setup.config)
     for values in product(*(list(key.values(setup)) for key in keys)):
         candidate = Candidate((*mesh, *zip((key.name for key in keys), values, strict=True)))
-        changed = replace(setup, config=candidate.of(setup.config))
         try:
-            execution(changed.config.compute, setup.layout, setup.config.model)
+            changed = changed_setup(setup, candidate)
         except UserError as error:
-            left_out[str(error)] += 1
-            continue
-        if not _suits_pipeline(changed.config, setup, rows // candidate[MICROBATCHES]):
+            if setup.config.pipeline is None:  # numbers of a pipeline are combined without regard to one another
+                left_out[str(error)] += 1
             continue
         peak = estimate(changed, target.backend, trees).peak
         seconds = closed_form_seconds(changed, target, bandwidth, trees)
@@ -210,10 +205,9 @@ def scored_candidates(
     return sorted(found, key=lambda each: each.closed_form_seconds)
 
 
-def _suits_pipeline(config: TrainConfig, setup: Setup, rows: int) -> bool:
-    """Return whether a pipeline's numbers divide the rows of a microbatch on a device, and one another."""
-    try:
-        check_pipeline(config, setup.layout, rows)
-    except UserError:
-        return False
-    return True
+def changed_setup(setup: Setup, candidate: Candidate) -> Setup:
+    """Return a setup with a candidate's settings, on the same mesh; raise `UserError` if they are impossible."""
+    config = candidate.of(setup.config)
+    execution(config.compute, setup.layout, config.model)
+    check_pipeline(config, setup.layout, _rows(setup) // config.batch.microbatches)
+    return replace(setup, config=config)

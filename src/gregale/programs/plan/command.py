@@ -45,9 +45,7 @@ class PlanOptions(Settings):
     until: str = setting(
         CODE, "last compiler stage; memory is faster: it reports memory and traffic, but no overlap", choices=UNTIL
     )
-    search: bool = setting(
-        False, "find the fastest remat x microbatches x unroll x gather that fits, and print its YAML"
-    )
+    search: bool = setting(False, "find the fastest mesh x remat x microbatches x gather that fits, and print its YAML")
     json: bool = setting(False, "print JSON in place of tables")
     hlo: Path | None = setting(None, "write the compiled step's text to this file, and other programs next to it")
     require_fit: bool = setting(False, "exit with 3 if the step does not fit")

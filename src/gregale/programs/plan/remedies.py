@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +10,15 @@ from gregale.audit.memory import Estimate
 from gregale.axes.mesh import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.programs.plan.candidates import Key, candidate_of, keys_of, scored_candidates, setups
-from gregale.programs.plan.shapes import estimate, has_closed_forms
+from gregale.programs.plan.candidates import (
+    Key,
+    candidate_of,
+    changed_setup,
+    keys_of,
+    scored_candidates,
+    setups,
+)
+from gregale.programs.plan.shapes import estimate, has_closed_forms, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.plan.step_seconds import closed_form_seconds
 from gregale.programs.runtime.setup import Setup, set_up
@@ -57,8 +65,8 @@ def remedies(plan: Plan, tokens: int) -> list[Remedy]:
     """
     if not has_closed_forms(plan.setup):
         return []
-    kinds = [*(_values(plan.setup, key) for key in keys_of(plan.setup.config)), _mesh(plan.setup)]
-    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind)))]
+    kinds = [*(_values(plan.setup, key) for key in keys_of(plan.setup.config)), _on_meshes(plan.setup, tokens)]
+    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, kind)))]
     if not any(each.fits for each in best):
         best += _together(plan, tokens, {each.change for each in best})
     return sorted(best, key=cost)[:SHOWN]
@@ -70,7 +78,7 @@ def cost(remedy: Remedy) -> tuple:
     return (not certain, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
 
 
-Changes = Iterator[tuple[str, TrainConfig]]
+Changes = Iterator[tuple[str, Setup]]
 
 
 def _values(setup: Setup, key: Key) -> Changes:
@@ -78,10 +86,11 @@ def _values(setup: Setup, key: Key) -> Changes:
     now = candidate_of(setup)
     for value in key.values(setup):
         if value != now[key.name] and value not in TO_HOST:
-            yield f"{key.name}: {value}", now.changed(key.name, value).of(setup.config)
+            with suppress(UserError):
+                yield f"{key.name}: {value}", changed_setup(setup, now.changed(key.name, value))
 
 
-def _mesh(setup: Setup) -> Changes:
+def _mesh(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
     """Yield meshes with devices moved from an axis to one that splits more."""
     sizes = dict(setup.layout.mesh.shape)
     for source, to in MOVES:
@@ -93,20 +102,24 @@ def _mesh(setup: Setup) -> Changes:
             factor *= 2
 
 
-def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
-    """Return the changes that are possible and take less memory."""
-    backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
-    before, seconds = estimate(plan.setup, backend), closed_form_seconds(plan.setup, plan.target, None)
-    for change, config in changes:
-        try:
-            setup = set_up(config, tokens, make_mesh(config.mesh, devices))
-        except UserError:
-            continue
-        after = estimate(setup, backend)
-        peak = _peak(plan, before, after)
+def _on_meshes(setup: Setup, tokens: int) -> Changes:
+    """Yield the possible ones of `_mesh`."""
+    for text, config in _mesh(setup):
+        with suppress(UserError):
+            yield text, set_up(config, tokens, make_mesh(config.mesh, list(setup.layout.mesh.devices.flat)))
+
+
+def _evaluated(plan: Plan, changes: Changes) -> Iterator[Remedy]:
+    """Return the changes that take less memory."""
+    backend, trees = plan.target.backend, tree_bytes(plan.setup)
+    before = estimate(plan.setup, backend, trees)
+    seconds = closed_form_seconds(plan.setup, plan.target, None, trees)
+    for change, setup in changes:
+        own = trees if setup.layout == plan.setup.layout else tree_bytes(setup)
+        peak = _peak(plan, before, estimate(setup, backend, own))
         if peak < plan.memory.peak:
-            time = closed_form_seconds(setup, plan.target, None) / seconds
-            yield _remedy(plan, change, peak, time, config)
+            time = closed_form_seconds(setup, plan.target, None, own) / seconds
+            yield _remedy(plan, change, peak, time, setup.config)
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:

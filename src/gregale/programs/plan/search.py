@@ -1,4 +1,4 @@
-"""Provides the search for the fastest step that fits: mesh x remat policy x microbatches x gather, or a pipeline's keys.
+"""Provides the search for the fastest step that fits: mesh x remat x microbatches x gather, or a pipeline's keys.
 
 The search scores all candidates by the closed forms of memory and time. It then compiles them to the memory report, the
 fastest first, until enough fit; the result is the fastest of these by its schedule. It tries unrolled layers only at

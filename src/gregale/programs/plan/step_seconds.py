@@ -4,7 +4,9 @@ Both compare settings of one model on the same devices: transfers count on the l
 not predict, because products run at the chip's peak.
 """
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -39,11 +41,14 @@ def closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None, t
     work = estimated_work(setup, estimated_link_bytes(setup) or {INSIDE: 0.0, BETWEEN: 0.0}, trees)
     bound = roofline(work, target.chip, target.devices_a_chip, bandwidth)
     rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(setup, target)
-    parts = dict.fromkeys((True, False), 0.0)
+    loads: Counter[tuple[bool, str, tuple[str, ...]]] = Counter()
     for each in step_transfers(setup, ACCELERATOR):
         if not set(each.axes) & set(FAR_AXES):
             behind = each.purpose in BEHIND_PRODUCTS and "model" not in each.axes
-            parts[behind] += _seconds(each, setup, grid, rate)
+            loads[behind, each.kind, each.axes] += each.bytes * each.times
+    parts = dict.fromkeys((True, False), 0.0)
+    for (behind, kind, axes), size in loads.items():
+        parts[behind] += _seconds(Transfer("", kind, axes, size), setup, grid, rate)
     return _joined(bound, parts[True], parts[False] + bound.host)
 
 
@@ -76,14 +81,13 @@ def _grid(setup: Setup, target: Target) -> Grid | None:
 
 
 def _seconds(each: Transfer, setup: Setup, grid: Grid | None, rate: float) -> float:
-    """Return the seconds of all runs of a transfer inside a slice."""
+    """Return the seconds of a transfer inside a slice."""
     sizes = dict(setup.layout.mesh.shape)
     sent = sent_bytes(each, sizes)
     if grid is None:
         return sent / rate
     numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
-    group = numbers[tuple(slice(None) if axis in each.axes else 0 for axis in sizes)].ravel()
-    pairs = [(int(one), int(other)) for one, other in zip(group, group[1:], strict=False)]
-    groups = tuple(pairs) if each.kind == "collective-permute" else (tuple(int(one) for one in group),)
-    found = grid.seconds_of(each.kind, each.bytes, sent / each.times, groups)
-    return sent / rate if found is None else found * each.times
+    group = numbers[tuple(slice(None) if axis in each.axes else 0 for axis in sizes)].ravel().tolist()
+    groups = tuple(pairwise(group)) if each.kind == "collective-permute" else (tuple(group),)
+    found = grid.seconds_of(each.kind, each.bytes, sent, groups)
+    return sent / rate if found is None else found

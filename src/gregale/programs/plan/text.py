@@ -299,7 +299,9 @@ def _row(candidate: dict[str, Any], keys: list[str], report: dict[str, Any]) -> 
         low, high = candidate["closed_form_range"]
         verdict = "too large" if low > report["memory"] else "uncertain" if high > report["memory"] else "-"
     settings, about = candidate["settings"], "~" if peak is None else ""
-    axes = [f"{key.removeprefix(MESH)} {count}" for key, count in settings.items() if key.startswith(MESH) and count > 1]
+    axes = [
+        f"{key.removeprefix(MESH)} {count}" for key, count in settings.items() if key.startswith(MESH) and count > 1
+    ]
     return (
         " x ".join(axes) or "1 device",
         *(str(settings[key]) for key in keys),

@@ -1,0 +1,77 @@
+"""The closed form of memory beside the TPU compiler's peaks, which are stored: none is compiled here.
+
+Each figure is `memory.peak` of
+
+    gregale plan BASE.yaml --topology v5e:2x4 --until memory --json KEYS
+
+with BASE.yaml as below, by jax 0.10 and libtpu. They differ in stages, repeats, microbatches, window, `remat`, layers
+of a stage, and in vocabularies and widths that are no multiples of a lane or a power of two.
+"""
+
+import json
+
+import pytest
+
+from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.shapes import estimate
+from gregale.programs.plan.step import setup_for
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+
+BASE = {
+    "name": "stored",
+    "steps": 1000,
+    "mesh": {"replica": 1, "data": -1},
+    "model": {
+        "type": "llama",
+        "layers": 8,
+        "hidden": 2048,
+        "heads": 16,
+        "kv_heads": 8,
+        "mlp": 8192,
+        "vocabulary": 32768,
+        "rotary_base": 500000,
+    },
+    "compute": {"dtype": "bfloat16", "gather": "per_layer"},
+    "batch": {"size": 16, "sequence_length": 4096, "microbatches": 1},
+    "optimizer": {"type": "adamw", "learning_rate": 3.0e-4},
+}
+NARROW = "model.hidden=2496 model.heads=26 model.kv_heads=13 model.mlp=6656 model.vocabulary=100277"
+PEAKS = {
+    "mesh.stage=2 pipeline.repeats=1": 7643127296,
+    "mesh.stage=2 pipeline.repeats=2": 6162592256,
+    "mesh.stage=2 pipeline.repeats=4": 3474843136,
+    "mesh.stage=2 pipeline.repeats=2 pipeline.gather=once": 6915506176,
+    "mesh.stage=2 pipeline.repeats=2 pipeline.gather=per_iteration": 5024991744,
+    "mesh.stage=2 pipeline.repeats=4 pipeline.gather=per_iteration": 2886940672,
+    "mesh.stage=2 pipeline.repeats=2 pipeline.remat=context": 6544042496,
+    "mesh.stage=2 pipeline.repeats=2 pipeline.remat=projections": 11324729856,
+    "mesh.stage=2 pipeline.repeats=4 pipeline.remat=projections": 7169596416,
+    "mesh.stage=2 pipeline.repeats=4 batch.size=64 pipeline.microbatches=8": 4978767360,
+    "mesh.stage=2 pipeline.repeats=2 batch.size=64 batch.microbatches=4": 6762217472,
+    "mesh.stage=2 pipeline.repeats=2 pipeline.delay_forwarding=true": 4989714432,
+    "mesh.stage=2 pipeline.repeats=2 mesh.model=2": 6312131584,
+    "mesh.stage=2 pipeline.repeats=4 model.vocabulary=128256": 5765391872,
+    "mesh.stage=4 pipeline.repeats=2 batch.size=32": 5097864192,
+    "mesh.stage=4 pipeline.repeats=1 batch.size=32": 7922860032,
+    f"{NARROW}": 5463054336,
+    f"{NARROW} batch.microbatches=2": 5360665088,
+    f"{NARROW} model.vocabulary=100352 batch.microbatches=2": 4950360576,
+    f"{NARROW} compute.remat=projections": 8422397952,
+    "model.vocabulary=128256": 5596934144,
+    "model.vocabulary=128256 batch.size=32 batch.microbatches=2": 6229827072,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return topology_target("v5e:2x4", 1, None)
+
+
+@pytest.mark.parametrize("keys", PEAKS)
+def test_the_closed_form_is_within_a_tenth_of_the_compiler(keys, target, tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(json.dumps(BASE))  # JSON is YAML
+    config = load(TrainConfig, path, [f"--{each}" for each in keys.split()])
+    setup = setup_for(config, config.model.vocabulary, target)
+    assert estimate(setup, target.backend).peak == pytest.approx(PEAKS[keys], rel=0.1)
