@@ -21,7 +21,7 @@ from gregale.tracking.metrics import POSITION_LOSS
 WORDS = 256
 SPREAD = 1.5  # standard deviation of the logarithms of a document's probabilities
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": 1200, "long": 100, "held_out": 32}
+DOCUMENTS = {"short": 3000, "long": 100, "held_out": 32}
 END = "<end>"
 HERE = Path(__file__).parent
 UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
@@ -58,7 +58,8 @@ def write_text(folder: Path) -> None:
         random = np.random.default_rng(number)
         with open(folder / f"{name}.txt", "w") as file:
             for _ in range(count):
-                file.write(document(random, SHORT if name == "short" else LONG) + "\n")
+                length = int(2 ** random.uniform(5, np.log2(SHORT))) if name == "short" else LONG
+                file.write(document(random, length) + "\n")
 
 
 def by_position(run: Path) -> dict[str, float]:
