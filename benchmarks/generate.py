@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from step import cpu_seconds, plain
 
+from gregale.axes.layout import BATCH
 from gregale.axes.mesh import make_mesh
 from gregale.data.examples import Examples, make_example
 from gregale.distributed.malloc_tuning import keep_memory

@@ -5,49 +5,40 @@
 It writes documents below FOLDER and trains `short.yaml` and `long.yaml`, as `gregale train` does. Then it prints the
 loss by position: of the first model, of the first model with YaRN, and of the second model.
 
-A document is a sequence of pairs of words, a name and a value: `kaar vap kapm vac`. In a document a name always has the
-same value. So a model that has seen the name before can know the value, however far back it is. Names are drawn by a
-power law: the rare ones are far back.
+The words of a document are independent, and each document has probabilities of its own, of all words. The more of it
+a model has seen, the better it knows them.
 """
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-NAMES, VALUES = 1024, 32
-POWER = 0.7  # the probabilities of names are rank ** -POWER
+from gregale.tracking.metrics import POSITION_LOSS
+
+WORDS = 256
+SPREAD = 1.5  # standard deviation of the logarithms of a document's probabilities
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": 6000, "long": 400, "held_out": 16}
+DOCUMENTS = {"short": 3000, "long": 100, "held_out": 32}
 END = "<end>"
 HERE = Path(__file__).parent
 UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
 
 
-def document(random: np.random.Generator, tokens: int, names: int) -> str:
-    """Return a document of pairs; with its end it has `tokens` tokens.
-
-    - `names`: the most names that it has
-    """
-    values, order = random.integers(0, VALUES, NAMES), random.permutation(NAMES)[:names]
-    likely = np.arange(1, names + 1.0) ** -POWER
-    drawn = order[random.choice(names, tokens // 2, p=likely / likely.sum())]
-    words = [each for name in drawn for each in (word("k", name), word("v", values[name]))]
-    return " ".join(words[: tokens - 1])
+def document(random: np.random.Generator, tokens: int) -> str:
+    """Return a document with its own probabilities of words; with its end it has `tokens` tokens."""
+    likely = np.exp(SPREAD * random.standard_normal(WORDS))
+    return " ".join(map(word, random.choice(WORDS, tokens - 1, p=likely / likely.sum())))
 
 
-def word(kind: str, number: int) -> str:
-    """Return the word of a name or a value, letters only: `kaar`."""
-    return kind + "".join(chr(ord("a") + number // 26**place % 26) for place in (2, 1, 0))
+def word(number: int) -> str:
+    return "w" + chr(ord("a") + number // 16) + chr(ord("a") + number % 16)
 
 
 def write_text(folder: Path) -> None:
     """Write the documents, one a line, and the tokenizer: a token for each word."""
-    words = [word("k", name) for name in range(NAMES)] + [word("v", value) for value in range(VALUES)]
     tokenizer = {
         "version": "1.0",
         "added_tokens": [
@@ -58,7 +49,7 @@ def write_text(folder: Path) -> None:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
         "model": {
             "type": "WordLevel",
-            "vocab": {END: 0} | {f"Ġ{each}": number for number, each in enumerate(words, 1)},
+            "vocab": {END: 0} | {f"Ġ{word(number)}": number + 1 for number in range(WORDS)},
             "unk_token": END,
         },
     }
@@ -67,8 +58,31 @@ def write_text(folder: Path) -> None:
         random = np.random.default_rng(number)
         with open(folder / f"{name}.txt", "w") as file:
             for _ in range(count):
-                if name == "short":
-                    names = int(2 ** random.uniform(4, np.log2(NAMES)))
-                    file.write(document(random, SHORT, names) + "\n")
-                else:
-                    file.write(document(random, LONG, NAMES) + "\n")
+                length = int(2 ** random.uniform(5, np.log2(SHORT))) if name == "short" else LONG
+                file.write(document(random, length) + "\n")
+
+
+def by_position(run: Path) -> dict[str, float]:
+    """Return the losses of a run's last evaluation by the first position of a range."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if any(key.startswith(POSITION_LOSS) for key in line)][-1]
+    return {key.removeprefix(POSITION_LOSS): value for key, value in last.items() if key.startswith(POSITION_LOSS)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder)
+    for arguments in (["short.yaml"], ["long.yaml", *UNTRAINED], ["long.yaml"]):
+        command = ["gregale", "train", str(HERE / arguments[0]), *arguments[1:]]
+        subprocess.run(command, cwd=folder, check=True)
+    runs = {name: by_position(folder / "runs" / name) for name in ("short", "yarn", "long")}
+    print(f"{'position':>10}", *(f"{name:>8}" for name in runs))
+    for position in runs["long"]:
+        print(f"{position:>10}", *(f"{losses[position]:>8.4f}" for losses in runs.values()))
+
+
+if __name__ == "__main__":
+    main()

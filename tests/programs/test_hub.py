@@ -25,10 +25,12 @@ from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
+from gregale.model.scaling import Llama3Scaling, YarnScaling
 from gregale.programs.command import Command
 from gregale.programs.exporting import Exported, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
+from gregale.programs.train.resume import origin_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.huggingface.hub import CONTEXT, made
@@ -411,3 +413,13 @@ def test_a_disk_that_fills_up_leaves_nothing(imported, tmp_path, monkeypatch, re
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert "No space left on device" in refused("export", imported, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_starts_with_a_new_rotary_scaling_but_not_without_that_of_the_model(tmp_path):
+    run, model = RunDirectory(tmp_path / "first"), LlamaConfig()
+    longer = TrainConfig("longer", 1, start_from=str(run.path), model=replace(model, rotary_scaling=YarnScaling()))
+    for before in (None, Llama3Scaling()):
+        run.write_config(replace(longer, model=replace(model, rotary_scaling=before)))
+        assert origin_of(longer).path == run.path
+    with pytest.raises(UserError, match=r"of another shape: model[.]rotary_scaling"):
+        origin_of(replace(longer, model=model))

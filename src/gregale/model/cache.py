@@ -49,7 +49,8 @@ class DecodeStep(eqx.Module):
         - `devices`: n, that share the slots
         """
         slot = place % slots
-        back = slot - hax.named(np.arange(slots).reshape(-1, devices).T.reshape(-1), Axis(SLOT, slots))
+        held = hax.named(np.arange(slots).reshape(-1, devices).T.reshape(-1), Axis(SLOT, slots))
+        back = slot - held
         back = hax.where(back < 0, back + slots, back)  # the distance to this index
         reach = place - first
         reach = reach if window is None else hax.minimum(reach, window - 1)
@@ -61,10 +62,10 @@ class Cache(eqx.Module):
     """The keys and values of one layer's tokens so far.
 
     On each device both are [Cell, Slot, HeadSize], a cell for each of its rows and key/value heads, or with one cell
-    [Slot, HeadSize], with the slots of the device; the global arrays are those of the devices one after another. A cell's slots are adjacent, as
-    attention reads them, and the products of attention take the arrays unchanged; so XLA writes a token's slot in
-    place. Any operation between the write and a product, even the removal of an axis of size 1, becomes another write,
-    into a copy of all slots. Attention masks the slots after the last token.
+    [Slot, HeadSize]. Slots are those of the device; the global arrays are those of the devices one after another. A
+    cell's slots are adjacent, as attention reads them, and the products of attention take the arrays unchanged; so XLA
+    writes a token's slot in place. Any operation between the write and a product, even the removal of an axis of size
+    1, becomes another write, into a copy of all slots. Attention masks the slots after the last token.
     """
 
     key: jax.Array

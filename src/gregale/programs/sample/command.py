@@ -40,7 +40,9 @@ class SampleOptions(Sampling):
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
     batch: int = setting(8, "the number of prompts in a batch", range=whole(1), aliases=("batch_size",))
-    mesh: MeshConfig = setting(ONE_DEVICE, "devices: mesh.data splits the prompts, mesh.model the model, mesh.context each text")
+    mesh: MeshConfig = setting(
+        ONE_DEVICE, "devices: mesh.data splits prompts, mesh.model the model, mesh.context texts"
+    )
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
 
     def __post_init__(self):
@@ -55,9 +57,7 @@ class SampleOptions(Sampling):
             raise UserError("stop has an empty string, which would end every text before it begins.")
         others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]
         if others:
-            raise UserError(
-                f"mesh.{others[0]} is for training; a model is sampled on mesh.context x mesh.data x mesh.model devices."
-            )
+            raise UserError(f"mesh.{others[0]} is for training; sampling has mesh.context, mesh.data and mesh.model.")
 
     @property
     def sampling(self) -> Sampling:

@@ -20,6 +20,8 @@ from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
 from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
 
+ROTARY_SCALING = "rotary_scaling"
+
 
 class Start(NamedTuple):
     """The point at which a run starts or resumes."""
@@ -100,6 +102,8 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "model to start from."
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
+    if getattr(config.model, ROTARY_SCALING, None) is not None:  # A longer context is trained on the same shape.
+        found = [change for change in found if not change.key.startswith(f"model.{ROTARY_SCALING}")]
     if origin.is_imported:  # The reader pads its rows.
         found = [change for change in found if change.key != "model.row_multiple"]
     if found:
