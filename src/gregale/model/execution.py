@@ -13,6 +13,8 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import Linear, ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, LAYERS, POSITION, Layout
@@ -22,7 +24,7 @@ from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
 from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import Kind, Stretch, cut, joined, kind_constants, stretches
+from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
 
 # Names of a block's intermediates (`jax.ad_checkpoint.checkpoint_name`), which remat policies use.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
@@ -129,14 +131,17 @@ class Execution:
 
             return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
 
-        def square(x: NamedArray) -> NamedArray | None:
-            return mean_square(x) if self.kernels.hands_on_squares else None
+        def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
+            if not self.kernels.hands_on_squares:
+                return x, None
+            x = channels_last(x, self.layout)
+            return x, mean_square(x)
 
         def step(carry, weights, kind):
-            x = block(carry[0], weights, kind, rows, self, carry[1])
-            return (x, square(x)), None
+            x, square = carry
+            return handed_on(block(x, weights, kind, rows, self, square)), None
 
-        return self.scan_layers(step, kinds, (x, square(x)), weights)[0][0]
+        return self.scan_layers(step, kinds, handed_on(x), weights)[0][0]
 
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
         """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
@@ -182,6 +187,20 @@ class Execution:
             return carry, tuple(outs)
 
         return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
+
+
+def channels_last(x: NamedArray, layout: Layout) -> NamedArray:
+    """Keep the last axis together in memory, also in the gradient.
+
+    XLA:TPU else puts positions last in the sums between layers, and turns a weight of each layer for that. It is done
+    on each device, because the partitioner gathers what has such a constraint.
+    """
+    spec = layout.spec(x.axes, layout.compute)
+    order = MemoryLayout(major_to_minor=tuple(range(len(x.axes))))
+    constrain = layout.shard_map(lambda x: with_layout_constraint(x, order), (spec,), spec)
+    ordered = jax.custom_vjp(constrain)
+    ordered.defvjp(lambda x: (constrain(x), None), lambda _, cotangent: (constrain(cotangent),))
+    return NamedArray(ordered(x.array), x.axis_names)
 
 
 def mean_square(x: NamedArray) -> NamedArray:
