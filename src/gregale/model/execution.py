@@ -52,10 +52,7 @@ LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
 
 Block = Callable[..., NamedArray]
-"""block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution, square) -> x
-
-- `square`: the mean square of x over `embed`, float32; None: it is not known
-"""
+"""block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
 
 
 @dataclass(frozen=True)
@@ -116,13 +113,16 @@ class Execution:
         run = self.layout.shard_map(attend, (query, key, key, ids), query)
         return run(q, k, v, segments)
 
-    def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
+    def run_layers(
+        self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows, takes_square: bool = False
+    ) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
           differentiated
+        - `takes_square`: `block` also takes the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
 
@@ -132,14 +132,14 @@ class Execution:
             return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
-            if not self.kernels.hands_on_squares:
+            if not (takes_square and self.kernels.hands_on_squares):
                 return x, None
             x = channels_last(x, self.layout)
             return x, mean_square(x)
 
         def step(carry, weights, kind):
             x, square = carry
-            return handed_on(block(x, weights, kind, rows, self, square)), None
+            return handed_on(block(x, weights, kind, rows, self, *[square] * takes_square)), None
 
         return self.scan_layers(step, kinds, handed_on(x), weights)[0][0]
 

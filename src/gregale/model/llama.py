@@ -151,7 +151,7 @@ class Llama(eqx.Module):
             return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
 
         rows = {"positions": positions, "segments": segments}
-        x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows)
+        x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows, takes_square=True)
         return execution.gathered(self.norm)(x, execution)
 
     def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
