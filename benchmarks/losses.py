@@ -33,7 +33,7 @@ from gregale.runs.run_directory import RunDirectory
 CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
-FILES = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkeys(
+FILES: dict[str, str] = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkeys(
     ("matmul", "matmul_10m"), "quickstart.yaml"
 )
 SIZES = {

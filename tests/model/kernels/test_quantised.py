@@ -83,13 +83,10 @@ def test_all_three_products_are_those_of_the_rewrite(name, axes, shared, platfor
     rows = [place[one, two].ravel() for one in cut["batch"] for two in cut["position"]]
     width = [prod(axis.size for axis in each) for each in axes]
     features = [cut["heads"] if Heads in each else [slice(0, size)] for each, size in zip(axes, width, strict=True)]
-    matrices = [
-        np.asarray(each.array).reshape(shape)
-        for each, shape in zip(operation, ((-1, width[0]), tuple(width), (-1, width[1])), strict=True)
-    ]
-    expected = rewritten(name, *matrices, rows, *features)
-    shapes = (operation[2], operation[0], operation[1])
-    for ours, theirs, like in zip(found, expected, shapes, strict=True):
+    shapes = ((-1, width[0]), tuple(width), (-1, width[1]))
+    x, weight, gradient = (np.asarray(each.array).reshape(to) for each, to in zip(operation, shapes, strict=True))
+    expected = rewritten(name, x, weight, gradient, rows, features[0], features[1])
+    for ours, theirs, like in zip(found, expected, (operation[2], *operation[:2]), strict=True):
         assert ours.axes == like.axes
         right = theirs.reshape([axis.size for axis in like.axes])
         np.testing.assert_allclose(ours.array, right, rtol=0, atol=2e-6 * np.abs(right).max())
@@ -107,6 +104,8 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
     compiled = run.lower(*map(placed, out)).compile()
     for ours, theirs in zip(compiled(*map(placed, out)), run(*out), strict=True):
         np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=1e-6 * np.abs(theirs.array).max())
-    sent = re.findall(r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+    sent = re.findall(
+        r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", str(compiled.as_text())
+    )
     # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
     assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]

@@ -16,6 +16,7 @@ in the compute dtype cross devices, as for unquantised products.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import haliax as hax
 import jax
@@ -83,12 +84,12 @@ class Quantised:
     def sums(self, left: NamedArray, right: NamedArray, names: Sequence[str]) -> NamedArray:
         """Return the float32 sums of products over axes: [*shared by both, *left, *right]."""
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
-        contracted, batch = ([_places(x, some) for x in (left, right)] for some in (names, both))
+        axes = tuple(tuple(_places(x, some) for x in (left, right)) for some in (names, both))  # contracted, shared
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
-        sums, arrays = self.format.sums, [left.array, right.array]
         if self.platform == "cpu":
-            sums, arrays = jnp.dtype(jnp.float32), [x.astype(jnp.float32) for x in arrays]
-        found = jax.lax.dot_general(*arrays, (contracted, batch), preferred_element_type=sums)
+            found = jax.lax.dot_general(left.array.astype(jnp.float32), right.array.astype(jnp.float32), axes)
+        else:
+            found = jax.lax.dot_general(left.array, right.array, axes, preferred_element_type=self.format.sums)
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
     def turned(self, x: NamedArray) -> NamedArray:
@@ -151,17 +152,15 @@ _product.defvjp(_forward, _backward)
 
 def _quantised(x: NamedArray, names: Sequence[str], dtype: jnp.dtype, largest: float) -> tuple[NamedArray, NamedArray]:
     """Return 8-bit numbers and their scales, which are the same along the named axes."""
-    most = hax.maximum(hax.max(hax.abs(x), axis=tuple(names)), SMALLEST)
+    most: Any = hax.maximum(hax.max(hax.abs(x), axis=tuple(names)), SMALLEST)
     scaled = x * (largest / most)
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
 def _flat(x: NamedArray, rows: Sequence[str]) -> NamedArray:
     """Return [..., rows, *others] with the axes of rows joined."""
-    others = [name for name in x.axis_names if name not in rows]
-    return x.rearrange((..., *rows, *[name for name in others if not name.endswith(PART)])).flatten_axes(
-        tuple(rows), ROWS
-    )
+    others = [name for name in x.axis_names if name not in rows and not name.endswith(PART)]
+    return x.rearrange((..., *rows, *others)).flatten_axes(tuple(rows), ROWS)
 
 
 def _places(x: NamedArray, names: Sequence[str]) -> list[int]:
