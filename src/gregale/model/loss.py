@@ -19,6 +19,7 @@ from gregale.model.kernels.reference import capped
 ALL = Logits()
 SAMPLE = 128  # columns of the head whose mean logit predicts the size of a row's logits
 RANGE = (1e-20, 1e20)  # sums of exponentials whose terms and inverses are far from both ends of float32
+AGAIN = "largest_logit_again"  # scope of the loop that runs if a sum is out of range: in practice never
 RAISED = 40.0  # of the shift above that mean
 
 
@@ -167,7 +168,8 @@ class HeadLoss:
             return (jnp.bool_(True), top, *self.exponentials(own, head, targets, top))
 
         state = (jnp.bool_(False), shift, *self.exponentials(hidden, head, targets, shift))
-        return jax.lax.while_loop(lambda state: ~(state[0] | in_range(state[3])), again, state)[1:]
+        with jax.named_scope(AGAIN):
+            return jax.lax.while_loop(lambda state: ~(state[0] | in_range(state[3])), again, state)[1:]
 
 
 def _product(left, right):
