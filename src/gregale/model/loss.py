@@ -248,7 +248,7 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
 
     def local(hidden, head, targets, weights):
         def group(index, carry):
-            """Add a group to the loss and the gradient by head; its gradient by hidden takes the place of its tokens."""
+            """Add a group to loss and gradient by head; its gradient by hidden takes the place of its tokens."""
             loss, by_head, tokens = carry
             rows = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (tokens, *others)]
             group_loss, own, (left, right) = of_group(spec, head, *rows)
