@@ -19,6 +19,7 @@ from gregale.model.kernels.reference import capped
 ALL = Logits()
 SAMPLE = 128  # columns of the head whose mean logit predicts the size of a row's logits
 RANGE = (1e-20, 1e20)  # sums of exponentials whose terms and inverses are far from both ends of float32
+AGAIN = "largest_logit_again"  # scope of the loop that runs if a sum is out of range: in practice never
 RAISED = 40.0  # of the shift above that mean
 
 
@@ -167,7 +168,8 @@ class HeadLoss:
             return (jnp.bool_(True), top, *self.exponentials(own, head, targets, top))
 
         state = (jnp.bool_(False), shift, *self.exponentials(hidden, head, targets, shift))
-        return jax.lax.while_loop(lambda state: ~(state[0] | in_range(state[3])), again, state)[1:]
+        with jax.named_scope(AGAIN):
+            return jax.lax.while_loop(lambda state: ~(state[0] | in_range(state[3])), again, state)[1:]
 
 
 def _product(left, right):
@@ -246,19 +248,19 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
 
     def local(hidden, head, targets, weights):
         def group(index, carry):
-            loss, by_head, by_hidden = carry
-            rows = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in groups]
+            """Add a group to loss and gradient by head; its gradient by hidden takes the place of its tokens."""
+            loss, by_head, tokens = carry
+            rows = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (tokens, *others)]
             group_loss, own, (left, right) = of_group(spec, head, *rows)
             by_head = _product(left.T, right) if by_head is None else by_head + _product(left.T, right)
-            return loss + group_loss, by_head, jax.lax.dynamic_update_index_in_dim(by_hidden, own, index, 0)
+            tokens = jax.lax.dynamic_update_index_in_dim(tokens, own.reshape(rows[0].shape), index, 0)
+            return loss + group_loss, by_head, tokens
 
-        groups = spec.cut(spec.fused, hidden, targets, weights)
-        count, tokens = len(groups[0]), groups[0][0].size // spec.Embed.size
-        loss, by_hidden = jnp.float32(0), jax.lax.empty((count, tokens, spec.Embed.size), hidden.dtype)
+        tokens, *others = spec.cut(spec.fused, hidden, targets, weights)
+        last = len(tokens) - 1
+        carry = jnp.float32(0), jnp.zeros(head.shape, jnp.float32) if last else None, tokens
         # The last group is apart, so that its product writes the gradient by head in the compute dtype.
-        carry = loss, jnp.zeros(head.shape, jnp.float32) if count > 1 else None, by_hidden
-        carry = jax.lax.fori_loop(0, count - 1, group, carry) if count > 1 else carry
-        loss, by_head, by_hidden = group(count - 1, carry)
+        loss, by_head, by_hidden = group(last, jax.lax.fori_loop(0, last, group, carry) if last else carry)
         by_hidden = by_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
         by_hidden = jax.lax.psum(by_hidden, spec.vocab_mesh_axes)
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)

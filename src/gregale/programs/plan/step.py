@@ -17,6 +17,7 @@ from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
 from gregale.axes.mesh import make_mesh
+from gregale.model.loss import AGAIN
 from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.memory_only_compile import Request, reported
@@ -100,7 +101,8 @@ def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfe
 
 def known_trips(setup: Setup) -> dict[str, int]:
     """Return the trip counts, by scope, of loops whose counts a compiled program may lack."""
-    return {"microbatches": setup.config.batch.microbatches - bool(setup.psdp.first_layers)}
+    folded = setup.config.batch.microbatches - bool(setup.psdp.first_layers)
+    return {"microbatches": folded, AGAIN: 0}
 
 
 @dataclass(frozen=True)
