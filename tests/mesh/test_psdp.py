@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -48,8 +49,8 @@ def psdp(layout: Layout, microbatches: int, optimizer: OptimizerConfig = ADAMW, 
     model = small_model()
     run = executed(layout.inside_replica(), loss_block=48, first_layers=first_layers)
     built = optimizer.build(eqx.filter(model, eqx.is_inexact_array), STEPS, layout)
-    loss = lambda model, batch: model.loss(batch, run)  # noqa: E731
-    return Psdp(model, loss, built, layout, microbatches, first_layers=first_layers)
+    step = Psdp(model, lambda model, batch: model.loss(batch, run), built, layout, microbatches)
+    return replace(step, first_layers=first_layers)
 
 
 def batches(uneven: bool):
