@@ -27,14 +27,7 @@ class Accumulated(NamedTuple):
 
 
 def accumulate(
-    loss: Loss,
-    parameters: Tree,
-    batch: Tree,
-    layout: Layout,
-    microbatches: int,
-    prepare: Callable[[Tree], Tree],
-    *,
-    last_apart: bool = False,
+    loss: Loss, parameters: Tree, batch: Tree, layout: Layout, microbatches: int, prepare: Callable[[Tree], Tree]
 ) -> Accumulated:
     """Return the gradients of the sum of losses over each replica's part of the batch.
 
@@ -45,10 +38,9 @@ def accumulate(
     - `parameters`: arrays, shared by all replicas
     - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
     - `prepare`: applied to the parameters once, before the fold; the gradients are those of its result
-    - `last_apart`: the last microbatch follows the fold, so that the sums of the last layers are complete first
     """
     inner = layout.inside_replica()
-    folded = microbatches - last_apart
+    Microbatch = Axis(MICROBATCH, microbatches)
 
     def one_replica(rows: Tree) -> Accumulated:
         ready = prepare(parameters)
@@ -61,17 +53,10 @@ def accumulate(
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
         start = Accumulated(inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(()))
-        if folded:
-            start = hax.fold(add, Axis(MICROBATCH, folded))(start, _taken(rows, slice(folded)))
-        return add(start, _taken(rows, folded)) if last_apart else start
+        return hax.fold(add, Microbatch)(start, rows)
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
-
-
-def _taken(rows: Tree, where: slice | int) -> Tree:
-    """Return microbatches of rows [microbatch, ...]."""
-    return jax.tree.map(lambda x: x[MICROBATCH, where] if is_named(x) else x[where], rows, is_leaf=is_named)
 
 
 def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:

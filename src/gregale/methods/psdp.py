@@ -133,8 +133,7 @@ class Psdp(Method):
 
     def sums(self, ready: Tree, batch: Tree) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
-        apart = self.first_layers > 0
-        return accumulate(self._loss, ready, batch, self.layout, self.microbatches, self.prepare, last_apart=apart)
+        return accumulate(self._loss, ready, batch, self.layout, self.microbatches, self.prepare)
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
         """Run the optimizer on averaged gradients under `opt_state`.

@@ -1,7 +1,7 @@
 """The execution of a model: the sharding and precision of its arrays, and the values that its layers save."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -155,7 +155,10 @@ class Execution:
                 outs.append(out)
             return carry, tuple(outs)
         parts, outs = stretches(kinds, self.first_layers), []
-        for part, layers in zip(parts, cut((weights, *more), parts), strict=True):
+        for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
+            if number and self.first_layers:
+                # The weights are awaited after the first layers, and their gradients are complete before theirs.
+                carry, layers = jax.lax.optimization_barrier((carry, layers))
             carry, out = self._scan_stretch(block, part, carry, layers)
             outs.append(out)
         return carry, joined(outs)
@@ -163,6 +166,8 @@ class Execution:
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
         policy, Layers = REMAT_POLICIES[self.remat], Axis(LAYERS, part.repeats)
+        if self.first_layers and part.repeats == 1:  # without a loop, the compiler would keep what is computed again
+            policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
             (kind,) = part.pattern

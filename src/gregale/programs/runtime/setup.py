@@ -305,7 +305,7 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     Only TPUs overlap transfers between slices with compute.
     """
     joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
-    scanned = config.pipeline is None and not config.reduce.quantised
+    scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     if layout.mesh.devices.flat[0].platform != "tpu" or layout.replicas == 1 or not (joined and scanned):
         return 0
     return layers_apart(getattr(config.model, "kind_numbers", ()))
