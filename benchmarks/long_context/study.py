@@ -3,7 +3,8 @@
     python benchmarks/long_context/study.py FOLDER
 
 It writes documents below FOLDER and trains `short.yaml` and `long.yaml`, as `gregale train` does. Then it prints the
-loss by position: of the first model, of the first model with YaRN, and of the second model.
+loss by position: of the first model, of the first model with YaRN, and of the second model. The second model continues
+a prompt of 16,000 tokens, on four devices and on one.
 
 The words of a document are independent, and each document has probabilities of its own, of all words. The more of it
 a model has seen, the better it knows them.
@@ -21,9 +22,12 @@ from gregale.tracking.metrics import POSITION_LOSS
 WORDS = 256
 SPREAD = 1.5  # standard deviation of the logarithms of a document's probabilities
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": 3000, "long": 100, "held_out": 32}
+DOCUMENTS = {"short": 10000, "long": 100, "held_out": 32}
 END = "<end>"
 HERE = Path(__file__).parent
+PROMPT = 16000
+SAMPLE = ["sample", "long", "--prompts", "prompt.txt", "--tokens", "24", "--temperature", "0", "--batch", "1"]
+SPLIT = ["--mesh.context", "4", "--mesh.data", "1"]
 UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
 
 
@@ -75,9 +79,11 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder)
-    for arguments in (["short.yaml"], ["long.yaml", *UNTRAINED], ["long.yaml"]):
-        command = ["gregale", "train", str(HERE / arguments[0]), *arguments[1:]]
-        subprocess.run(command, cwd=folder, check=True)
+    prompt = (folder / "held_out.txt").read_text().split("\n")[0].split(" ")[:PROMPT]
+    (folder / "prompt.txt").write_text(" ".join(prompt) + "\n")
+    short, long = str(HERE / "short.yaml"), str(HERE / "long.yaml")
+    for arguments in (["train", short], ["train", long, *UNTRAINED], ["train", long], [*SAMPLE, *SPLIT], SAMPLE):
+        subprocess.run(["gregale", *arguments], cwd=folder, check=True)
     runs = {name: by_position(folder / "runs" / name) for name in ("short", "yarn", "long")}
     print(f"{'position':>10}", *(f"{name:>8}" for name in runs))
     for position in runs["long"]:
