@@ -48,8 +48,8 @@ def compiled(chip: str, length: int) -> str:
     tokens = jax.eval_shape(lambda: hax.zeros((Batch, Position), jnp.int32))
     by_hidden = jax.eval_shape(lambda: hax.zeros((Batch, Position, config.Embed), jnp.bfloat16))
     given = layout.abstract(model, layout.params), *layout.abstract((tokens, by_hidden), layout.compute)
-    lowered = jax.jit(step).lower(*given)
-    return lowered.compile(compiler_options=compiler_options({}, layout.mesh)).as_text() or ""
+    program = jax.jit(step, compiler_options=compiler_options({}, layout.mesh))
+    return program.lower(*given).compile().as_text() or ""
 
 
 def rows_of(computation: Computation, chip: str) -> list[tuple[float, str]]:
