@@ -48,19 +48,17 @@ def compiled(chip: str, length: int) -> str:
     tokens = jax.eval_shape(lambda: hax.zeros((Batch, Position), jnp.int32))
     by_hidden = jax.eval_shape(lambda: hax.zeros((Batch, Position, config.Embed), jnp.bfloat16))
     given = layout.abstract(model, layout.params), *layout.abstract((tokens, by_hidden), layout.compute)
-    lowered = jax.jit(step).lower(*given)
-    return lowered.compile(compiler_options=compiler_options({}, layout.mesh)).as_text() or ""
+    program = jax.jit(step, compiler_options=compiler_options({}, layout.mesh))
+    return program.lower(*given).compile().as_text() or ""
 
 
 def rows_of(computation: Computation, chip: str) -> list[tuple[float, str]]:
     """Return milliseconds and a description of each operation that has an estimate, longest first."""
-    rows = []
+    rows, cycles_per_second = [], CHIPS[chip].cycles_per_second or 1
     for each in computation.instructions.values():
         if found := CYCLES.search(each.attributes):
             scope = each.op_name.removeprefix("jit(step)/")
-            rows.append(
-                (1e3 * int(found[1]) / CHIPS[chip].cycles_per_second, f"{each.shape_text[:60]:62}{scope[-80:]}")
-            )
+            rows.append((1e3 * int(found[1]) / cycles_per_second, f"{each.shape_text[:60]:62}{scope[-80:]}"))
     return sorted(rows, reverse=True)
 
 
@@ -75,7 +73,7 @@ def main() -> None:
         each for one in module.computations.values() for each in one.instructions.values() if each.opcode == "while"
     ]
     for loop in loops:
-        rows = rows_of(module.computations[loop.called("body")], options.chip)
+        rows = rows_of(module.computations[loop.called("body") or ""], options.chip)
         print(f"{sum(ms for ms, _ in rows):8.3f}  all of {loop.name}")
         for ms, what in rows:
             if ms >= options.above:

@@ -46,7 +46,7 @@ class Kernels:
     - `project(layer, x)`: the linear layer's product, and its bias
     - `swiglu(gate, up)`: silu(gate) * up
     - `geglu(gate, up)`: gelu(gate) * up, by the approximation with tanh
-    - `rms_norm(x, weight, epsilon, square)`: x / sqrt(square + epsilon) * weight over the last axis, which is the
+    - `rms_norm(x, weight, epsilon, square=None)`: x / sqrt(square + epsilon) * weight over the last axis, which is the
       weight's; all except the product with the weight in float32. `square` is mean(x^2), float32 and without the last
       axis; None: it is computed. Its own derivative is part of that by `x`
     - `hands_on_squares`: a layer computes the mean square of its output, for the norm of the next layer
@@ -63,7 +63,7 @@ class Kernels:
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     geglu: Callable[[NamedArray, NamedArray], NamedArray]
-    rms_norm: Callable[[NamedArray, NamedArray, float, jax.Array | None], NamedArray]
+    rms_norm: Callable[..., NamedArray]
     rotate: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Attend
     hands_on_squares: bool = False
