@@ -57,7 +57,8 @@ def summed(setup: Setup, batch) -> tuple[float, dict[str, np.ndarray], Audit]:
     """The loss and its gradients, before anything is divided, and what the program sends."""
     state = setup.initial_state().method
     held_batch = held(batch, setup.layout)
-    program = jax.jit(setup.psdp.sums).lower(state, held_batch).compile()
+    psdp = setup.psdp
+    program = jax.jit(lambda state, batch: psdp.sums(psdp.ready(state), batch)).lower(state, held_batch).compile()
     found = jax.device_get(program(state, held_batch))
     gradients = {
         jax.tree_util.keystr(path): leaf.sum(0) for path, leaf in jax.tree_util.tree_leaves_with_path(found.gradients)
