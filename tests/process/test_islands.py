@@ -42,7 +42,6 @@ ISLAND = {
 }
 SYNC = {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5}
 FOUR_BITS = ["--reduce.codec", "int4", "--reduce.gather_codec", "int4"]  # with the default feedback
-SHARED = ["--mesh.context", "2", "--cpu_devices", "2"]  # sequences, by an island's devices
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +78,25 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
     """
     names, steps = ["a", "b"], 2 * SYNC["period"]
-    options = [*FOUR_BITS, *SHARED, "--steps", str(steps)]
+    options = [*FOUR_BITS, "--steps", str(steps)]
     saved = trained(folder, names, *options, "--checkpoint.every", "4")
     monkeypatch.chdir(folder)
     config = load(TrainConfig, "streaming.yaml", [*options, "--islands.lighthouse", "by-hand:1"])
     corpus = prepare(config.data, config.batch.sequence_length, config.seed)
-    setup = set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:2]))
+    setup = set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:1]))
     assert isinstance(setup.method, Island)
     stepper, placement = setup.stepper(), Placement(setup.batch_axes, setup.layout)
     members = [Member(setup.method, stepper, setup.initial_state()) for _ in names]
     fleet = ByHand(members)
     for step in range(1, steps + 1):
         for first, member in zip(firsts(saved.outer, names), members, strict=True):
-            values = placement.part(corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS)))
+            values = corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS))
             member.took({name: placement.placed(array) for name, array in values.items()}, step)
         fleet.follow(step)
     found = members[0].host.leaves()
     assert found.keys() == saved.arrays.keys()
     far = [np.ravel(np.abs(held.array - saved.arrays[name]) > 1e-6) for name, held in found.items()]
-    # The processes' programs are compiled for fewer devices: a value at the border of two codes may get the other one.
+    # The processes' programs are compiled for one device: a value at the border of two codes may get the other one.
     assert np.mean(np.concatenate(far)) < 1e-3
 
 
