@@ -29,10 +29,9 @@ import sys
 import tempfile
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from unittest.mock import patch
 
 from gregale.audit.chips import CHIPS, Chip
-from gregale.audit.pallas_cost import Kernel, Kernels, Pairs, kernel_of
+from gregale.audit.pallas_cost import Kernel, Pairs, kernel_of
 from gregale.model.kernels.tpu.blocks import Block, blocks_for
 
 TABLE = Path(__file__).parents[1] / "src/gregale/audit/kernel_cycles.json"
@@ -40,6 +39,7 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 ROWS_OF_TOKENS, HEADS, KV_HEADS = 2, 8, 2
 BLOCKS_OF_A_ROW = 4
 LAYER = 8192, 2 * 32  # tokens and heads
+BY_KEYS = ("splash_mha_fused", "splash_mha_dkv")  # an outer block is of keys, for a group of heads
 PASSES = ("forward", "fused", "split")
 LARGE = 64  # bundles of a region that runs once for an outer block
 STAGES = 2  # more turns of a loop than its grid has steps: loads and stores are pipelined
@@ -156,13 +156,15 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
 
 def milliseconds(chip: str, found: list[tuple[Kernel, list[int]]]) -> dict[str, float]:
     """Return the time of each kernel in a layer."""
-    table = {chip: {kernel.key: cycles for kernel, cycles in found}}
     length, heads = LAYER
-    names = {kernel.name for kernel, _ in found}
-    of_layer = [replace(kernel, pairs=Pairs.causal(length, kernel.block, heads)) for kernel, _ in found]
-    with patch("gregale.audit.pallas_cost._table", lambda: table):
-        times = {kernel.name: 1e3 * Kernels(CHIPS[chip]).seconds(kernel) for kernel in of_layer}
-    return {name: round(times[name], 2) for name in sorted(names)}
+    times = {}
+    for kernel, cycles in found:
+        pairs = Pairs.causal(length, kernel.block, heads)
+        if kernel.name in BY_KEYS:
+            pairs = replace(pairs, outer=pairs.outer * KV_HEADS // HEADS)
+        total = sum(count * each for count, each in zip(astuple(pairs), cycles, strict=True))
+        times[kernel.name] = round(1e3 * total / CHIPS[chip].cycles_per_second, 2)
+    return times
 
 
 def block_of(text: str) -> Block:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import prod
+from math import log2, prod
 
 from gregale.audit.chips import Chip
 from gregale.audit.hlo import Computation, Instruction, Shape
@@ -68,9 +68,19 @@ class Kernels:
     chip: Chip
     devices_a_chip: int = 1
 
-    def cycles(self, kernel: Kernel) -> list[int] | None:
-        """Return the cycles of a kernel's step, outer block, and pair of each kind; None if the table lacks it."""
-        return _table().get(self.chip.name, {}).get(kernel.key)
+    def cycles(self, kernel: Kernel) -> list[float] | None:
+        """Return the cycles of a kernel's step, outer block, and pair of each kind; None if the table lacks it.
+
+        Those of the nearest block size are scaled by the rows of a block and of a pair, up to a factor of two.
+        """
+        rows = {tuple(key.split()): found for key, found in _table().get(self.chip.name, {}).items()}
+        sizes = [int(block) for name, block, size in rows if (name, int(size)) == (kernel.name, kernel.head_size)]
+        nearest = min(sizes, key=lambda size: abs(log2(size / kernel.block)), default=0)
+        if not kernel.block / 2 <= nearest <= 2 * kernel.block:
+            return None
+        step, outer, *pairs = rows[kernel.name, str(nearest), str(kernel.head_size)]
+        ratio = kernel.block / nearest
+        return [step, ratio * outer, *(ratio**2 * pair for pair in pairs)]
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of one run."""

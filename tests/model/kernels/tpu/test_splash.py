@@ -21,7 +21,7 @@ from tests.model.kernels.forms import assert_equal
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
 SPLASH = replace(PLAIN, attention="splash", opaque=True, attend=Splash(V5E, interpret=True))
 # Beside the plain form's own roundings: of queries after they are scaled, of the output of which the backward pass
-# takes the sum, of fused gradients by queries once a block.
+# takes the sum.
 BFLOAT16_ROUNDING = 5e-3
 
 

@@ -77,13 +77,11 @@ def _inputs(size: int, of_q, of_kv, q, k, v, ids, exponent, along, by_output):
     return [*arrays, *rows, *segment_inputs(ids, size, of_q, of_kv)]
 
 
-def _gradients(kernel: Kernel, case, queries, keys, q, k, v, by_output, exponent, along, same):
+def _gradients(kernel: Kernel, queries, keys, q, k, v, by_output, exponent, along, *masks):
     """Return the weights and the gradients by scores of a part: [key, query]."""
     raw = dot(k[keys], q[queries], ROWS_BY_ROWS)
     scores = kernel.capped(raw)
-    weights = jnp.exp2(
-        masked(scores, kernel.visible(*case, queries, keys, keys_first=True), same) - exponent[:, queries]
-    )
+    weights = jnp.exp2(masked(scores, *masks) - exponent[:, queries])
     by_weights = dot(v[keys], by_output[queries], ROWS_BY_ROWS)
     by_scores = (by_weights - along[:, queries]) * weights
     if kernel.limit is not None:
@@ -91,11 +89,9 @@ def _gradients(kernel: Kernel, case, queries, keys, q, k, v, by_output, exponent
     return weights, by_scores
 
 
-def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, exponent, along, q_ids, k_ids, *rest):
-    by_q, rest = (rest[0], rest[1:]) if with_q else (None, rest)
-    by_k, by_v, *rest = rest
-    q_sums, rest = (rest[0], rest[1:]) if with_q else (None, rest)
-    k_sums, v_sums, columns = rest
+def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, exponent, along, q_ids, k_ids, *refs):
+    *by_q, by_k, by_v = refs[: 2 + with_q]  # by queries: one array, or none
+    *q_sums, k_sums, v_sums, columns = refs[2 + with_q :]
     step, size = Step.of(table, pl.program_id(2)), kernel.block.size
     at = pl.multiple_of((step.head * kernel.pairs.rows + step.row) * size, size)
 
@@ -106,22 +102,22 @@ def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, e
         if columns is not None:
             columns[...] = spread(k_ids[...])
 
-    if with_q:
+    @pl.when(step.opens)
+    def _():
+        for sums in q_sums:
+            sums[pl.ds(at, size)] = jnp.zeros((size, q.shape[-1]), jnp.float32)
 
-        @pl.when(step.opens)
-        def _():
-            q_sums[pl.ds(at, size)] = jnp.zeros((size, q.shape[-1]), jnp.float32)
-
-    def add(*case: int) -> None:
-        for queries, keys in kernel.products(*case):
+    def add(kind: int, distance: int) -> None:
+        for queries, keys in kernel.products(kind, distance):
             count = queries.stop - queries.start
+            seen = kernel.visible(kind, distance, queries, keys, keys_first=True)
             same = None if columns is None else wide(columns[keys], count) == q_ids[:, queries]
-            weights, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
+            weights, by_scores = _gradients(kernel, queries, keys, q, k, v, by_output, exponent, along, seen, same)
             v_sums[keys] += dot(weights.astype(v.dtype), by_output[queries])
             by_scores = by_scores.astype(q.dtype)
             k_sums[keys] += dot(by_scores, q[queries])
-            if with_q:
-                q_sums[pl.ds(at + queries.start, count)] += dot(by_scores.T, k[keys])
+            for sums in q_sums:
+                sums[pl.ds(at + queries.start, count)] += dot(by_scores.T, k[keys])
 
     kernel.each_case(step, add)
 
@@ -130,11 +126,10 @@ def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, e
         by_k[...] = (LOG_2 * k_sums[...]).astype(by_k.dtype)
         by_v[...] = v_sums[...].astype(by_v.dtype)
 
-    if with_q:
-
-        @pl.when(step.closes)
-        def _():
-            by_q[...] = (LOG_2 * q_sums[pl.ds(at, size)]).astype(by_q.dtype)
+    @pl.when(step.closes)
+    def _():
+        for sums, written in zip(q_sums, by_q, strict=True):
+            written[...] = (LOG_2 * sums[pl.ds(at, size)]).astype(written.dtype)
 
 
 def _by_queries(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
@@ -158,10 +153,11 @@ def _backward_by_queries(kernel: Kernel, table, q, k, v, by_output, exponent, al
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    def add(*case: int) -> None:
-        for queries, keys in kernel.products(*case):
+    def add(kind: int, distance: int) -> None:
+        for queries, keys in kernel.products(kind, distance):
+            seen = kernel.visible(kind, distance, queries, keys, keys_first=True)
             same = None if q_ids is None else spread(k_ids[:, keys])[:, :1] == q_ids[:, queries]
-            _, by_scores = _gradients(kernel, case, queries, keys, q, k, v, by_output, exponent, along, same)
+            _, by_scores = _gradients(kernel, queries, keys, q, k, v, by_output, exponent, along, seen, same)
             sums[queries] += dot(by_scores.T.astype(k.dtype), k[keys])
 
     kernel.each_case(step, add)

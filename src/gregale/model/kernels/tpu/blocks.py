@@ -29,7 +29,7 @@ class Limits:
 # compute no more than smaller ones, and take fewer steps.
 LIMITS = {
     "TPU v5 lite": Limits(2048, 32 * MIB, 64 * MIB),
-    "TPU v5": Limits(2048, 32 * MIB, 16 * MIB),
+    "TPU v5": Limits(2048, 28 * MIB, 32 * MIB),
     "TPU v6 lite": Limits(2048, 32 * MIB, 64 * MIB),
 }
 ELSEWHERE = Limits(1024, None, 4 * MIB)

@@ -59,11 +59,11 @@ def _forward(kernel: Kernel, table, q, k, v, q_ids, k_ids, out, exponent, top, t
         if columns is not None:
             columns[...] = spread(q_ids[...])
 
-    def add(*case: int) -> None:
-        for queries, keys in kernel.products(*case):
+    def add(kind: int, distance: int) -> None:
+        for queries, keys in kernel.products(kind, distance):
             scores = kernel.capped(dot(q[queries], k[keys], ROWS_BY_ROWS))
             same = None if columns is None else wide(columns[queries], scores.shape[1]) == k_ids[:, keys]
-            scores = masked(scores, kernel.visible(*case, queries, keys, keys_first=False), same)
+            scores = masked(scores, kernel.visible(kind, distance, queries, keys, keys_first=False), same)
             before = top[queries]
             after = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
             weights, shrink = jnp.exp2(scores - wide(after, scores.shape[1])), jnp.exp2(before - after)

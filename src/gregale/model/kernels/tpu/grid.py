@@ -45,7 +45,9 @@ class Kernel:
         found = []
         for first in range(0, size, keys):
             ahead = distance * size - first  # of the keys
-            stop = size if kind != EDGE else min(size, -(-(self.pairs.window - ahead + keys - 1) // LANES) * LANES)
+            stop = (
+                size if kind != EDGE else min(size, -(-((self.pairs.window or 0) - ahead + keys - 1) // LANES) * LANES)
+            )
             if (start := max(0, -ahead)) < stop:
                 found.append((slice(start, stop), slice(first, first + keys)))
         return found

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ class Splash:
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
         ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
         devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
-        attended = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids)
+        attended: Any = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
 
