@@ -112,6 +112,7 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
     assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_a_tpu_holds_the_left_operand_of_the_weights_gradient_turned():
     """In memory, by the compiled program: the compiler would multiply a turned view, as slowly as bfloat16."""
     device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
