@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, quantised_product
 from tests.mesh.support import layout_of
@@ -109,3 +110,19 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
     )
     # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
     assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_tpu_holds_the_left_operand_of_the_weights_gradient_turned():
+    """In memory, by the compiled program: the compiler would multiply a turned view, as slowly as bfloat16."""
+    device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+
+    def shape(*axes: Axis) -> NamedArray:
+        sizes = tuple(axis.size for axis in axes)
+        array = jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=SingleDeviceSharding(device))
+        return NamedArray(array, tuple(axis.name for axis in axes))
+
+    rows, embed, mlp = Axis("batch", 1024), Axis("embed", 256), Axis("mlp", 512)
+    run = jax.jit(lambda *operands: all_products(Quantised(INT8, "tpu"), *operands)[2])
+    text = str(run.lower(shape(rows, embed), shape(embed, mlp), shape(rows, mlp)).compile().as_text())
+    assert "s8[256,1024]{1,0:" in text
