@@ -16,6 +16,7 @@ MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
+FUSED_NORMS = 1  # of the norms' outputs XLA:TPU computes one where it is read (fitted to compiled peaks)
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
 
@@ -183,7 +184,7 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
-    stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
+    stream = EMBED_ARRAYS - FUSED_NORMS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     return stream * width * step.tokens * step.embed + max(attention, mlp)
 
 
