@@ -85,7 +85,7 @@ class Execution:
         mesh, compute = self.layout.mesh, self.layout.compute
         shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)
-        how = Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts)
+        how = Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
         product = quantised_product(how, x, layer.weight)
         return product if layer.bias is None else product + layer.bias
 

@@ -25,6 +25,8 @@ from haliax import Axis, NamedArray
 from jax.experimental.layout import Layout as MemoryOrder
 from jax.experimental.layout import with_layout_constraint
 
+from gregale.axes.layout import Layout
+
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
 ROWS, PART = "rows", "_part"  # names of axes, and their ending
 
@@ -53,11 +55,13 @@ class Quantised:
     - `platform`: of the devices. On `cpu` sums are float32, because XLA:CPU has no fast products of integers: they are
       exact up to 2^24, and rounded above
     - `parts`: axis name -> devices that share the axis, for axes that several share
+    - `layout`: has the partition of these axes; None: one device
     """
 
     format: Format
     platform: str
     parts: tuple[tuple[str, int], ...] = ()
+    layout: Layout | None = None
 
     def cut(self, x: NamedArray, names: Sequence[str]) -> NamedArray:
         """Cut shared axes into an axis of parts and an axis within a part, which keeps the name."""
@@ -96,12 +100,22 @@ class Quantised:
         """Return [..., *inputs, rows] of [..., rows, *inputs], in this order in memory.
 
         The matrix units of a TPU take a left operand of 8 bits at full speed only with the contracted axis last.
-        Without the constraint the compiler undoes the transposition.
+        Without the constraint the compiler undoes the transposition. Each device does it, because the partitioner
+        gathers an array that has a constraint.
         """
         x = x.rearrange((..., ROWS))
         if self.platform != "tpu":
             return x
-        return NamedArray(with_layout_constraint(x.array, MemoryOrder(tuple(range(x.ndim)))), x.axis_names)
+        order = MemoryOrder(tuple(range(x.ndim)))
+
+        def constrain(array: jax.Array) -> jax.Array:
+            return with_layout_constraint(array, order)
+
+        if self.layout is not None:
+            parts = {_part(name): self.layout.compute[name] for name, _ in self.parts}
+            spec = self.layout.spec(x.axis_names, parts)
+            return NamedArray(self.layout.shard_map(constrain, (spec,), spec)(x.array), x.axis_names)
+        return NamedArray(constrain(x.array), x.axis_names)
 
 
 def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
