@@ -25,8 +25,8 @@ def cut_layers(tree: Tree, first: int) -> Tree:
         if not is_named(leaf) or LAYERS not in leaf.axis_names:
             return leaf
         place = leaf.axis_names.index(LAYERS)
-        parts = jax.lax.split(leaf.array, [first, leaf.array.shape[place] - first], axis=place)
-        return LayerGroups(tuple(NamedArray(part, leaf.axis_names) for part in parts))
+        before, after = jax.lax.split(leaf.array, [first, leaf.array.shape[place] - first], axis=place)
+        return LayerGroups((NamedArray(before, leaf.axis_names), NamedArray(after, leaf.axis_names)))
 
     return jax.tree.map(one, tree, is_leaf=is_named)
 

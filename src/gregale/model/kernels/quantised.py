@@ -88,12 +88,16 @@ class Quantised:
     def sums(self, left: NamedArray, right: NamedArray, names: Sequence[str]) -> NamedArray:
         """Return the float32 sums of products over axes: [*shared by both, *left, *right]."""
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
-        axes = tuple(tuple(_places(x, some) for x in (left, right)) for some in (names, both))  # contracted, shared
+        contracted, shared = ((_places(left, some), _places(right, some)) for some in (names, both))
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
         if self.platform == "cpu":
-            found = jax.lax.dot_general(left.array.astype(jnp.float32), right.array.astype(jnp.float32), axes)
+            found = jax.lax.dot_general(
+                left.array.astype(jnp.float32), right.array.astype(jnp.float32), (contracted, shared)
+            )
         else:
-            found = jax.lax.dot_general(left.array, right.array, axes, preferred_element_type=self.format.sums)
+            found = jax.lax.dot_general(
+                left.array, right.array, (contracted, shared), preferred_element_type=self.format.sums
+            )
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
     def turned(self, x: NamedArray) -> NamedArray:
