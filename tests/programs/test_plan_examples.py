@@ -76,6 +76,9 @@ def test_an_example_for_tpus_fits(name):
     assert plan.memory.peak <= 15.75 * GIB, "which the compiler has for programs on a v5e"
     assert plan.memory.peak > plan.memory.arguments > 0
     assert estimate(plan.setup, plan.target.backend).peak == pytest.approx(plan.memory.peak, rel=0.12)
+    sent, closed = plan.step.audit.over("replica"), [each for each in plan.step.expected if "replica" in each.axes]
+    total = sum(each.bytes * each.times for each in closed)
+    assert sum(each.bytes * each.times for each in sent) == pytest.approx(total, rel=1e-3), "nothing is padded"
 
 
 @pytest.mark.parametrize("name", ON_GPU)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
@@ -93,8 +94,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
         for dimension, mesh_axes in enumerate(cuts):
             for mesh_axis in mesh_axes:
                 if mesh_axis == axis:
-                    shard = jax.lax.psum_scatter(shard, axis, scatter_dimension=dimension, tiled=True)
-                    summed = True
+                    shard, summed = _scattered(shard, dimension, axis), True
                 else:
                     shard = own_part(shard, dimension, mesh_axis)
         return shard if summed else jax.lax.psum(shard, axis)
@@ -102,6 +102,14 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
     before = PartitionSpec(axis, *layout.spec(names, layout.params))
     after = layout.spec(names, layout.opt_state)
     return layout.shard_map(add, before, after)(array)
+
+
+def _scattered(shard: jax.Array, dimension: int, axis: str) -> jax.Array:
+    """Inside `shard_map`: sum over a mesh axis and return a device's part of a dimension.
+
+    That dimension is sent as the first: if a part of it is the last, the TPU compiler pads it to 128 values.
+    """
+    return jnp.moveaxis(jax.lax.psum_scatter(jnp.moveaxis(shard, dimension, 0), axis, tiled=True), 0, dimension)
 
 
 def further_split(name: str, layout: Layout) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EMBED, POSITION, Layout, check_divides, is_named, standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, check_divides, is_named, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
@@ -35,7 +34,6 @@ from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
 MAX_PARAMETERS = 10**15
-LANES = 128  # values in a row of a TPU's vector registers
 
 
 @dataclass(frozen=True)
@@ -305,15 +303,13 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     """Return the number of layers behind whose passes PSDP hides the transfers of all others; 0: it hides none.
 
     Only TPUs overlap transfers between slices with compute. With several microbatches gradients are complete after the
-    loop over them. Shards without whole lanes are padded in this program, so that more would be sent.
+    loop over them.
     """
-    shards = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((EMBED,), layout.opt_state))
-    whole = getattr(config.model, "hidden", 1) % (LANES * shards) == 0
     joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     kinds = getattr(config.model, "kind_numbers", ())
-    return layers_apart(kinds) if tpus and joined and scanned and whole else 0
+    return layers_apart(kinds) if tpus and joined and scanned else 0
 
 
 def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
