@@ -30,9 +30,13 @@ _ASYNC_SUMS = (
 # KiB of vector memory for one operation: with twice the compiler's default (16 MiB, on v6e 32 MiB) products use larger
 # blocks and are nearer to the peak.
 _SCOPED_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
+# The compiler cuts a product whose weight is gathered, or whose gradient is scattered, over few devices into a loop of
+# products of their parts. They have half the rate of the whole, which the transfers behind them do not make up for.
+# The threshold is in MiB: none is so large.
+_UNCUT_PRODUCTS = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 # By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md explains each option.
 DEFAULTS: dict[str, CompilerOptions] = {
-    "TPU v5 lite": {**dict.fromkeys(_ASYNC_SUMS, True), _SCOPED_MEMORY: 32768},
+    "TPU v5 lite": {**dict.fromkeys(_ASYNC_SUMS, True), _SCOPED_MEMORY: 32768, _UNCUT_PRODUCTS: 1 << 20},
     "TPU v5": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 32768},
     "TPU v6 lite": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 65536},
 }
