@@ -54,12 +54,12 @@ PEAKS = {
     "mesh.stage=2 pipeline.repeats=4 model.vocabulary=128256": 5131901440,
     "mesh.stage=4 pipeline.repeats=2 batch.size=32": 4720655872,
     "mesh.stage=4 pipeline.repeats=1 batch.size=32": 6445689344,
-    f"{NARROW}": 5112924672,
-    f"{NARROW} batch.microbatches=2": 4543007744,
-    f"{NARROW} model.vocabulary=100352 batch.microbatches=2": 4543745024,
-    f"{NARROW} compute.remat=projections": 8314178560,
-    "model.vocabulary=128256": 4916664320,
-    "model.vocabulary=128256 batch.size=32 batch.microbatches=2": 5556563968,
+    f"{NARROW}": 4930872320,
+    f"{NARROW} batch.microbatches=2": 4910406656,
+    f"{NARROW} model.vocabulary=100352 batch.microbatches=2": 4911143936,
+    f"{NARROW} compute.remat=projections": 8187471360,
+    "model.vocabulary=128256": 4642096128,
+    "model.vocabulary=128256 batch.size=32 batch.microbatches=2": 5290594816,
 }
 
 

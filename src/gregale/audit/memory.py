@@ -213,8 +213,8 @@ def loss_bytes(step: StepShape, backend: Backend) -> int:
 
     A separate float32 table sums several groups. A compiler that fuses adds to it in place, without a group's own
     gradient, if the head is no embedding and the table is not added to those of other microbatches. It copies the logit
-    gradients of a single group whose rows do not fill whole lanes. One that fuses logits has none of them in float32;
-    beside the table it has the gradient, which the last group writes.
+    gradients of a single group whose rows do not fill whole lanes. One that fuses logits has none of them in float32,
+    copies a single group always, and beside the table has the gradient, which the last group writes.
     """
     blocks, head, hidden = step.loss_blocks(backend), step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
@@ -225,6 +225,6 @@ def loss_bytes(step: StepShape, backend: Backend) -> int:
         arrays = 0
     elif table and backend.fuses_softmax and not tied and step.microbatches == 1:
         table -= sent
-    copies = 2 if blocks.groups == 1 and step.vocabulary % backend.lanes else 1
+    copies = 2 if blocks.groups == 1 and (step.vocabulary % backend.lanes or step.fuses_logits(backend)) else 1
     logits = FLOAT32 * arrays * blocks.block * step.vocabulary + copies * sent * blocks.group * step.vocabulary
     return logits + FLOAT32 * 2 * hidden + (table + sent + gathered) * head
