@@ -57,7 +57,7 @@ def test_a_step_that_the_compiler_refuses_is_reported_with_its_sizes(refused):
     assert not refused["fits"]
     assert refused["programs"]["step"]["refused"]
     assert memory["chip"] == int(15.75 * GIB), "as the compiler says, not as the vendor prints"
-    assert 25 * GIB < memory["peak"] < 40 * GIB
+    assert 18 * GIB < memory["peak"] < 40 * GIB
     assert memory["largest"][0]["bytes"] == 8 * GIB
     assert "bf16[1,4096,65536]" in memory["largest"][1]["shapes"]
     assert {each["axes"] == ["data"] and each["times"] for each in refused["collectives"]} >= {1, 2}, "its schedule"
