@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import position_order
@@ -19,7 +20,10 @@ from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal
 
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
+# Simulates memories, transfers and their order on a TPU: scratch begins as NaN, and transfers end when they are awaited.
+LIKE_A_TPU = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait", detect_races=True)
 SPLASH = replace(PLAIN, attention="splash", opaque=True, attend=Splash(V5E, interpret=True))
+SIMULATED = replace(SPLASH, attend=Splash(V5E, interpret=LIKE_A_TPU))
 # Beside the plain form's own roundings: of queries after they are scaled, of the output of which the backward pass
 # takes the sum.
 BFLOAT16_ROUNDING = 5e-3
@@ -56,7 +60,7 @@ def test_attention(small_blocks, length, window, cap, heads, head_size, packed, 
     def form(kernels):
         return lambda q, k, v: kernels.attend(q, k, v, segments, window, cap)
 
-    assert_equal(form, SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
+    assert_equal(form, SIMULATED if heads[1] == 2 else SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Splash:
     """
 
     device_kind: str  # JAX's name of the chip, which determines the sizes of blocks
-    interpret: bool = False  # runs the kernels step by step in JAX, on any device
+    interpret: Any = False  # runs the kernels step by step in JAX, on any device; or how Pallas simulates a TPU
     devices: int = 1  # that share a sequence
 
     def __call__(
