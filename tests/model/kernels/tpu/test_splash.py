@@ -20,7 +20,7 @@ from tests.mesh.support import layout_of
 from tests.model.kernels.forms import assert_equal
 
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
-# Simulates memories, transfers and their order on a TPU: scratch begins as NaN, and transfers end when they are awaited.
+# A simulated TPU: scratch begins as NaN, transfers end when they are awaited, and races are errors.
 LIKE_A_TPU = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait", detect_races=True)
 SPLASH = replace(PLAIN, attention="splash", opaque=True, attend=Splash(V5E, interpret=True))
 SIMULATED = replace(SPLASH, attend=Splash(V5E, interpret=LIKE_A_TPU))
