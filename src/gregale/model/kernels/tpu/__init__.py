@@ -1,1 +1,1 @@
-"""Operations with differentiation rules for XLA:TPU, and attention by JAX's splash kernels."""
+"""Operations with differentiation rules for XLA:TPU, and attention by own kernels."""
