@@ -24,7 +24,7 @@ from gregale.tracking.metrics import POSITION_LOSS
 
 WORDS, COMMON, SHARE = 64, 8, 0.7
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": 1500, "long": 16, "held_out": 4}
+DOCUMENTS = {"short": (1500, SHORT), "long": (200, LONG), "held_out": (4, LONG)}  # tokens of the longest
 END = "<end>"
 HERE = Path(__file__).parent
 PROMPT = 16000
@@ -61,11 +61,11 @@ def write_text(folder: Path) -> None:
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for number, (name, count) in enumerate(DOCUMENTS.items()):
+    for number, (name, (count, longest)) in enumerate(DOCUMENTS.items()):
         random = np.random.default_rng(number)
         with open(folder / f"{name}.txt", "w") as file:
             for _ in range(count):
-                length = int(2 ** random.uniform(8, np.log2(SHORT))) if name == "short" else LONG
+                length = longest if name == "held_out" else int(2 ** random.uniform(8, np.log2(longest)))
                 file.write(document(random, length) + "\n")
 
 
