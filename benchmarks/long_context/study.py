@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 PROMPT = 16000
 SAMPLE = ["sample", "long", "--prompts", "prompt.txt", "--tokens", "24", "--temperature", "0", "--batch", "1"]
 SPLIT = ["--mesh.context", "4", "--mesh.data", "1"]
-UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
+RATES = ["--optimizer.learning_rate", "1e-9", "--optimizer.adamw_learning_rate", "1e-9"]
+UNTRAINED = ["--name", "yarn", "--steps", "1", *RATES]
 
 
 def document(random: np.random.Generator, tokens: int) -> str:
