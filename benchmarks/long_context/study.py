@@ -6,8 +6,10 @@ It writes documents below FOLDER and trains `short.yaml` and `long.yaml`, as `gr
 loss by position: of the first model, of the first model with YaRN, and of the second model. The second model continues
 a prompt of 16,000 tokens, on four devices and on one.
 
-The words of a document are independent, and each document has probabilities of its own, of all words. The more of it
-a model has seen, the better it knows them.
+The words of a document are independent. Each document draws COMMON words, which have together the probability SHARE;
+the other words have the rest in equal parts. A model that averages over its context learns which words are common. Its
+loss falls to the entropy of the words, which is the same for all documents. The losses are printed above the
+logarithms of the true probabilities of the same words: no model is below 0 on average.
 """
 
 import argparse
@@ -17,24 +19,26 @@ from pathlib import Path
 
 import numpy as np
 
+from gregale.programs.runtime.evaluation import bounds
 from gregale.tracking.metrics import POSITION_LOSS
 
-WORDS = 256
-SPREAD = 1.5  # standard deviation of the logarithms of a document's probabilities
+WORDS, COMMON, SHARE = 64, 8, 0.7
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": 10000, "long": 100, "held_out": 32}
+DOCUMENTS = {"short": (1500, SHORT), "long": (200, LONG), "held_out": (4, LONG)}  # tokens of the longest
 END = "<end>"
 HERE = Path(__file__).parent
 PROMPT = 16000
 SAMPLE = ["sample", "long", "--prompts", "prompt.txt", "--tokens", "24", "--temperature", "0", "--batch", "1"]
 SPLIT = ["--mesh.context", "4", "--mesh.data", "1"]
-UNTRAINED = ["--name", "yarn", "--steps", "1", "--optimizer.learning_rate", "1e-9"]
+RATES = ["--optimizer.learning_rate", "1e-9", "--optimizer.adamw_learning_rate", "1e-9"]
+UNTRAINED = ["--name", "yarn", "--steps", "1", *RATES]
 
 
 def document(random: np.random.Generator, tokens: int) -> str:
     """Return a document with its own probabilities of words; with its end it has `tokens` tokens."""
-    likely = np.exp(SPREAD * random.standard_normal(WORDS))
-    return " ".join(map(word, random.choice(WORDS, tokens - 1, p=likely / likely.sum())))
+    common = np.isin(np.arange(WORDS), random.choice(WORDS, COMMON, replace=False))
+    likely = np.where(common, SHARE / COMMON, (1 - SHARE) / (WORDS - COMMON))
+    return " ".join(map(word, random.choice(WORDS, tokens - 1, p=likely)))
 
 
 def word(number: int) -> str:
@@ -58,12 +62,24 @@ def write_text(folder: Path) -> None:
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for number, (name, count) in enumerate(DOCUMENTS.items()):
+    for number, (name, (count, longest)) in enumerate(DOCUMENTS.items()):
         random = np.random.default_rng(number)
         with open(folder / f"{name}.txt", "w") as file:
             for _ in range(count):
-                length = int(2 ** random.uniform(5, np.log2(SHORT))) if name == "short" else LONG
+                length = longest if name == "held_out" else int(2 ** random.uniform(8, np.log2(longest)))
                 file.write(document(random, length) + "\n")
+
+
+def floor(documents: Path) -> dict[str, float]:
+    """Return the mean of -log p of the words by the first position of a range, in documents of LONG tokens."""
+    losses = []
+    for line in documents.read_text().splitlines():
+        words, places, counts = np.unique(line.split(" "), return_inverse=True, return_counts=True)
+        common = np.argsort(counts)[-COMMON:]  # far more frequent than the others
+        chances = np.where(np.isin(np.arange(len(words)), common), SHARE / COMMON, (1 - SHARE) / (WORDS - COMMON))
+        losses.append(-np.log(chances[places[1:]]))  # a token's target is the next one
+    firsts, means = bounds(LONG), np.mean(losses, axis=0)
+    return {str(low): means[low:high].mean() for low, high in zip(firsts, [*firsts[1:], LONG], strict=True)}
 
 
 def by_position(run: Path) -> dict[str, float]:
@@ -85,9 +101,11 @@ def main() -> None:
     for arguments in (["train", short], ["train", long, *UNTRAINED], ["train", long], [*SAMPLE, *SPLIT], SAMPLE):
         subprocess.run(["gregale", *arguments], cwd=folder, check=True)
     runs = {name: by_position(folder / "runs" / name) for name in ("short", "yarn", "long")}
-    print(f"{'position':>10}", *(f"{name:>8}" for name in runs))
-    for position in runs["long"]:
-        print(f"{position:>10}", *(f"{losses[position]:>8.4f}" for losses in runs.values()))
+    least = floor(folder / "held_out.txt")
+    print(f"{'position':>10}", *(f"{name:>8}" for name in runs), f"{'floor':>8}")
+    for position, lowest in least.items():
+        above = (losses[position] - lowest for losses in runs.values())
+        print(f"{position:>10}", *(f"{each:>8.4f}" for each in above), f"{lowest:>8.4f}")
 
 
 if __name__ == "__main__":
