@@ -104,10 +104,15 @@ class Quantised:
         """Return [..., *inputs, rows] of [..., rows, *inputs], in this order in memory.
 
         The matrix units of a TPU take a left operand of 8 bits at full speed only with the contracted axis last.
-        Without the constraint the compiler undoes the transposition. Each device does it, because the partitioner
-        gathers an array that has a constraint.
+        Without the constraint the compiler undoes the transposition.
         """
-        x = x.rearrange((..., ROWS))
+        return self.in_order(x.rearrange((..., ROWS)))
+
+    def in_order(self, x: NamedArray) -> NamedArray:
+        """Return `x` with its axes in this order in memory, on a TPU.
+
+        Each device does it, because the partitioner gathers an array that has a constraint.
+        """
         if self.platform != "tpu":
             return x
         order = MemoryOrder(tuple(range(x.ndim)))
@@ -145,7 +150,8 @@ def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
     number = partial(_quantised, names=inputs, dtype=how.format.dtype, largest=how.format.largest)
     values, by_row = number(how.cut(x, inputs).astype(jnp.float32))
     weights, by_output = number(how.cut(weight, inputs).astype(jnp.float32))
-    values = _held(values)  # or the compiler turns them for the backward pass as float32, before they are quantised
+    # Or the compiler turns float32 values before they are quantised, and the product that they come from with them.
+    values = how.in_order(_held(values))
     product = how.added(how.sums(values, weights, inputs) * by_row * by_output, inputs, x.dtype)
     return product, (values, by_row, weights, by_output)
 
