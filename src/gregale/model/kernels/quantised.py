@@ -104,10 +104,15 @@ class Quantised:
         """Return [..., *inputs, rows] of [..., rows, *inputs], in this order in memory.
 
         The matrix units of a TPU take a left operand of 8 bits at full speed only with the contracted axis last.
-        Without the constraint the compiler undoes the transposition. Each device does it, because the partitioner
-        gathers an array that has a constraint.
+        Without the constraint the compiler undoes the transposition.
         """
-        x = x.rearrange((..., ROWS))
+        return self.in_order(x.rearrange((..., ROWS)))
+
+    def in_order(self, x: NamedArray) -> NamedArray:
+        """Return `x` with its axes in this order in memory, on a TPU.
+
+        Each device does it, because the partitioner gathers an array that has a constraint.
+        """
         if self.platform != "tpu":
             return x
         order = MemoryOrder(tuple(range(x.ndim)))
@@ -127,12 +132,16 @@ def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> Name
     inputs = [name for name in weight.axis_names if name in x.axis_names]
     rows = [name for name in x.axis_names if name not in inputs]
     x = how.cut(x.rearrange((*rows, *inputs)), rows)
-    return how.joined(_product(how, x, weight.rearrange((*inputs, ...))), rows).rearrange((*rows, ...))
+    within = [x.resolve_axis(name) for name in rows]
+    order = [name for name in x.axis_names if name not in inputs]
+    # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
+    product = _product(how, _flat(x, rows, inputs), weight.rearrange((*inputs, ...)))
+    return how.joined(product.unflatten_axis(ROWS, within).rearrange((*order, ...)), rows).rearrange((*rows, ...))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
-    """Return the product of [*parts and rows, *inputs] and [*inputs, *outputs]."""
+    """Return the product of [*parts, rows, *inputs] and [*inputs, *outputs]."""
     return _forward(how, x, weight)[0]
 
 
@@ -141,6 +150,8 @@ def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
     number = partial(_quantised, names=inputs, dtype=how.format.dtype, largest=how.format.largest)
     values, by_row = number(how.cut(x, inputs).astype(jnp.float32))
     weights, by_output = number(how.cut(weight, inputs).astype(jnp.float32))
+    # Or the compiler turns float32 values before they are quantised, and the product that they come from with them.
+    values = how.in_order(_held(values))
     product = how.added(how.sums(values, weights, inputs) * by_row * by_output, inputs, x.dtype)
     return product, (values, by_row, weights, by_output)
 
@@ -150,17 +161,16 @@ def _backward(how: Quantised, saved, gradient: NamedArray):
     inputs = [name for name in weights.axis_names if name in values.axis_names and name not in by_output.axis_names]
     outputs = [name for name in gradient.axis_names if name in by_output.axis_names]
     rows = [name for name in gradient.axis_names if name not in outputs]
-    within = [name for name in rows if not name.endswith(PART)]  # rows of one part
+    shared = [name.removesuffix(PART) for name in rows if name.endswith(PART)]
     of_inputs = [axis for axis in by_row.axes if axis.name not in rows]  # parts
-    exact = gradient.astype(jnp.float32).broadcast_axis(of_inputs)
+    exact = _held(gradient).astype(jnp.float32).broadcast_axis(of_inputs)
     quantised = partial(_quantised, dtype=how.format.gradient, largest=how.format.largest_gradient)
 
     taken, scale = quantised(how.cut(exact * by_output, outputs), outputs)
     by_x = how.added(how.sums(taken, how.cut(weights, outputs), outputs) * scale, outputs, gradient.dtype)
 
-    taken, scale = quantised(exact * by_row, within)
-    sums = how.sums(how.turned(_flat(values, within)), _flat(taken, within), [ROWS])
-    by_weight = how.added(sums * scale, within, gradient.dtype)
+    taken, scale = quantised(exact * by_row, [ROWS])
+    by_weight = how.added(how.sums(how.turned(values), taken, [ROWS]) * scale, shared, gradient.dtype)
     by_x, by_weight = how.joined(by_x, inputs), how.joined(by_weight, inputs)
     return by_x.rearrange((*rows, *inputs)), by_weight.rearrange((*inputs, *outputs))
 
@@ -175,10 +185,14 @@ def _quantised(x: NamedArray, names: Sequence[str], dtype: jnp.dtype, largest: f
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
-def _flat(x: NamedArray, rows: Sequence[str]) -> NamedArray:
-    """Return [..., rows, *others] with the axes of rows joined."""
-    others = [name for name in x.axis_names if name not in rows and not name.endswith(PART)]
-    return x.rearrange((..., *rows, *others)).flatten_axes(tuple(rows), ROWS)
+def _flat(x: NamedArray, rows: Sequence[str], inputs: Sequence[str]) -> NamedArray:
+    """Return [*parts, rows, *inputs] with the axes of rows joined."""
+    return x.rearrange((..., *rows, *inputs)).flatten_axes(tuple(rows), ROWS)
+
+
+def _held(x: NamedArray) -> NamedArray:
+    """Return `x` so that the compiler writes it in its own dtype and moves no operation across it."""
+    return NamedArray(jax.lax.optimization_barrier(x.array), x.axis_names)
 
 
 def _places(x: NamedArray, names: Sequence[str]) -> list[int]:
