@@ -135,7 +135,7 @@ def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> Name
     within = [x.resolve_axis(name) for name in rows]
     order = [name for name in x.axis_names if name not in inputs]
     # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
-    product = _product(how, _flat(x, rows, inputs), weight.rearrange((*inputs, ...)))
+    product: Any = _product(how, _flat(x, rows, inputs), weight.rearrange((*inputs, ...)))
     return how.joined(product.unflatten_axis(ROWS, within).rearrange((*order, ...)), rows).rearrange((*rows, ...))
 
 
