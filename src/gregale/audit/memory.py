@@ -13,7 +13,7 @@ FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
-KEY_ARRAYS = 4  # gathered keys and values, and their gradients
+KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
 FUSED_NORMS = 1  # of the norms' outputs XLA:TPU computes one where it is read (fitted to compiled peaks)
@@ -121,13 +121,8 @@ def _scores(step: StepShape) -> int:
 
 def head_values(step: StepShape, backend: Backend) -> int:
     """Return a device's values of a token's query heads, or of their outputs."""
-    return step.heads // step.mesh["model"] * _held_head_size(step, backend)
-
-
-def _held_head_size(step: StepShape, backend: Backend) -> int:
-    """Return the values that a head takes in memory: whole rows of lanes, for a kernel."""
     lanes = 1 if step.scores else backend.lanes
-    return -(-step.head_size // lanes) * lanes
+    return step.heads // step.mesh["model"] * -(-step.head_size // lanes) * lanes
 
 
 def saved_by_layer(step: StepShape, backend: Backend) -> int:
@@ -187,8 +182,7 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
-    shared = max(map(step.shared_keys, step.reaches)) // step.head_size * _held_head_size(step, backend)
-    attention += KEY_ARRAYS * width * shared
+    attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS - FUSED_NORMS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     return stream * width * step.tokens * step.embed + max(attention, mlp)
