@@ -419,7 +419,7 @@
     const answer = await fetch(location.pathname, { cache: "no-cache" });
     if (!answer.ok) throw new Error(await answer.text());
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-    if (texts(fresh) === seen) return;
+    if (texts(fresh) === seen || pressed) return; // also if a finger came down while the answer was on its way
     seen = texts(fresh);
     const title = fold => fold.querySelector("summary").textContent;
     const touched = [...document.querySelectorAll("details")].filter(each => each.open !== began.get(each));

@@ -52,11 +52,12 @@ class Tab:
         return self.page.evaluate(script)
 
     def wait(self, condition: str) -> None:
-        """Until a condition holds; fails after a minute."""
+        """Until a condition holds; fails after a minute, also where looking for it throws."""
         self.value(
             "new Promise((done, fail) => { const last = Date.now() + 60000, look = () => {"
-            f"if ({condition}) done(1); else if (Date.now() < last) setTimeout(look, 20);"
-            f"else fail(new Error({json.dumps(condition)})); }}; look(); }})"
+            f"let why = null; try {{ if ({condition}) return done(1); }} catch (error) {{ why = error; }}"
+            f"if (Date.now() < last) setTimeout(look, 20);"
+            f"else fail(why || new Error({json.dumps(condition)})); }}; look(); }})"
         )
 
     def hover(self, x: float, y: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gregale.atomic_files import write_bytes
 from tests.runs.runs import write_run as write_run_files
 
 CONFIG: dict[str, Any] = {
@@ -29,7 +30,8 @@ def write_run(folder: Path, steps: int = 400, seed: int = 0, **more: Any) -> Pat
 
 
 def write_metrics(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    """Replace the metrics at once: a page that is served meanwhile never finds an empty file."""
+    write_bytes(folder / "metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
 def figures(steps: int, seed: int) -> list[dict[str, Any]]:
