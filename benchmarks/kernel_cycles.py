@@ -123,7 +123,7 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from gregale.audit.hlo import parse
-    from gregale.model.kernels.tpu.backward import fused, split
+    from gregale.model.kernels.tpu.backward import Inputs, fused, split
     from gregale.model.kernels.tpu.forward import forward
     from gregale.model.kernels.tpu.grid import Kernel as Grid
     from gregale.model.kernels.tpu.pairs import Pairs as Sequence
@@ -140,7 +140,7 @@ def worker(run: str, chip: str, head_size: int, block: Block, folder: str) -> No
     def computed(q, k, ids, exponent):
         if run == "forward":
             return forward(grid, q, k, k, ids)
-        return (fused if run == "fused" else split)(grid, q, k, k, ids, exponent, exponent, q)
+        return (fused if run == "fused" else split)(grid, Inputs(q, k, k, ids, exponent, exponent, q))
 
     q, k = (array(heads, length, head_size) for heads in (HEADS, KV_HEADS))
     ids, exponent = array(length, dtype=jnp.int32), array(HEADS, length, dtype=jnp.float32)

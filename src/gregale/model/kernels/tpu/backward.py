@@ -5,7 +5,9 @@
 - `split` has two kernels, for rows of which these sums do not fit
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +30,43 @@ from gregale.model.kernels.tpu.grid import (
 from gregale.model.kernels.tpu.pairs import Step
 
 
-def fused(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
-    """Return the gradients by q, k and v.
+class Inputs(NamedTuple):
+    """The arrays that the kernels read.
 
-    - `exponent`: see `forward`
+    - `q`, `k`, `v`, `ids`, `exponent`: see `forward`
     - `along`: the sum of output * cotangent over size, float32 [batch, heads, position]
+    - `by_output`: the cotangent of the output
     """
-    return _by_keys(kernel, q, k, v, ids, exponent, along, by_output, with_q=True)
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    ids: tuple[jax.Array, jax.Array] | None
+    exponent: jax.Array
+    along: jax.Array
+    by_output: jax.Array
+
+    def blocks(self, size: int, of_q: Callable, of_kv: Callable) -> list:
+        """Return each array with its block's shape and index; a block has `size` positions of one head."""
+        block, row = (None, None, size, self.q.shape[-1]), (None, None, 1, size)
+        arrays = [(self.q, of_q), (self.k, of_kv), (self.v, of_kv), (self.by_output, of_q)]
+        rows = [(x[:, :, None], row, lanes_of(of_q)) for x in (self.exponent, self.along)]
+        return [*((x, block, at) for x, at in arrays), *rows, *segment_inputs(self.ids, size, of_q, of_kv)]
 
 
-def split(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
+def fused(kernel: Kernel, inputs: Inputs):
+    """Return the gradients by q, k and v."""
+    return _by_keys(kernel, inputs, with_q=True)
+
+
+def split(kernel: Kernel, inputs: Inputs):
     """Return the gradients as `fused` does, by two kernels."""
-    by_kv = _by_keys(kernel, q, k, v, ids, exponent, along, by_output, with_q=False)
-    return _by_queries(kernel, q, k, v, ids, exponent, along, by_output), *by_kv
+    by_kv = _by_keys(kernel, inputs, with_q=False)
+    return _by_queries(kernel, inputs), *by_kv
 
 
-def _by_keys(kernel: Kernel, q, k, v, ids, exponent, along, by_output, with_q: bool):
+def _by_keys(kernel: Kernel, inputs: Inputs, with_q: bool):
+    q, k = inputs.q, inputs.k
     length, width = q.shape[2:]
     size, pairs = kernel.block.size, kernel.pairs
     group = q.shape[1] // k.shape[1]
@@ -64,17 +87,10 @@ def _by_keys(kernel: Kernel, q, k, v, ids, exponent, along, by_output, with_q: b
         "splash_mha_fused" if with_q else "splash_mha_dkv",
         partial(_backward_by_keys, kernel, with_q),
         pairs.by_keys(group),
-        _inputs(size, of_q, of_kv, q, k, v, ids, exponent, along, by_output),
+        inputs.blocks(size, of_q, of_kv),
         [(q.shape, q.dtype, block, of_output)] * with_q + [(k.shape, k.dtype, block, of_kv)] * 2,
-        [pltpu.VMEM((group * length, width), jnp.float32)] * with_q + [sums, sums, columns_of(ids, size)],
+        [pltpu.VMEM((group * length, width), jnp.float32)] * with_q + [sums, sums, columns_of(inputs.ids, size)],
     )
-
-
-def _inputs(size: int, of_q, of_kv, q, k, v, ids, exponent, along, by_output):
-    block, row = (None, None, size, q.shape[-1]), (None, None, 1, size)
-    arrays = [(q, block, of_q), (k, block, of_kv), (v, block, of_kv), (by_output, block, of_q)]
-    rows = [(x[:, :, None], row, lanes_of(of_q)) for x in (exponent, along)]
-    return [*arrays, *rows, *segment_inputs(ids, size, of_q, of_kv)]
 
 
 def _gradients(kernel: Kernel, queries, keys, q, k, v, by_output, exponent, along, *masks):
@@ -132,16 +148,16 @@ def _backward_by_keys(kernel: Kernel, with_q: bool, table, q, k, v, by_output, e
             written[...] = (LOG_2 * sums[pl.ds(at, size)]).astype(written.dtype)
 
 
-def _by_queries(kernel: Kernel, q, k, v, ids, exponent, along, by_output):
-    size, width = kernel.block.size, q.shape[-1]
-    of_q, of_kv = block_indices(q.shape[1] // k.shape[1])
+def _by_queries(kernel: Kernel, inputs: Inputs):
+    q, size = inputs.q, kernel.block.size
+    of_q, of_kv = block_indices(q.shape[1] // inputs.k.shape[1])
     (found,) = kernel.call(
         "splash_mha_dq",
         partial(_backward_by_queries, kernel),
         kernel.pairs.by_rows(),
-        _inputs(size, of_q, of_kv, q, k, v, ids, exponent, along, by_output),
-        [(q.shape, q.dtype, (None, None, size, width), of_q)],
-        [pltpu.VMEM((size, width), jnp.float32)],
+        inputs.blocks(size, of_q, of_kv),
+        [(q.shape, q.dtype, (None, None, size, q.shape[-1]), of_q)],
+        [pltpu.VMEM((size, q.shape[-1]), jnp.float32)],
     )
     return found
 

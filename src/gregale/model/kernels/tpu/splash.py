@@ -131,12 +131,12 @@ def _attend_forward(call: Call, q, k, v, ids):
 
 
 def _attend_backward(call: Call, saved, cotangent):
-    from gregale.model.kernels.tpu.backward import fused, split
+    from gregale.model.kernels.tpu.backward import Inputs, fused, split
 
     q, k, v, ids, output, exponent = saved
     along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
     gradients = fused if call.blocks.fused else split
-    return *gradients(call.kernel(forward=False), q, k, v, ids, exponent, along, cotangent), None
+    return *gradients(call.kernel(forward=False), Inputs(q, k, v, ids, exponent, along, cotangent)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
