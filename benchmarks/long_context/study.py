@@ -39,12 +39,13 @@ STYLES = ("o-", "s-", "D-", "k--")
 
 def document(random: np.random.Generator, tokens: int, words: int) -> str:
     """Return a document of `words` words with its own successors; with its end it has `tokens` tokens."""
-    successors = random.permutation(words)
-    follows, others = random.random(tokens - 1) < FIXED, random.integers(words, size=tokens - 1)
-    places = [others[0]]
+    successors = random.permutation(words).tolist()
+    follows = (random.random(tokens - 1) < FIXED).tolist()
+    others = random.integers(words, size=tokens - 1).tolist()
+    places = others[:1]
     for follow, other in zip(follows[1:], others[1:], strict=True):
         places.append(successors[places[-1]] if follow else other)
-    return " ".join(map(word, random.permutation(WORDS)[places]))
+    return " ".join(map(word, random.permutation(WORDS)[places].tolist()))
 
 
 def word(number: int) -> str:
