@@ -34,7 +34,12 @@ SPLIT = ["--mesh.context", "4", "--mesh.data", "1"]
 RATES = ["--optimizer.learning_rate", "1e-9", "--optimizer.adamw_learning_rate", "1e-9"]
 UNTRAINED = ["--name", "yarn", "--steps", "1", *RATES]
 GREY = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-STYLES = ("o-", "s-", "D-", "k--")
+LINES = {  # label and format of each model in the figure
+    "short": ("trained at 2,048", "o-"),
+    "yarn": ("the same with YaRN", "s-"),
+    "long": ("then trained at 16,384", "D-"),
+    "counting": ("counting predictor", "--"),
+}
 
 
 def document(random: np.random.Generator, tokens: int, words: int) -> str:
@@ -124,8 +129,10 @@ def draw(losses: dict[str, dict[str, float]], path: Path) -> None:
 
     plt.rcParams.update(dict.fromkeys(GREY, "#808080") | {"svg.fonttype": "none", "svg.hashsalt": "study"})
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for (name, values), style in zip(losses.items(), STYLES, strict=True):
-        axes.plot([max(int(each), 32) * 2**0.5 for each in values], list(values.values()), style, label=name)
+    for name, values in losses.items():
+        label, form = LINES[name]
+        middles = [max(int(first), 32) * 2**0.5 for first in values]
+        axes.plot(middles, list(values.values()), form, label=label, markersize=4)
     axes.axvline(SHORT, color="#808080", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     ticks = [64 * 4**power for power in range(5)]
