@@ -25,7 +25,7 @@ from gregale.tracking.metrics import POSITION_LOSS
 
 WORDS, FEWEST, FIXED = 1024, 4, 0.9  # of a document of the training text: FEWEST to WORDS words
 SHORT, LONG = 2048, 16384
-DOCUMENTS = {"short": (6000, 256, SHORT), "long": (150, SHORT, LONG), "held_out": (4, LONG, LONG)}  # of how many tokens
+DOCUMENTS = {"short": (5500, 64, 4096), "long": (150, SHORT, LONG), "held_out": (4, LONG, LONG)}  # of how many tokens
 END = "<end>"
 HERE = Path(__file__).parent
 PROMPT, TOKENS = 16000, 24
@@ -127,7 +127,9 @@ def draw(losses: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the losses of each model over the position."""
     import matplotlib.pyplot as plt  # late, because only the figure needs it
 
-    plt.rcParams.update(dict.fromkeys(GREY, "#808080") | {"svg.fonttype": "none", "svg.hashsalt": "study"})
+    for key in GREY:
+        plt.rcParams[key] = "#808080"
+    plt.rcParams["svg.fonttype"] = "none"  # text stays text
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name, values in losses.items():
         label, form = LINES[name]
