@@ -8,7 +8,7 @@ a prompt of 16,000 tokens, on four devices and on one. `--figure` draws the loss
 
 Each document draws its own order of its words, and with it the successor of each word. A word is followed by its
 successor with the probability FIXED, else by any word of the document. A model that finds the last place of a word in
-its context predicts the next word. A document of WORDS words shows most successors after some times WORDS tokens.
+its context predicts the next word. Held-out documents have WORDS words: 4,000 tokens show nearly all successors.
 """
 
 import argparse
