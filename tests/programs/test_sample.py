@@ -15,8 +15,9 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.inference.generate import Generator
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.trained_model import on_devices, open_trained, set_up_run
+from gregale.programs.sample.command import context_of
 from gregale.programs.sample.sampler import steady, training_sampler
-from gregale.runs.config import BatchConfig
+from gregale.runs.config import BatchConfig, EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from tests.model import oracle
 
@@ -168,8 +169,20 @@ def test_neither_order_nor_batch_nor_mesh_changes_a_text(gregale, inputs, whole,
 
 
 def test_devices_need_not_divide_the_sequences_of_a_step(whole):
-    config = replace(RunDirectory(whole).read_config(), batch=BatchConfig(size=3, sequence_length=32))
-    assert set_up_run(RunDirectory(whole), on_devices(config, MeshConfig(data=4))).config.batch.size == 4
+    """Neither their number nor their length, nor the lengths of an evaluation, which another mesh makes."""
+    batch, evaluation = BatchConfig(size=3, sequence_length=30), EvaluationConfig(sequence_lengths=[10])
+    config = replace(RunDirectory(whole).read_config(), batch=batch, evaluation=evaluation)
+    found = set_up_run(RunDirectory(whole), on_devices(config, MeshConfig(context=2, data=4))).config.batch
+    assert (found.size, found.sequence_length) == (4, 32)
+
+
+def test_the_context_is_that_of_the_import_or_of_longer_training(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.huggingface.mkdir(parents=True)
+    for length, context in ((16, 64), (128, 128)):
+        run.write_config(TrainConfig("longer", 1, batch=BatchConfig(sequence_length=length)))
+        (run.huggingface / "config.json").write_text('{"max_position_embeddings": 64}')
+        assert context_of(run) == context
 
 
 def test_a_text_ends_before_a_stop_string(gregale, inputs, whole, sampler, capsys, tmp_path):

@@ -92,6 +92,6 @@ def check_scored(model: Any, kind: str) -> None:
     """Raise `UserError` for a model whose text cannot be scored token by token; arguments as for `sampling_form`."""
     if not hasattr(model, "scores") and not hasattr(model, "logits"):
         raise UserError(
-            f"model.type {kind} cannot score tasks or sliding windows: its model has neither `logits` nor `scores`. "
-            "The loss on text needs neither."
+            f"model.type {kind} cannot score tasks or sliding windows, or positions (evaluation.by_position): its "
+            "model has neither `logits` nor `scores`. The loss on text needs neither."
         )

@@ -50,8 +50,8 @@ class Psdp(Method):
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
-    - `first_layers`: layers behind whose passes all others cross `replica`, exactly; 0: they do so after the passes.
-      The loss is expected to scan them apart
+    - `first_layers`: number n of layers for whose passes the transfers over `replica` of all later layers do not wait:
+      the loss scans the first n apart (`Execution.first_layers`), and `reduce` is exact. 0: transfers follow the passes
     """
 
     model: Tree

@@ -84,6 +84,7 @@ class Cache(eqx.Module):
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> "Cache":
+        """Return the cache with more slots, rounded up as by `of_prompt`; valid until a slot is written again."""
         on = Devices(execution)
         slots = on.rounded(slots)
         own = slots // on.sharing

@@ -41,7 +41,7 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
 
     @property
     def score_factor(self) -> float:
-        """Return the factor of attention's scores."""
+        """Return the number that multiplies attention's scores."""
         return 1.0
 
 
@@ -90,9 +90,10 @@ class Llama3Scaling(RotaryScaling):
 @RotaryScaling.register_subclass("yarn")
 @dataclass(frozen=True)
 class YarnScaling(RotaryScaling):
-    """YaRN (arXiv 2309.00071): as Llama 3.1's scaling by the channel's number, with larger scores.
+    """YaRN (arXiv 2309.00071): low frequencies are scaled, high ones kept, and scores are larger.
 
-    Channels between those that turn `fast_turns` and `slow_turns` times in the original context are interpolated.
+    Two channels turn `fast_turns` and `slow_turns` times in the original context. The kept fraction of those in between
+    falls linearly with the channel's number; that of Llama 3.1's scaling follows the frequency.
     """
 
     fast_turns: float = setting(
@@ -118,7 +119,8 @@ class YarnScaling(RotaryScaling):
             )
 
     def kept(self, frequency: np.ndarray) -> np.ndarray:
-        ratio = max(-math.log(frequency[1]), 1e-9) if len(frequency) > 1 else 1.0  # log, of neighbouring channels
+        # Channel i has the frequency exp(-i * ratio), so that it turns original_context * frequency / (2 pi) times.
+        ratio = max(-math.log(frequency[1]), 1e-9) if len(frequency) > 1 else 1.0
         turns = self.fast_turns, self.slow_turns
         low, high = (math.log(self.original_context / (2 * math.pi * each)) / ratio for each in turns)
         low, high = (math.floor(low), math.ceil(high)) if self.whole_channels else (low, high)

@@ -20,8 +20,7 @@ LENGTH, DEVICES = 64, 4  # chunks of 8
     ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (12, None, True), (20, None, False)]
 )
 def test_it_is_plain_attention(window, cap, packed, monkeypatch):
-    monkeypatch.setattr(gathered, "MOST_ROWS", 4)  # two blocks in a chunk
-    monkeypatch.setattr(gathered, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(gathered, "ROWS", 4)  # two blocks in a chunk
     random = np.random.default_rng(0)
     q, k, v, by_output = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (4, 2, 2, 4))
     segments = np.sort(random.integers(0, 5, (2, LENGTH)), axis=1) if packed else None
@@ -48,3 +47,7 @@ def test_devices_have_equal_work(window):
     seen = (pairs[..., 3] <= pairs[..., 2]).sum(1)
     assert seen.max() - seen.min() <= (0 if window is None else 1)
     assert len(pairs[0]) == (2 * 4 * 2 * 2 + 2 if window is None else 8)
+
+
+def test_scores_are_in_small_blocks_of_any_chunk():
+    assert [Blocks.of(chunk, DEVICES, None).size for chunk in (8, 600, 1024, 3125, 8200)] == [8, 600, 512, 625, 410]

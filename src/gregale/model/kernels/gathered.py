@@ -6,6 +6,7 @@ many as each other device (`axes.position_order`).
 
 from dataclasses import dataclass
 from functools import cache, partial
+from math import log
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.reference import capped
 from gregale.model.kernels.shared_keys import neighbourhood, whole
 
-MOST_ROWS, FEWEST_ROWS = 512, 128  # of a block: queries, and keys
+ROWS = 512  # of a block, about: queries, and keys
 HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 
 
@@ -70,16 +71,16 @@ class Blocks:
 
     @staticmethod
     def of(chunk: int, devices: int, window: int | None) -> "Blocks":
-        """Return equal blocks of a chunk: as few as `MOST_ROWS` allows, or one if they would be too small."""
-        count = next(count for count in range(-(-chunk // MOST_ROWS), chunk + 1) if chunk % count == 0)
-        count = count if chunk // count >= FEWEST_ROWS else 1
+        """Return the blocks of chunks of `chunk` positions: equal ones whose size is nearest to `ROWS` by its ratio."""
+        counts = (count for count in range(1, chunk + 1) if chunk % count == 0)
+        count = min(counts, key=lambda count: abs(log(chunk / count / ROWS)))
         return Blocks(chunk // count, count, devices, window, chunks_reached(chunk, devices, window))
 
     def pairs(self) -> np.ndarray:
         """Return the pairs of blocks with visible scores: int32 [device, pair, 4].
 
         A pair is the query block's number on the device, the key block's number among its keys, and the first position
-        of each. With a window some devices have fewer pairs; keys after all queries fill up the others' rows.
+        of each. With a window some devices have fewer pairs; pairs without visible scores fill up their rows.
         """
         order = chunk_order(self.devices)
         natural = (order[:, None] * self.count + np.arange(self.count)).reshape(-1)  # block numbers, as held

@@ -10,6 +10,7 @@ from gregale.audit.memory import Estimate
 from gregale.axes.mesh import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
+from gregale.model.execution import TO_HOST
 from gregale.programs.plan.candidates import (
     Key,
     candidate_of,
@@ -25,7 +26,6 @@ from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 
 SHOWN = 3
-TO_HOST = ("context_offload", "offload")  # policies that only changes of several keys have
 # Of devices, from one axis to another that splits more: rows, then sequences, then layers.
 MOVES = (
     ("replica", "data"),
@@ -82,7 +82,7 @@ Changes = Iterator[tuple[str, Setup]]
 
 
 def _values(setup: Setup, key: Key) -> Changes:
-    """Yield the other values of a key."""
+    """Yield the other values of a key, without transfers to the host, which only changes of several keys have."""
     now = candidate_of(setup)
     for value in key.values(setup):
         if value != now[key.name] and value not in TO_HOST:

@@ -90,10 +90,6 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         self.close()
 
 
-if TYPE_CHECKING:
-    import grain
-
-
 def batches(
     examples: Examples | ReplicaExamples,
     batch_size: int,

@@ -21,6 +21,7 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import open_folder
 from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
+from gregale.inference.generate import multiple_of
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs import run_paths
@@ -65,22 +66,25 @@ def on_devices(config: TrainConfig, devices: int | MeshConfig | None) -> TrainCo
         return config
     mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
     cpu_devices = mesh.device_count if config.cpu_devices and mesh.device_count is not None else config.cpu_devices
-    batch = replace(config.batch, microbatches=1)  # The mesh may not divide the microbatches, and no step runs.
-    return replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
+    # No step and no evaluation of the run's own text runs: the mesh may not divide microbatches and lengths.
+    batch, evaluation = replace(config.batch, microbatches=1), replace(config.evaluation, sequence_lengths=[])
+    return replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch, evaluation=evaluation)
 
 
 def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     """Return the setup of a configuration with the run's model, on the first of the started devices.
 
-    The setup makes no step, so that it rounds the batch size up to a multiple of the devices.
+    The setup makes no step, so that it rounds the size and the length of the batch up to multiples of the devices.
     """
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
     layout = standard_layout(mesh)
-    parts = config.batch.microbatches * prod(mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
-    batch = replace(config.batch, size=-(-config.batch.size // parts) * parts)
-    return set_up(replace(config, batch=batch), tokens, mesh)
+    batch = config.batch
+    parts = batch.microbatches * prod(mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
+    return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)
 
 
 def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[object, int, dict]:

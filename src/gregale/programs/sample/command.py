@@ -103,10 +103,10 @@ def check_length(source: str, tokens: int, context: int) -> None:
 
 
 def context_of(run: RunDirectory) -> int:
-    """Return the context length in tokens, from the imported config.json or from the training configuration."""
-    path = run.huggingface / CONFIG
-    length = read_json(path).get("max_position_embeddings") if path.is_file() else None
-    return length if isinstance(length, int) else run.read_config().batch.sequence_length
+    """Return the longest text in tokens that the model was trained on, by this run or before its import."""
+    path, own = run.huggingface / CONFIG, run.read_config().batch.sequence_length
+    before = read_json(path).get("max_position_embeddings") if path.is_file() else None
+    return max(own, before) if isinstance(before, int) else own
 
 
 def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:

@@ -127,7 +127,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "
             f"`data.tokenizer` of {origin.config}."
         )
-    own = {name: getattr(config, name) for name in ("model", "mesh", "pipeline", "batch", "compute")}
+    own = {name: getattr(config, name) for name in ("model", "mesh", "pipeline", "batch", "compute", "evaluation")}
     here = replace(theirs, **own)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
