@@ -1,5 +1,6 @@
 """`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
+import shlex
 import signal
 import subprocess
 import time
@@ -118,7 +119,7 @@ class Fleet:
         ]
         output = self._folder / f"{name}.log"
         output.unlink(missing_ok=True)
-        return Member(name, run, output, start(command, output))
+        return Member(name, run, output, command, start(command, output))
 
     def _watch(self) -> None:
         """Show the fleet until all islands have ended."""
@@ -157,7 +158,11 @@ class Fleet:
                 continue
             reported.add(member.name)
             if code < 0:
-                self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
+                again = shlex.join(word for word in member.command if word != "--fresh")
+                self._screen.message(
+                    f"{member.name} died of {signal.Signals(-code).name}; the others go on. "
+                    f"`gregale {again}` starts it again."
+                )
             elif code and not self._stopped:
                 self._screen.message(f"{member.name} ended with exit code {code}: {end_of(member.output)}")
             else:

@@ -31,6 +31,7 @@ class Member:
     name: str  # of the island
     run: StoragePath  # its run directory
     output: Path  # the file with its standard output and error
+    command: Sequence[str]  # arguments of `gregale`
     process: subprocess.Popen
 
 
