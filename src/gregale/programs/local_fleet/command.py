@@ -12,7 +12,7 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.local_fleet.processes import Member, end, end_of, make_token, start, start_lighthouse
+from gregale.programs.local_fleet.processes import Member, claimed, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
 from gregale.programs.watch.run_poller import RunPoller
@@ -40,6 +40,7 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        stack.enter_context(claimed(folder))
         screen = stack.enter_context(Screen())
         fleet = Fleet(options, config, folder, screen)
         stack.callback(fleet.end)
