@@ -1,6 +1,8 @@
 """The command line, in this process with toy programs."""
 
 import io
+import signal
+import subprocess
 import sys
 import types
 import warnings
@@ -155,6 +157,16 @@ def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
     for calls.error in (RuntimeError("a bug"), JaxRuntimeError("INTERNAL: a bug")):
         with pytest.raises(RuntimeError, match="a bug"):
             calls.main("fail")
+
+
+def test_an_interrupt_while_python_ends_shows_no_traceback():
+    program = (
+        "import atexit, os, signal, sys; from gregale.cli import main; sys.argv = ['gregale', '--version']; "
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); sys.exit(main())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    assert ended.stdout == f"gregale {gregale.__version__}\n"
 
 
 def test_help_names_every_option_and_key(calls, capsys):

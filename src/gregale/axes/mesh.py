@@ -83,7 +83,8 @@ class MeshConfig(Settings):
             axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise UserError(
                 f"mesh: {axes} needs {product} = {given} devices, but there are {device_count}. Set one axis to -1 to "
-                f"take the devices that are left, or set `cpu_devices: {given}` to simulate them on CPU."
+                f"take the devices that are left, or simulate {given} on CPU by `cpu_devices: {given}` (of "
+                f"`gregale plan`: `--devices {given}`)."
             )
         return sizes
 

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import sys
 import textwrap
 import warnings
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
     """Run a command; return its exit code.
 
     A user's mistake or a disk error gives one paragraph on standard error and exit code 2 (75 if the same command may
-    work later).
+    work later). Without `arguments` the process's own are read, and Ctrl-C ends the process once the command has ended.
     """
     _silence_deprecations()
     _replace_unencodable()
@@ -89,6 +90,9 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
             raise
         say_beside(f"gregale: error: {message}")
         return 2
+    finally:
+        if arguments is None and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of whatever Python runs at its end
 
 
 def _disk_error_text(error: OSError) -> str:

@@ -291,7 +291,7 @@ class Driver:
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
-        self.coordinator.report(self.round, text if stalled else None)
+        self.coordinator.report(self.round, self.stalls.reason)
         self._telling.submit(self.note_stalled, text if stalled else None)
 
     def _restart(self, inherits: bool) -> None:
@@ -301,7 +301,7 @@ class Driver:
 
     def _take_over(self, outer: OuterRecord) -> None:
         self.outer = outer
-        self.coordinator.report(outer.round, self.stalls.line)
+        self.coordinator.report(outer.round, self.stalls.reason)
         self.leases.update(outer.ledger, self.member.holder)
 
     # Methods that run in threads.

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -58,7 +57,8 @@ def main(options: ImportOptions) -> int:
             "tokens that were added."
         )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
-    model = jax.eval_shape(partial(config.model.init, vocabulary), jax.random.key(0))
+    # The key is made inside, so that no device is started: a run on this machine may hold them.
+    model = jax.eval_shape(lambda: config.model.init(vocabulary, jax.random.key(0)))
     folder.check(slots_of(model, folder.family))
     size = sum(file.stat().st_size for file in folder.files)
     with made_whole(target, size) as partial_target, progress_bars() as report:

@@ -45,9 +45,9 @@ def test_a_stall_is_reported_after_three_median_rounds_and_then_ever_more_rarely
     start = rounds(stalls, 5)
     expected = [(start + at, f"No round for {at} s: b is missing.") for at in (30, 60, 120, 240)]
     assert lines(stalls, start + 250, start) == expected
-    assert stalls.line == "No round for 240 s: b is missing."
+    assert (stalls.line, stalls.reason) == ("No round for 240 s: b is missing.", "b is missing")
     assert went_on(stalls, start + 250, 6) == "Rounds go on: round 6 after 250 s."
-    assert stalls.line is None
+    assert (stalls.line, stalls.reason) == (None, None)
     assert went_on(stalls, start + 260, 7) is None
     assert lines(stalls, start + 290, start + 261) == [(start + 290, "No round for 30 s: b is missing.")]
 

@@ -4,9 +4,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from gregale.atomic_files import is_process_dead
 from gregale.distributed.signing import read_token
-from gregale.programs.local_fleet.processes import end, end_of, make_token
+from gregale.errors import Busy
+from gregale.programs.local_fleet.processes import claimed, end, end_of, make_token
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
@@ -16,6 +19,13 @@ def test_a_token_is_made_once_and_can_be_read(tmp_path):
     make_token(path)
     assert read_token(path, "islands.token_file") == first
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_command_for_a_fleet_is_refused_until_the_first_has_ended(tmp_path):
+    with claimed(tmp_path), pytest.raises(Busy, match=r"another `gregale islands` \(process \d+"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        pass
 
 
 def test_processes_end_and_those_that_have_ended_are_left(tmp_path):

@@ -28,7 +28,7 @@ def test_once_shows_how_it_is(folder, capsys):
     assert main(["watch", "a", "--once"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "a stopped  step 5 of 10 (50%)  loss 3.9500  512 tokens/s",
-        "a has stopped, step 5 of 10; the command that started it goes on.",
+        "a has stopped, step 5 of 10; the command that started it resumes it.",
     ]
     assert main(["watch", "b"]) == 2
     assert "b is not a run directory" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
         now += 8
         assert follower.poll()[0].silent_seconds == 8.0
     snapshot, events = follower.poll()
-    assert events == ["a has stopped, step 5 of 10; the command that started it goes on."]
+    assert events == ["a has stopped, step 5 of 10; the command that started it resumes it."]
     assert snapshot.remaining_seconds is None
     # It goes on from a checkpoint of step 4: the later lines are dropped, as the tracker does it.
     kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]

@@ -16,7 +16,7 @@ AGAIN = 2  # factor between the times of two lines
 class Stalls:
     """The rounds of one member. Before its first, a round counts as late from when it is due, by `Timing`.
 
-    - `line`: the last stall line, while no round is committed
+    - `line`, `reason`: the last stall line and the reason in it, while no round is committed
     """
 
     def __init__(self, member: Member, trainer: TrainerSide):
@@ -26,6 +26,7 @@ class Stalls:
         self._next = 0.0  # seconds after which the next line is due
         self._has_rounds = False
         self.line: str | None = None
+        self.reason: str | None = None
 
     def _late_seconds(self) -> float:
         timing = self._member.timing
@@ -37,7 +38,7 @@ class Stalls:
         seconds = now - self._since if self._since is not None else 0.0
         if self._has_rounds and not is_healed:
             self._took.append(seconds)
-        was_stalled, self.line = self.line is not None, None
+        was_stalled, self.line, self.reason = self.line is not None, None, None
         self._has_rounds, self._since = True, now
         self._next = self._late_seconds()
         return f"Rounds go on: round {outer.round} after {format_seconds(seconds)}." if was_stalled else None
@@ -55,7 +56,8 @@ class Stalls:
         if seconds < self._next:
             return None
         self._next = AGAIN * seconds
-        self.line = f"No round for {format_seconds(seconds)}: {self._why()}."
+        self.reason = self._why()
+        self.line = f"No round for {format_seconds(seconds)}: {self.reason}."
         return self.line
 
     def _why(self) -> str:

@@ -1,5 +1,6 @@
 """`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
+import shlex
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
-from gregale.programs.local_fleet.processes import Member, end, end_of, make_token, start, start_lighthouse
+from gregale.programs.local_fleet.processes import Member, claimed, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, handled_signals, poll_all
 from gregale.programs.watch.run_poller import RunPoller
@@ -39,6 +40,7 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        stack.enter_context(claimed(folder))
         screen = stack.enter_context(Screen())
         fleet = Fleet(options, config, folder, screen)
         stack.callback(fleet.end)
@@ -118,7 +120,7 @@ class Fleet:
         ]
         output = self._folder / f"{name}.log"
         output.unlink(missing_ok=True)
-        return Member(name, run, output, start(command, output))
+        return Member(name, run, output, command, start(command, output))
 
     def _watch(self) -> None:
         """Show the fleet until all islands have ended."""
@@ -157,7 +159,11 @@ class Fleet:
                 continue
             reported.add(member.name)
             if code < 0:
-                self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
+                again = shlex.join(word for word in member.command if word != "--fresh")
+                self._screen.message(
+                    f"{member.name} died of {signal.Signals(-code).name}; the others go on. "
+                    f"`gregale {again}` starts it again."
+                )
             elif code and not self._stopped:
                 self._screen.message(f"{member.name} ended with exit code {code}: {end_of(member.output)}")
             else:

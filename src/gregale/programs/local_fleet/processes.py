@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gregale.atomic_files import NO_LOCKS, LockHeld, acquire, write_holder
 from gregale.distributed.parent_death import end_with_parent
-from gregale.errors import UserError
+from gregale.errors import Busy, UserError
 from gregale.islands.protocol.settings import Timing
 from gregale.storage import StoragePath
 
@@ -31,6 +32,7 @@ class Member:
     name: str  # of the island
     run: StoragePath  # its run directory
     output: Path  # the file with its standard output and error
+    command: Sequence[str]  # arguments of `gregale`
     process: subprocess.Popen
 
 
@@ -80,6 +82,28 @@ def make_token(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32) + "\n")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Lock a fleet's folder inside the block; raise `Busy` if another command runs this fleet.
+
+    A second command would overwrite the logs and the configuration of the first.
+    """
+    try:
+        file = acquire(folder / "lock")
+    except LockHeld as held:
+        raise Busy(
+            f"{folder}: another `gregale islands` ({held}) runs this fleet; stop it, or take another name."
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    with file:
+        write_holder(file)
+        yield
 
 
 def end(processes: Sequence[subprocess.Popen], number: int = signal.SIGTERM) -> None:

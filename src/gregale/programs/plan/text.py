@@ -275,7 +275,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     print_table(console, title, headings, [_row(each, keys, report) for each in shown])
     left_out = sum(report["left_out"].values())
     lines = [
-        f"{len(candidates)} candidates, {len(compiled)} of them compiled; {left_out} are impossible. --json has all.",
+        f"{len(candidates)} candidates, {len(compiled)} of them compiled; {left_out} impossible. --json has all.",
         *(f"Left out: {count} x {reason}" for reason, count in report["left_out"].items()),
         f"All in the table: {', '.join(f'{key} {min(values[key])}' for key in own if key not in keys)}.",
         "~: by closed forms; others are by the compiled program and its schedule. *: as configured.",

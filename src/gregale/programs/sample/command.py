@@ -48,7 +48,7 @@ class SampleOptions(Sampling):
     def __post_init__(self):
         super().__post_init__()
         if not self.run:
-            raise UserError('run is missing. Usage: gregale sample RUN ["PROMPT"]')
+            raise UserError('RUN is missing. Usage: gregale sample RUN ["PROMPT"]')
         if self.prompt and self.prompts is not None:
             raise UserError(f"a prompt and prompts {shown(self.prompts)} are both given; leave one out.")
         if self.out is not None and self.prompts is None:

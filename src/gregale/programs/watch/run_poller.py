@@ -126,7 +126,7 @@ def state_sentence(summary: Summary) -> str:
     if summary.state is State.DAMAGED:
         return f"{summary.name} is damaged, {at}: {summary.problem}"
     if summary.state is State.STOPPED:
-        return f"{summary.name} has stopped, {at}; the command that started it goes on."
+        return f"{summary.name} has stopped, {at}; the command that started it resumes it."
     return f"{summary.name} is {summary.state}, {at}."
 
 
