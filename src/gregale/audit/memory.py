@@ -136,13 +136,15 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
     stream = tokens * step.embed * narrow
+    part = step.stream * narrow
+    inputs = part * (2 if step.splits_stream else 1)  # of the layer, and of its second half if `model` splits it
     match step.remat:
         case "full" | "context_offload":
-            return stream
+            return inputs
         case "offload":
             return 0
         case "context" | "attention":
-            return stream + tokens * head_values(step, backend) * narrow
+            return inputs + tokens * head_values(step, backend) * narrow
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else values_of_a_layer(step) * narrow
@@ -150,11 +152,11 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
-    norms = 4 * tokens * step.embed * FLOAT32
+    norms = 4 * step.stream * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
     scores = 0 if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 4 * stream + wide + scores + (norms if step.rules == "plain" else 0)
+    return weights + attention + 2 * (stream + part) + wide + scores + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:
@@ -164,8 +166,9 @@ def values_of_a_layer(step: StepShape) -> int:
 
 def offloaded_bytes(step: StepShape) -> int:
     """Return the bytes that one layer moves to the host's memory for its backward pass."""
-    widths = {"offload": step.embed, "context_offload": step.heads * step.head_size // step.mesh["model"]}
-    return step.tokens * widths.get(step.remat, 0) * step.compute_bytes
+    heads = step.tokens * step.heads * step.head_size // step.mesh["model"]
+    moved = {"offload": step.stream * (2 if step.splits_stream else 1), "context_offload": heads}
+    return moved.get(step.remat, 0) * step.compute_bytes
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
