@@ -42,15 +42,16 @@ REMAT_POLICIES = {
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
 
-# The same if `model` splits the stream (`Execution.stream`): a device also keeps its part of attention's output. So the
-# backward pass adds nothing over `model` again, which pays for the gathers that it repeats.
-SUM = ["attention_out"]
+# If `model` splits the stream (`Execution.stream`), a device also keeps its part of attention's output. So the backward
+# pass adds nothing over `model` again, which pays for the gathers that it repeats.
+PART = "part_of_"
+PARTS = [f"{PART}attention_out"]
 SPLIT_POLICIES = {
     "none": REMAT_POLICIES["none"],
-    "full": ScanCheckpointPolicy(save_block_internals=SUM),
-    "context": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME, *SUM]),
-    "context_offload": ScanCheckpointPolicy(save_block_internals=SUM, offload_block_internals=[ATTENTION_NAME]),
-    "offload": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=SUM),
+    "full": ScanCheckpointPolicy(save_block_internals=PARTS),
+    "context": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME, *PARTS]),
+    "context_offload": ScanCheckpointPolicy(save_block_internals=PARTS, offload_block_internals=[ATTENTION_NAME]),
+    "offload": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=PARTS),
 }
 
 TO_HOST = ("offload", "context_offload")  # policies that move saved values to the host's memory
@@ -113,9 +114,11 @@ class Execution:
         """Gather the input of products from the stream."""
         return self.placed(x) if self.splits(x.resolve_axis(POSITION).size) else x
 
-    def summed(self, x: NamedArray) -> NamedArray:
-        """Add the output of products over `model` to the parts of the stream; the backward pass gathers first."""
-        return self.stream(self.placed(x)) if self.splits(x.resolve_axis(POSITION).size) else x
+    def summed(self, x: NamedArray, name: str) -> NamedArray:
+        """Name the output of products, with the parts of the stream if it is split; the backward pass gathers it."""
+        if not self.splits(x.resolve_axis(POSITION).size):
+            return named(x, name)
+        return named(self.stream(self.placed(x)), PART + name)
 
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, and its bias, by `compute.matmul`."""
@@ -204,10 +207,8 @@ class Execution:
 
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
-        policy, Layers = (
-            (SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES)[self.remat],
-            Axis(LAYERS, part.repeats),
-        )
+        policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
+        policy = policies[self.remat]
         if self.first_layers and part.repeats == 1:  # without a loop, the compiler would keep what is computed again
             policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)

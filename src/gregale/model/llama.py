@@ -47,7 +47,7 @@ class Mlp(eqx.Module):
         up = named(execution.placed(execution.project(self.up, x)), "up")
         gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
         product = gated(gate, up)  # activation(gate) * up
-        return named(execution.summed(execution.project(self.down, product)), "mlp_out")
+        return execution.summed(execution.project(self.down, product), "mlp_out")
 
 
 class Block(eqx.Module):
