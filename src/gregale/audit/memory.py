@@ -16,6 +16,7 @@ MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
+GATHERED_ARRAYS = 4  # of these, if `model` splits the stream: both norms' outputs, and two gradients
 FUSED_NORMS = 1  # of the norms' outputs XLA:TPU computes one where it is read (fitted to compiled peaks)
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
@@ -187,8 +188,15 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
-    stream = EMBED_ARRAYS - FUSED_NORMS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
-    return stream * width * step.tokens * step.embed + max(attention, mlp)
+    return width * _stream_values(step, backend) + max(attention, mlp)
+
+
+def _stream_values(step: StepShape, backend: Backend) -> int:
+    """Return a device's values of the arrays of the stream's width in one layer's backward pass."""
+    whole, apart = step.tokens * step.embed, 0 if backend.merges_sums else INPUT_GRADIENTS
+    if step.splits_stream:
+        return (GATHERED_ARRAYS + apart) * whole + (EMBED_ARRAYS - GATHERED_ARRAYS) * step.stream
+    return (EMBED_ARRAYS + apart - (FUSED_NORMS if backend.merges_sums else 0)) * whole
 
 
 def _beside_layers(step: StepShape, backend: Backend) -> int:

@@ -174,11 +174,13 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
+        vector = sum(axis.name != LAYERS for axis in weight.axes) == 1
         if table:
             found += _scattered(step, size, times * step.uses(weight))
-        elif kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
-            parts = step.splits_stream and any(axis.name == "embed" for axis in weight.axes)
-            found += _summed_over_tokens("gradients", size, times, (CONTEXT, MODEL) if parts else (CONTEXT,))
+        elif vector and step.splits_stream and weight.axes[-1].name == "embed":
+            found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
+        elif vector and kind == "all-reduce":
+            found += _summed_over_tokens("gradients", size, times)
         else:
             found.append(Transfer("gradients", kind, SHARDS, size, times * step.uses(weight)))
         if not is_on_model(weight):
