@@ -177,7 +177,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         vector = sum(axis.name != LAYERS for axis in weight.axes) == 1
         if table:
             found += _scattered(step, size, times * step.uses(weight))
-        elif vector and step.splits_stream and weight.axes[-1].name == "embed":
+        elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
         elif vector and kind == "all-reduce":
             found += _summed_over_tokens("gradients", size, times)
