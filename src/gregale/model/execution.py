@@ -110,6 +110,10 @@ class Execution:
             return compute
         return {**compute, POSITION: (*self.layout.mesh_axes((POSITION,), compute), MODEL)}
 
+    def part(self, x: NamedArray) -> NamedArray:
+        """Keep a device's part of a layer's input, in what is saved too: the compiler could gather it for products."""
+        return self.stream(x) if self.splits(x.resolve_axis(POSITION).size) else x
+
     def whole(self, x: NamedArray) -> NamedArray:
         """Gather the input of products from the stream."""
         return self.placed(x) if self.splits(x.resolve_axis(POSITION).size) else x

@@ -79,6 +79,7 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x, positions, segments, kind: Kind, execution: Execution, square=None) -> NamedArray:
+        x = execution.part(x)
         attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
         x = execution.stream(x + self._attended(attended, execution))
         return execution.stream(x + self._fed(x, execution))
