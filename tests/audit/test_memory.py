@@ -72,12 +72,12 @@ def test_tables_and_groups():
     assert several == 4 * 3200 * (3 * 8 + 16) + 2 * by_head + hidden
 
 
-def saved_by_hand(remat: str, **compute) -> int:
+def saved_by_hand(remat: str, mesh: tuple[int, ...] = (2, 2, 1), **compute) -> int:
     """Bytes that a layer saves for each token in bfloat16, without the weights, in closed form.
 
     Hidden 32, heads 8 of 4, mlp 64.
     """
-    step = small_step((2, 2, 1), compute={"remat": remat, "dtype": "bfloat16", "gather": "per_step", **compute})
+    step = small_step(mesh, compute={"remat": remat, "dtype": "bfloat16", "gather": "per_step", **compute})
     return estimate_memory(replace(step, scores=False), 0, ACCELERATOR).saved // (3 * step.tokens)
 
 
@@ -90,6 +90,11 @@ def test_each_policy_saves_what_it_says():
     none = 2 * (2 * query + 2 * key + 6 * mlp) + (4 * 2 + 4 * 4) * stream
     assert saved_by_hand("none", autodiff_rules="plain") == none
     assert saved_by_hand("none", autodiff_rules="auto") == 2 * (2 * query + 2 * key + 3 * mlp + 4 * stream)
+    split = {"mesh": (1, 1, 4)}  # attention's output is saved too; inputs of products are whole
+    assert saved_by_hand("full", **split) == 2 * 2 * stream // 4
+    assert saved_by_hand("context", **split) == 2 * (2 * stream + query) // 4
+    none = (2 * query + 2 * key + 3 * mlp + 2 * stream) // 4 + 2 * stream
+    assert saved_by_hand("none", **split, autodiff_rules="auto") == 2 * none
 
 
 def test_without_remat_gathered_weights_are_kept_too():

@@ -72,16 +72,22 @@ def test_flops_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("rules", "policies", "norms"),
-    [("plain", "projections context full", "before"), ("auto", "context", "before"), ("plain", "context", "after")],
+    ("rules", "policies", "norms", "model"),
+    [
+        ("plain", "projections context full", "before", 1),
+        ("auto", "context", "before", 1),
+        ("plain", "context", "after", 1),
+        ("plain", "context", "before", 2),
+    ],
 )
-def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, norms):
+def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, norms, model):
     """By the matrix products in JAX's trace; the CPU's rule of attention keeps what a kernel keeps."""
 
     def again(remat):
-        setup = small_setup((1, 1, 1), 1, {"remat": remat, "autodiff_rules": rules}, {"layers": 1, "norms": norms})
+        compute = {"remat": remat, "autodiff_rules": rules}
+        setup = small_setup((1, 1, model), 1, compute, {"layers": 1, "norms": norms})
         step = replace(step_shape(setup), scores=rules == "plain")
-        return flops_of(traced_loss(setup)), work_of(step, 0, {}).flops
+        return flops_of(traced_loss(setup)), model * work_of(step, 0, {}).flops
 
     traced, counted = again("none")
     for remat in policies.split():

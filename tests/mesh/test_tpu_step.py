@@ -125,6 +125,17 @@ def test_the_embeddings_rows_are_exchanged(plan):
     assert [(each.bytes, each.times) for each in rows] == [(tokens * MODEL.hidden * 2, MICROBATCHES)] * 2
 
 
+def test_the_stream_is_split_over_model(plan):
+    """Sums of products are reduce-scatters, and gathers precede the next: no device sums or has all of a stream."""
+    over = [each for each in plan.step.audit.over("model") if each.loop]
+    stream = CONFIG.batch.size * CONFIG.batch.sequence_length // (4 * MICROBATCHES) * MODEL.hidden * 2
+    assert not [each for each in over if each.kind == "all-reduce" and each.bytes >= stream]
+    closed_form = [each for each in plan.step.expected if each.purpose == "activations"]
+    for kind in ("reduce-scatter", "all-gather"):
+        found = sum(each.bytes * each.times for each in over if each.kind == kind)
+        assert found == sum(each.bytes * each.times for each in closed_form if each.kind == kind) >= 4 * stream
+
+
 def test_attention_is_a_kernel_on_each_devices_heads(plan):
     assert kernels_of(plan.setup) == {"rules": "tpu", "attention": "splash", "embedding": "rows"}
     kernels = [

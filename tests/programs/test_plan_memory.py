@@ -54,6 +54,8 @@ PEAKS = {
     "mesh.stage=2 pipeline.repeats=4 model.vocabulary=128256": 5131901440,
     "mesh.stage=4 pipeline.repeats=2 batch.size=32": 4720655872,
     "mesh.stage=4 pipeline.repeats=1 batch.size=32": 6445689344,
+    "mesh.model=2 compute.remat=none": 8223186432,
+    "mesh.context=2 mesh.model=4 compute.remat=context": 3523579392,
     f"{NARROW}": 4930872320,
     f"{NARROW} batch.microbatches=2": 4910406656,
     f"{NARROW} model.vocabulary=100352 batch.microbatches=2": 4911143936,

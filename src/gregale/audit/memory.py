@@ -16,6 +16,7 @@ MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
+GATHERED_ARRAYS = 4  # of these, if `model` splits the stream: both norms' outputs, and two gradients
 FUSED_NORMS = 1  # of the norms' outputs XLA:TPU computes one where it is read (fitted to compiled peaks)
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
@@ -136,13 +137,15 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
     stream = tokens * step.embed * narrow
+    part = step.stream * narrow
+    inputs = part * (2 if step.splits_stream else 1)  # of the layer, and of its second half if `model` splits it
     match step.remat:
         case "full" | "context_offload":
-            return stream
+            return inputs
         case "offload":
             return 0
         case "context" | "attention":
-            return stream + tokens * head_values(step, backend) * narrow
+            return inputs + tokens * head_values(step, backend) * narrow
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else values_of_a_layer(step) * narrow
@@ -150,11 +153,11 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
-    norms = 4 * tokens * step.embed * FLOAT32
+    norms = 4 * step.stream * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
     scores = 0 if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 4 * stream + wide + scores + (norms if step.rules == "plain" else 0)
+    return weights + attention + 2 * (stream + part) + wide + scores + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:
@@ -164,8 +167,9 @@ def values_of_a_layer(step: StepShape) -> int:
 
 def offloaded_bytes(step: StepShape) -> int:
     """Return the bytes that one layer moves to the host's memory for its backward pass."""
-    widths = {"offload": step.embed, "context_offload": step.heads * step.head_size // step.mesh["model"]}
-    return step.tokens * widths.get(step.remat, 0) * step.compute_bytes
+    heads = step.tokens * step.heads * step.head_size // step.mesh["model"]
+    moved = {"offload": step.stream * (2 if step.splits_stream else 1), "context_offload": heads}
+    return moved.get(step.remat, 0) * step.compute_bytes
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
@@ -184,8 +188,15 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
-    stream = EMBED_ARRAYS - FUSED_NORMS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
-    return stream * width * step.tokens * step.embed + max(attention, mlp)
+    return width * _stream_values(step, backend) + max(attention, mlp)
+
+
+def _stream_values(step: StepShape, backend: Backend) -> int:
+    """Return a device's values of the arrays of the stream's width in one layer's backward pass."""
+    whole, apart = step.tokens * step.embed, 0 if backend.merges_sums else INPUT_GRADIENTS
+    if step.splits_stream:
+        return (GATHERED_ARRAYS + apart) * whole + (EMBED_ARRAYS - GATHERED_ARRAYS) * step.stream
+    return (EMBED_ARRAYS + apart - (FUSED_NORMS if backend.merges_sums else 0)) * whole
 
 
 def _beside_layers(step: StepShape, backend: Backend) -> int:

@@ -133,13 +133,14 @@ def _for_a_key(step: StepShape) -> int:
 def _again(step: StepShape, attention: float) -> float:
     """Return the FLOPs per token that the backward pass recomputes in all layers.
 
-    They exclude the last product of a layer, whose result is unused unless it is normalised. Of the `attention` FLOPs
+    They exclude the last product of a layer, whose result is unused unless it is normalised, and that of attention if
+    its result is saved (`splits_stream`). Of the `attention` FLOPs
     of the forward pass, half recompute the scores, unless a kernel saves its row statistics.
     """
     scores = attention / 2 if step.scores else 0
-    last = [weight for weight in step.stacked() if [axis.name for axis in weight.axes][-2:] == ["mlp", "embed"]]
-    unneeded = 0 if step.norms_after else sum(values(weight.axes) for weight in last)
-    products = FORWARD * (_stacked(step) - unneeded)
+    unneeded = ["mlp"] * (not step.norms_after) + ["head_size"] * step.splits_stream
+    last = [weight for weight in step.stacked() if weight.axes[-1].name == "embed" and weight.axes[-2].name in unneeded]
+    products = FORWARD * (_stacked(step) - sum(values(weight.axes) for weight in last))
     match step.remat:
         case "none":
             return 0
@@ -158,7 +159,7 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
     gathered = sum(step.on_device(weight, step.layout.compute) for weight in step.weights)
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     passes = 3 if step.remat in ("none", "projections") else 4
-    inputs = 2 * step.layers * step.tokens * step.embed * step.compute_bytes
+    inputs = 2 * step.layers * step.stream * step.compute_bytes
     microbatch = passes * gathered * step.compute_bytes + 2 * shard * FLOAT32 + inputs
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 

@@ -125,6 +125,7 @@ class StepShape(ParameterShape):
     - `norms_after`: the outputs of both halves of a layer are normalised, so that the backward pass needs them
     - `norms_over_heads`: queries are normalised over all heads, and keys, so that `model` shares their mean squares
     - `sums_behind`: sums of gradients over devices overlap the backward pass of the layers below
+    - `splits_stream`: `model` splits the stream between the halves of layers too, see `Execution.stream`
     - `pipeline`: pipeline of the layers; None: they are scanned
     - `matmul`: numbers of the layers' products (`compute.matmul`)
     """
@@ -143,6 +144,7 @@ class StepShape(ParameterShape):
     norms_after: bool = False
     norms_over_heads: bool = False
     sums_behind: bool = False
+    splits_stream: bool = False
     pipeline: PipelineShape | None = None
     matmul: str = "dtype"
 
@@ -172,6 +174,11 @@ class StepShape(ParameterShape):
             return 0
         here = self.rows_here * self.positions // devices * self.kv_heads // self.mesh["model"] * self.head_size
         return here * (devices if reach is None else reach + 1)
+
+    @property
+    def stream(self) -> int:
+        """Return a device's values of the stream between the halves of layers."""
+        return self.tokens * self.embed // (self.mesh["model"] if self.splits_stream else 1)
 
     @property
     def embed(self) -> int:

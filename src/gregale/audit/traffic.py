@@ -59,13 +59,23 @@ def expected_transfers(
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of a stack of layers that each microbatch scans."""
-    weights, layers, size = step.stacked(), step.microbatches * step.layers, activation_bytes(step, backend)
+    weights, layers = step.stacked(), step.microbatches * step.layers
     return [
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
-        Transfer("activations", "all-reduce", (MODEL,), sums_of_a_layer(step, backend) * size, layers),
+        *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
+    ]
+
+
+def _activations(step: StepShape, backend: Backend, sums: int, gathers: int, times: int) -> list[Transfer]:
+    """Return sums of activations over `model`, and gathers of them; with `splits_stream` the sums are scattered."""
+    kind = "reduce-scatter" if step.splits_stream and backend.scatters_layers else "all-reduce"
+    size = activation_bytes(step, backend)
+    return [
+        Transfer("activations", kind, (MODEL,), sums * size, times),
+        Transfer("activations", "all-gather", (MODEL,), gathers * size * step.splits_stream, times),
     ]
 
 
@@ -164,9 +174,12 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
+        vector = sum(axis.name != LAYERS for axis in weight.axes) == 1
         if table:
             found += _scattered(step, size, times * step.uses(weight))
-        elif kind == "all-reduce" and sum(axis.name != LAYERS for axis in weight.axes) == 1:
+        elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
+            found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
+        elif vector and kind == "all-reduce":
             found += _summed_over_tokens("gradients", size, times)
         else:
             found.append(Transfer("gradients", kind, SHARDS, size, times * step.uses(weight)))
@@ -176,9 +189,9 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
     return found
 
 
-def _summed_over_tokens(purpose: str, size: int, times: int) -> list[Transfer]:
-    """Return the sums of a vector over rows, and then over positions; a product sums over both at once."""
-    return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), (CONTEXT,))]
+def _summed_over_tokens(purpose: str, size: int, times: int, positions: tuple[str, ...] = (CONTEXT,)) -> list[Transfer]:
+    """Return the sums of a vector over rows, and then over `positions`; a product sums over both at once."""
+    return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), positions)]
 
 
 def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
@@ -202,7 +215,13 @@ def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     """Return a layer's number of sums over `model`: activations after each half, and gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
     recomputed = 0 if step.remat not in RECOMPUTED_SUMS else 2 if step.norms_after else 1
-    return 2 + recomputed + backward
+    saved = step.splits_stream and recomputed > 0  # attention's output
+    return 2 + recomputed - saved + backward
+
+
+def gathers_of_a_layer(step: StepShape) -> int:
+    """Return a layer's number of gathers over `model`: before each half, and of gradients after it."""
+    return 4 if step.remat == "none" else 6
 
 
 def head_norm_sums(step: StepShape) -> int:
@@ -220,14 +239,16 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows."""
-    found = activation_bytes(step, backend)
-    size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks(backend).tokens
-    over_model = Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)
+    found, softmax = activation_bytes(step, backend), SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks(backend).tokens
+    over_model = [
+        Transfer("loss", "all-reduce", (MODEL,), softmax, step.microbatches),
+        *_activations(step, backend, 2, 2, step.microbatches),
+    ]
     if not step.exchanges_rows:
-        return [over_model]
+        return over_model
     directions = 1 if step.per_step else 2  # with a table that was gathered before, only gradients
     return [
-        over_model,
+        *over_model,
         Transfer("tokens", "all-gather", SHARDS, INTEGER * step.tokens * step.shards, step.microbatches),
         Transfer("rows of the embedding", "all-to-all", SHARDS, found, directions * step.microbatches),
     ]

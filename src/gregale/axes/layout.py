@@ -23,6 +23,7 @@ ISLAND = "island"
 BATCH = "batch"
 POSITION = "position"
 CONTEXT = "context"
+MODEL = "model"
 EMBED = "embed"
 LAYERS = "layers"
 
@@ -141,7 +142,7 @@ def standard_layout(mesh: Mesh) -> Layout:
     embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline. The devices of `context`
     share the parameters with those of `data`, so that the axis costs no memory.
     """
-    model = dict.fromkeys(TENSOR_PARALLEL, "model")
+    model = dict.fromkeys(TENSOR_PARALLEL, MODEL)
     data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
     positions, shards = {}, data
     if mesh.shape[CONTEXT] > 1:

@@ -80,7 +80,7 @@ class Attention(eqx.Module):
     ) -> NamedArray:
         """Map [Batch, Position, Embed] to the same; a token sees tokens of its own segment at or before its index."""
         q, k, v = self.project(x, positions, kind, execution)
-        return named(self.attended(q, k, v, segments, kind, execution), "attention_out")
+        return execution.summed(self.attended(q, k, v, segments, kind, execution), "attention_out")
 
     def largest_logits(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution

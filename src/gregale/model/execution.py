@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, LAYERS, POSITION, Layout
+from gregale.axes.layout import BATCH, EMBED, LAYERS, MODEL, POSITION, AxisMapping, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
@@ -40,6 +40,18 @@ REMAT_POLICIES = {
     "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
     "offload": ScanCheckpointPolicy(save_carries="offload"),
+}
+
+# If `model` splits the stream (`Execution.stream`), a device also keeps its part of attention's output. So the backward
+# pass adds nothing over `model` again, which pays for the gathers that it repeats.
+PART = "part_of_"
+PARTS = [f"{PART}attention_out"]
+SPLIT_POLICIES = {
+    "none": REMAT_POLICIES["none"],
+    "full": ScanCheckpointPolicy(save_block_internals=PARTS),
+    "context": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME, *PARTS]),
+    "context_offload": ScanCheckpointPolicy(save_block_internals=PARTS, offload_block_internals=[ATTENTION_NAME]),
+    "offload": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=PARTS),
 }
 
 TO_HOST = ("offload", "context_offload")  # policies that move saved values to the host's memory
@@ -69,6 +81,7 @@ class Execution:
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
+    splits_stream: bool = False  # `model` splits the stream, see `stream`
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
@@ -77,6 +90,39 @@ class Execution:
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
+
+    def splits(self, positions: int) -> bool:
+        """Return whether `stream` splits sequences of this length over `model`."""
+        return self.splits_stream and positions % (self.layout.context * self.layout.mesh.shape[MODEL]) == 0
+
+    def stream(self, x: NamedArray) -> NamedArray:
+        """Place the stream [batch, position, embed], to which halves of layers add: `model` splits positions too.
+
+        So the sum of a product over `model` is a reduce-scatter, and a gather precedes the next product: together an
+        all-reduce. Norms and sums between them, and what layers save of them, are split (Korthikanti et al. 2022,
+        arXiv 2205.05198).
+        """
+        return self.layout.constrain(x, self.stream_mapping(x))
+
+    def stream_mapping(self, x: NamedArray) -> AxisMapping:
+        compute = self.layout.compute
+        if not self.splits(x.resolve_axis(POSITION).size):
+            return compute
+        return {**compute, POSITION: (*self.layout.mesh_axes((POSITION,), compute), MODEL)}
+
+    def part(self, x: NamedArray) -> NamedArray:
+        """Keep a device's part of a layer's input, in what is saved too: the compiler could gather it for products."""
+        return self.stream(x) if self.splits(x.resolve_axis(POSITION).size) else x
+
+    def whole(self, x: NamedArray) -> NamedArray:
+        """Gather the input of products from the stream."""
+        return self.placed(x) if self.splits(x.resolve_axis(POSITION).size) else x
+
+    def summed(self, x: NamedArray, name: str) -> NamedArray:
+        """Name the output of products, with the parts of the stream if it is split; the backward pass gathers it."""
+        if not self.splits(x.resolve_axis(POSITION).size):
+            return named(x, name)
+        return named(self.stream(self.placed(x)), PART + name)
 
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, and its bias, by `compute.matmul`."""
@@ -134,7 +180,7 @@ class Execution:
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
             if not (takes_square and self.kernels.hands_on_squares):
                 return x, None
-            x = channels_last(x, self.layout)
+            x = channels_last(x, self.layout, self.stream_mapping(x))
             return x, mean_square(x)
 
         def step(carry, weights, kind):
@@ -165,7 +211,8 @@ class Execution:
 
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
-        policy, Layers = REMAT_POLICIES[self.remat], Axis(LAYERS, part.repeats)
+        policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
+        policy = policies[self.remat]
         if self.first_layers and part.repeats == 1:  # without a loop, the compiler would keep what is computed again
             policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
@@ -194,13 +241,13 @@ class Execution:
         return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
 
 
-def channels_last(x: NamedArray, layout: Layout) -> NamedArray:
+def channels_last(x: NamedArray, layout: Layout, mapping: AxisMapping) -> NamedArray:
     """Keep the last axis together in memory, also in the gradient.
 
     XLA:TPU else puts positions last in the sums between layers, and turns a weight of each layer for that. It is done
     on each device, because the partitioner gathers what has such a constraint.
     """
-    spec = layout.spec(x.axes, layout.compute)
+    spec = layout.spec(x.axes, mapping)
     order = MemoryLayout(major_to_minor=tuple(range(len(x.axes))))
     constrain = layout.shard_map(lambda x: with_layout_constraint(x, order), (spec,), spec)
     ordered = jax.custom_vjp(constrain)
@@ -240,6 +287,8 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         matmul=config.matmul,
         loss_block=config.loss_block,
         fused_logits=device.platform == "tpu",
+        # `projections` adds nothing over `model` again, so that the repeated gathers would come on top.
+        splits_stream=layout.mesh.shape[MODEL] > 1 and config.remat in SPLIT_POLICIES,
     )
 
 

@@ -47,7 +47,7 @@ class Mlp(eqx.Module):
         up = named(execution.placed(execution.project(self.up, x)), "up")
         gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
         product = gated(gate, up)  # activation(gate) * up
-        return named(execution.project(self.down, product), "mlp_out")
+        return execution.summed(execution.project(self.down, product), "mlp_out")
 
 
 class Block(eqx.Module):
@@ -79,9 +79,10 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x, positions, segments, kind: Kind, execution: Execution, square=None) -> NamedArray:
+        x = execution.part(x)
         attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
-        x = execution.placed(x + self._attended(attended, execution))
-        return execution.placed(x + self._fed(x, execution))
+        x = execution.stream(x + self._attended(attended, execution))
+        return execution.stream(x + self._fed(x, execution))
 
     def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
@@ -109,7 +110,7 @@ class Block(eqx.Module):
 
     def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
         """Return the input of half a layer."""
-        return x if self.config.norms == "after" else norm(x, execution, square)
+        return execution.whole(x if self.config.norms == "after" else norm(x, execution, square))
 
     def _given(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
         """Return the output that half a layer adds to the stream."""
@@ -145,14 +146,14 @@ class Llama(eqx.Module):
         - `positions`: integers [Batch, Position], each token's index in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
         """
-        x = execution.placed(self._embedded(tokens, execution))
+        x = execution.stream(self._embedded(tokens, execution))
 
         def block(x, weights, kind, rows, execution, square=None):
             return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
 
         rows = {"positions": positions, "segments": segments}
         x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows, takes_square=True)
-        return execution.gathered(self.norm)(x, execution)
+        return execution.whole(execution.gathered(self.norm)(x, execution))
 
     def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
         x = embed(self.embedding, tokens, execution)
@@ -198,7 +199,7 @@ class Llama(eqx.Module):
             largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
             return ready(x, positions, segments, kind, execution), largest
 
-        x = execution.placed(self._embedded(batch["tokens"], execution))
+        x = execution.stream(self._embedded(batch["tokens"], execution))
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 

@@ -45,6 +45,7 @@ def pipelined_execution(config: PipelineConfig, execution: Execution) -> Executi
     layout = execution.layout
     schedule = config.schedule(layout.mesh.shape[STAGE])
     pipeline = Pipeline(schedule, layout, config.gather, SAVED[config.remat], execution.dtype)
+    execution = replace(execution, splits_stream=False)
     inside = replace(execution, layout=pipeline.inside, weights_ready=True)
 
     def stack(block: LayerFunction, x: NamedArray, weights: Any, rows: Any) -> NamedArray:

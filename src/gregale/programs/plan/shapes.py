@@ -84,6 +84,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         scores=not run.kernels.opaque,
         rules=run.kernels.rules,
         sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
+        splits_stream=shape is None and run.splits(config.batch.sequence_length),
         pipeline=shape,
         matmul=compute.matmul,
     )
