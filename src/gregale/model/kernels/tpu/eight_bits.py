@@ -26,7 +26,7 @@ def fits(rows: int, columns: int) -> bool:
     return all(size % LANES == 0 and size * LANES <= 2 * VALUES for size in (rows, columns))
 
 
-def by_rows(x: jax.Array, factor: jax.Array | None = None, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def by_rows(x: jax.Array, factor: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the integers of x [rows, columns] times a factor [columns], and their scales [rows]."""
     rows, columns = x.shape
     size = _share(rows, columns)
@@ -36,11 +36,11 @@ def by_rows(x: jax.Array, factor: jax.Array | None = None, interpret: bool = Fal
     outputs = [(x.shape, jnp.int8, *block), ((1, rows), jnp.float32, *row)]
     scratch = pltpu.VMEM((size, LANES), jnp.float32)
     body = _by_rows if factor is not None else lambda x, *others: _by_rows(x, None, *others)
-    numbers, scale = _call("quantise_rows", body, rows // size, inputs, outputs, [scratch], interpret)
+    numbers, scale = _call("quantise_rows", body, rows // size, inputs, outputs, [scratch])
     return numbers, scale[0]
 
 
-def by_columns(x: jax.Array, turned: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def by_columns(x: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
     """Return the integers of x [rows, columns], or of x turned [columns, rows], and their scales [columns]."""
     rows, columns = x.shape
     size = LANES if turned else _share(columns, rows)
@@ -50,7 +50,8 @@ def by_columns(x: jax.Array, turned: bool, interpret: bool = False) -> tuple[jax
         out = (x.shape[::-1], jnp.int8, (size, rows), lambda i: (i, 0))
     outputs = [out, ((1, columns), jnp.float32, *column)]
     body = partial(_by_columns, turned)
-    numbers, scale = _call("quantise_columns", body, columns // size, [(x, *block)], outputs, [], interpret)
+    name = "quantise_turned" if turned else "quantise_columns"
+    numbers, scale = _call(name, body, columns // size, [(x, *block)], outputs, [])
     return numbers, scale[0]
 
 
@@ -116,7 +117,7 @@ def _share(size: int, other: int) -> int:
     return max(found, default=LANES)
 
 
-def _call(name: str, body: Callable, steps: int, inputs, outputs, scratch, interpret: bool):
+def _call(name: str, body: Callable, steps: int, inputs, outputs, scratch):
     """Run a kernel over blocks: `inputs` are (array, block, index), `outputs` (shape, dtype, block, index)."""
     with jax.named_scope(name):
         return pl.pallas_call(
@@ -128,5 +129,4 @@ def _call(name: str, body: Callable, steps: int, inputs, outputs, scratch, inter
             scratch_shapes=scratch,
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=MEMORY),
             name=name,
-            interpret=interpret,
         )(*(x for x, *_ in inputs))
