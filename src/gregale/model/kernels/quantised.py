@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
-from gregale.model.kernels.tpu import eight_bits
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
 ROWS, INPUTS, PART = "rows", "inputs", "_part"  # names of axes, and the ending of axes of parts
@@ -121,28 +120,29 @@ class Quantised:
         return _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
 
     def _has_kernel(self, x: NamedArray, along: Sequence[str]) -> bool:
-        size = prod(x.resolve_axis(name).size for name in along)
-        rest = prod(axis.size for axis in x.axes if axis.name not in along and not axis.name.endswith(PART))
-        return self.platform == "tpu" and self.format is INT8 and eight_bits.fits(size, rest)
+        if self.platform != "tpu":
+            return False
+        from gregale.model.kernels.tpu.eight_bits import fits  # Pallas takes long to import
+
+        return fits(_size(x, along), _size(x, _within(x, without=along)))
 
     def _by_kernel(self, x: NamedArray, factor: NamedArray | None, along: Sequence[str], turned: bool = False):
         """Run the kernel on each device, which has one part of each shared axis."""
+        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows
+
         given = [x] if factor is None else [x, factor]
-        parts = [axis for each in given for axis in each.axes if axis.name.endswith(PART)]
-        parts = list(dict.fromkeys(parts))
-        own = [axis for axis in x.axes if axis not in parts]
-        rest = [axis for axis in own if axis.name not in along]
-        last = own[-1].name in along
-        order = [*parts, *rest, *(axis for axis in own if axis not in rest)] if turned else [*parts, *own]
-        names = [tuple(axis.name for axis in axes) for axes in (order, [*parts, *rest])]
+        parts = list(dict.fromkeys(name for each in given for name in each.axis_names if name.endswith(PART)))
+        rest, within = _within(x, without=along), _within(x)
+        order = [*rest, *along] if turned else within
+        last, columns = within[-1] in along, _size(x, along if within[-1] in along else rest)
+        shapes = [[1] * len(parts) + [x.resolve_axis(name).size for name in names] for names in (order, rest)]
 
-        def run(x: jax.Array, *factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-            matrix = x.reshape(-1, prod(axis.size for axis in (own[len(rest) :] if last else rest)))
-            found = eight_bits.by_rows(matrix, *(each.reshape(-1) for each in factor)) if last else None
-            numbers, scale = found or eight_bits.by_columns(matrix, turned)
-            local = [[1] * len(parts) + [axis.size for axis in axes] for axes in (order[len(parts) :], rest)]
-            return numbers.reshape(local[0]), scale.reshape(local[1])
+        def run(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+            matrix, flat = x.reshape(-1, columns), [each.reshape(-1) for each in factors]
+            numbers, scale = by_rows(matrix, *flat) if last else by_columns(matrix, turned)
+            return numbers.reshape(shapes[0]), scale.reshape(shapes[1])
 
+        names = [(*parts, *names) for names in (order, rest)]
         if self.layout is not None:
             mapping = {_part(name): self.layout.compute[name] for name, _ in self.parts}
             specs = [self.layout.spec(each, mapping) for each in (*(one.axis_names for one in given), *names)]
@@ -160,7 +160,7 @@ def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> Name
     x, weight = how.cut(x, [*rows, *inputs]), how.cut(weight, [*inputs, *outputs])
     # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
     x, weight = _flat(_flat(x, inputs, INPUTS), rows, ROWS), _flat(weight, inputs, INPUTS)
-    x, weight = _in_order(x, [ROWS, INPUTS]), _in_order(weight, [INPUTS, *outputs])
+    x, weight = x.rearrange((..., ROWS, INPUTS)), weight.rearrange((..., INPUTS, *outputs))
     product: Any = _product(how, x, weight)
     return how.joined(product.unflatten_axis(ROWS, within), [*rows, *outputs]).rearrange((*rows, *outputs))
 
@@ -209,8 +209,13 @@ def _flat(x: NamedArray, names: Sequence[str], joined: str) -> NamedArray:
     return x.rearrange((..., *names)).flatten_axes(tuple(names), joined)
 
 
-def _in_order(x: NamedArray, names: Sequence[str]) -> NamedArray:
-    return x.rearrange((..., *names))
+def _within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
+    """Return the axes that are not of parts, and not among some others."""
+    return [name for name in x.axis_names if not name.endswith(PART) and name not in without]
+
+
+def _size(x: NamedArray, names: Sequence[str]) -> int:
+    return prod(x.resolve_axis(name).size for name in names)
 
 
 def _places(x: NamedArray, names: Sequence[str]) -> list[int]:

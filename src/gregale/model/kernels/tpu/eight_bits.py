@@ -17,7 +17,7 @@ from gregale.model.kernels.tpu.blocks import LANES
 GROUP = 32  # rows in registers at a time: of a tile of 8 bits
 CHUNK = 1024  # columns in registers at a time
 VALUES = 2**21  # of a block, if one row or column of tiles has fewer
-MEMORY = 40 * 2**20  # bytes of vector memory
+MEMORY = 48 * 2**20  # bytes of vector memory: two blocks of float32, and two of 8 bits
 SMALLEST, LARGEST = 1e-30, 127.0
 
 
