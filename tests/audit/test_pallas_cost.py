@@ -105,4 +105,5 @@ def test_a_kernel_that_quantises_moves_its_bytes_or_runs_its_bundles(name, numbe
     text = text.replace("%mask, ", "").replace("ATTRIBUTES", f'metadata={{op_name="jit(step)/{name}/pallas_call"}}')
     computation = parse(text).computations["main"]
     found = quantising_of(computation, computation.instructions["kernel"])
-    assert found is not None and Kernels(chip("v5e")).seconds(found) == pytest.approx(seconds, rel=1e-3)
+    assert found is not None
+    assert Kernels(chip("v5e")).seconds(found) == pytest.approx(seconds, rel=1e-3)

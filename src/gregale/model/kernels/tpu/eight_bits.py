@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gregale.model.kernels.tpu.blocks import LANES
 
 GROUP = 32  # rows in registers at a time: of a tile of 8 bits
-CHUNK = 1024  # columns in registers at a time
+SIZES = 2048, 1024, 512, 256, LANES  # of rows or columns that a turn of a loop takes
 VALUES = 2**21  # of a block, if one row or column of tiles has fewer
 MEMORY = 48 * 2**20  # bytes of vector memory: two blocks of float32, and two of 8 bits
 SMALLEST, LARGEST = 1e-30, 127.0
@@ -57,23 +57,28 @@ def by_columns(x: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
 
 def _by_rows(x, factors, numbers, scale, most) -> None:
     rows, columns = x.shape
-    chunks = [slice(start, min(start + CHUNK, columns)) for start in range(0, columns, CHUNK)]
+    size = next(size for size in SIZES if columns % size == 0)
 
     def value(group, chunk):
         found = x[group, chunk].astype(jnp.float32)
         return found if factors is None else found * factors[:, chunk]
 
     def run(group) -> None:
-        found = jnp.full((GROUP, LANES), SMALLEST)
-        for chunk in chunks:
-            large = jnp.abs(value(group, chunk))
-            for start in range(0, large.shape[1], LANES):
+        def larger(index, found):
+            large = jnp.abs(value(group, _group(index, size)))
+            for start in range(0, size, LANES):
                 found = jnp.maximum(found, large[:, start : start + LANES])
+            return found
+
+        found = jax.lax.fori_loop(0, columns // size, larger, jnp.full((GROUP, LANES), SMALLEST))
         largest = jnp.max(found, axis=1, keepdims=True)
         most[group] = jnp.broadcast_to(largest, found.shape)
         factor = LARGEST / largest
-        for chunk in chunks:
+
+        def write(chunk) -> None:
             numbers[group, chunk] = jnp.round(value(group, chunk) * factor).astype(jnp.int8)
+
+        _each(columns, size, write)
 
     _each(rows, GROUP, run)
     scale[...] = most[...].T[:1] / LARGEST
@@ -81,7 +86,7 @@ def _by_rows(x, factors, numbers, scale, most) -> None:
 
 def _by_columns(turned: bool, x, numbers, scale) -> None:
     rows, columns = x.shape
-    size = next(size for size in (512, 256, LANES) if rows % size == 0)
+    size = next(size for size in SIZES[2:] if rows % size == 0)
 
     def larger(index, found):
         values = jnp.abs(x[_group(index, size)].astype(jnp.float32))
@@ -107,7 +112,7 @@ def _group(index, size: int):
 
 
 def _each(rows: int, size: int, run: Callable) -> None:
-    """Run a function for each group of rows."""
+    """Run a function for each group of rows, or of columns."""
     jax.lax.fori_loop(0, rows // size, lambda index, _: run(_group(index, size)), None)
 
 
