@@ -7,7 +7,7 @@ import pytest
 from gregale.audit.call_graph import walk
 from gregale.audit.chips import chip
 from gregale.audit.hlo import parse
-from gregale.audit.pallas_cost import PRODUCTS, TABLE, Kernel, Kernels, Pairs, kernel_of, visible
+from gregale.audit.pallas_cost import PRODUCTS, TABLE, Kernel, Kernels, Pairs, kernel_of, quantising_of, visible
 
 HEADS, HEAD_SIZE = 2, 128  # of the stored program's kernels of two blocks of 128, padded to a vector's lanes
 CHIP = replace(chip("v5e"), flops_per_second=1e12)
@@ -91,3 +91,19 @@ def test_products_of_the_backward_kernels_by_the_pairs_in_their_metadata(name, p
     assert (kernel is None) == (products == 0)
     found = 0 if kernel is None else Kernels(CHIP).seconds(kernel)
     assert found == pytest.approx(2 * products * (5 + 6 + 7) * 32 * 32 * 128 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "seconds"),
+    [
+        ("quantise_rows", "s8[16384,4096]", (2 + 1) * 2**26 / 819e9),
+        ("quantise_turned", "s8[4096,16384]", 8 * 2**16 / (197e12 / (2 * 4 * 128**2))),
+    ],
+)
+def test_a_kernel_that_quantises_moves_its_bytes_or_runs_its_bundles(name, numbers, seconds):
+    text = BACKWARD.replace("f32[64,128], RESULTS", f"{numbers}, f32[1,4096]").replace("4,2,64,128", "16384,4096")
+    text = text.replace("%mask, ", "").replace("ATTRIBUTES", f'metadata={{op_name="jit(step)/{name}/pallas_call"}}')
+    computation = parse(text).computations["main"]
+    found = quantising_of(computation, computation.instructions["kernel"])
+    assert found is not None
+    assert Kernels(chip("v5e")).seconds(found) == pytest.approx(seconds, rel=1e-3)

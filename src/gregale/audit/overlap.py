@@ -17,7 +17,7 @@ from gregale.audit.device_axes import INSIDE
 from gregale.audit.hlo import Computation, Instruction, Module, parse
 from gregale.audit.links import Grid
 from gregale.audit.loops import Frame, read_loop
-from gregale.audit.pallas_cost import Kernels, kernel_of
+from gregale.audit.pallas_cost import Kernels, kernel_of, quantising_of
 
 # Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which
 # `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory, no input and no jitter.
@@ -174,9 +174,11 @@ class _Timed:
                 run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
-                if kernel := kernel_of(frame.computation, instruction):
-                    run.kernels += (seconds := self.rates.kernels.seconds(kernel))
+                kernel = kernel_of(frame.computation, instruction)
+                if timed := kernel or quantising_of(frame.computation, instruction):
+                    run.kernels += (seconds := self.rates.kernels.seconds(timed))
                     run.seconds += seconds
+                if kernel:
                     run.unlisted |= {kernel.key} if self.rates.kernels.cycles(kernel) is None else set()
                 if cycles := _CYCLES.search(instruction.attributes):
                     run.seconds += int(cycles[1]) / self.rates.cycles_per_second

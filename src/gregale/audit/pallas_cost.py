@@ -1,10 +1,11 @@
-"""Provides the time of Pallas kernels, which the TPU compiler does not estimate: those of attention.
+"""Provides the time of Pallas kernels, which the TPU compiler does not estimate: of attention and of quantisation.
 
 `Kernels(chip, devices_a_chip).seconds(kernel_of(computation, instruction))` recognises kernels by name. A kernel is a
 loop over pairs of blocks, of queries and of keys; its metadata count them. `kernel_cycles.json` has the cycles of a
 step, of an outer block, and of a pair of each kind, for each chip, block size and head size.
 `benchmarks/kernel_cycles.py` takes them from the compiler's bundles. A kernel that is not in the table counts as the
-products of its pairs at the chip's peak.
+products of its pairs at the chip's peak. `quantising_of` recognises the kernels that quantise an array: they take the
+time of their bytes in memory, or of their bundles if that is more.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import log2, prod
+from math import inf, log2, prod
 
 from gregale.audit.chips import Chip
 from gregale.audit.hlo import Computation, Instruction, Shape
@@ -23,6 +24,10 @@ from gregale.audit.hlo import Computation, Instruction, Shape
 PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3, "splash_mha_fused": 5}
 _KERNEL = re.compile("splash_mha_(?:fwd|dkv|dq|fused)")
 TABLE = "kernel_cycles.json"
+
+# Bundles for 1,024 values in the loops of `gregale.model.kernels.tpu.eight_bits`, on a v5e.
+BUNDLES = {"quantise_rows": 4.5, "quantise_columns": 3.2, "quantise_turned": 8.0}
+_QUANTISING = re.compile("|".join(BUNDLES))
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Quantising:
+    """A kernel that quantises an array in a program: its bundles on one core, and the bytes that it moves."""
+
+    bundles: float
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Kernels:
     """The kernels of a device."""
 
@@ -82,8 +95,11 @@ class Kernels:
         ratio = kernel.block / nearest
         return [step, ratio * outer, *(ratio**2 * pair for pair in pairs)]
 
-    def seconds(self, kernel: Kernel) -> float:
+    def seconds(self, kernel: Kernel | Quantising) -> float:
         """Return the seconds of one run."""
+        if isinstance(kernel, Quantising):
+            moving = kernel.bytes * self.devices_a_chip / self.chip.memory_bytes_per_second
+            return max(moving, kernel.bundles / (self.chip.cycles_per_second or inf))
         pairs = kernel.pairs
         cycles = self.cycles(kernel)
         if cycles is not None and self.chip.cycles_per_second is not None:
@@ -113,6 +129,16 @@ def kernel_of(computation: Computation, instruction: Instruction) -> Kernel | No
     given = {name: each for name, each in counts.items() if each is not None}
     pairs = Pairs(**given) if len(given) == len(counts) else Pairs.causal(positions, block, prod(heads))
     return Kernel(found[0], block, head_size, pairs)
+
+
+def quantising_of(computation: Computation, instruction: Instruction) -> Quantising | None:
+    """Return the kernel that an instruction calls to quantise an array; None for other instructions."""
+    found = _QUANTISING.search(instruction.op_name)
+    if instruction.opcode != "custom-call" or found is None:
+        return None
+    numbers, *_ = instruction.shapes
+    moved = (*computation.operand_shapes(instruction), *instruction.shapes)
+    return Quantising(BUNDLES[found[0]] * prod(numbers.sizes) / 1024, sum(shape.bytes for shape in moved))
 
 
 @cache

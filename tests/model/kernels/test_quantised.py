@@ -11,10 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, quantised_product
+from gregale.model.kernels.tpu import eight_bits
 from tests.mesh.support import layout_of
 
 Batch, Position = Axis("batch", 4), Axis("position", 6)
@@ -60,9 +62,15 @@ def rewritten(name: str, x, weight, gradient, rows: list[np.ndarray], inputs: li
             A, sa = numbers((gradient * sw.astype(np.float32))[:, part], 1, *high)
             found[1][:, some] += A @ W[:, part].T * sa
         for part in rows:
-            B, sb = numbers((gradient * sx.astype(np.float32))[part], 0, *high)
-            found[2][some] += X[part].T @ B * sb
+            (C, sc), (B, sb) = numbers(x[part, some], 0, *low), numbers(gradient[part], 0, *high)
+            found[2][some] += (C * sc).T @ (B * sb)
     return found
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Runs the kernels for TPU on the CPU."""
+    monkeypatch.setattr(eight_bits.pl, "pallas_call", partial(pl.pallas_call, interpret=True))
 
 
 QUERY = (Embed,), (Heads, HeadSize)
@@ -109,7 +117,24 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
         r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", str(compiled.as_text())
     )
     # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
-    assert sorted(sent) == [("f32[1,12,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
+    assert sorted(sent) == [("f32[1,12,24]", "all-reduce"), ("f32[1,16,24]", "all-reduce")]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("axes", [QUERY, OUT])
+def test_kernels_on_a_mesh_quantise_as_xla(axes):
+    layout = layout_of(data=2, model=2)
+    wide = {"position": 64, "embed": 128, "head_size": 64}  # whole tiles in the parts of batch and heads
+
+    def widened(x: NamedArray) -> NamedArray:
+        sizes = tuple(wide.get(axis.name, axis.size) for axis in x.axes)
+        return NamedArray(jax.random.normal(jax.random.key(len(sizes)), sizes), x.axis_names)
+
+    operation, parts = [widened(each) for each in operands(*axes)], (("batch", 2), ("heads", 2))
+    found = jax.jit(partial(all_products, Quantised(INT8, "tpu", parts, layout)))(*operation)
+    expected = jax.jit(partial(all_products, Quantised(INT8, "gpu", parts)))(*operation)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=2e-6 * np.abs(theirs.array).max())
 
 
 @pytest.mark.usefixtures("compiled_anew")

@@ -4,31 +4,30 @@ For y = x w with rows t, inputs i and outputs o, and the gradient g by y:
 
     x[t, i] = sx[t] X[t, i],  w[i, o] = W[i, o] sw[o]    y[t, o]  = sx[t] sw[o] sum_i X[t, i] W[i, o]
     g[t, o] sw[o] = sa[t] A[t, o]                        dx[t, i] = sa[t] sum_o A[t, o] W[i, o]
-    sx[t] g[t, o] = B[t, o] sb[o]                        dw[i, o] = sb[o] sum_t X[t, i] B[t, o]
+    x[t, i] = C[t, i] sc[i],  g[t, o] = B[t, o] sb[o]    dw[i, o] = sc[i] sb[o] sum_t C[t, i] B[t, o]
 
-Capitals have 8 bits. A scale is float32: the largest absolute value of a row or a column over the largest number of the
-format. Values and weights are quantised once; the gradient takes their scales over before it is quantised.
+Capitals have 8 bits. A scale is float32: the largest absolute value along the contracted axis over the largest number
+of the format. For dx the gradient takes the scales of w over before it is quantised.
 
-Devices that share a contracted axis cut it into their parts. Each part has its own scales, so that only sums of parts
-in the compute dtype cross devices, as for unquantised products.
+Devices that share an axis cut it into their parts. Each part has its own scales, so that only sums of parts in the
+compute dtype cross devices, as for unquantised products.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.experimental.layout import Layout as MemoryOrder
-from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.layout import Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-ROWS, PART = "rows", "_part"  # names of axes, and their ending
+ROWS, INPUTS, PART = "rows", "inputs", "_part"  # names of axes, and the ending of axes of parts
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Quantised:
         return x
 
     def added(self, x: NamedArray, names: Sequence[str], dtype: jnp.dtype) -> NamedArray:
-        """Return the sum over the parts of shared axes, in `dtype` as it is sent."""
-        places = [place for place, name in enumerate(x.axis_names) if name in [_part(each) for each in names]]
+        """Return the sum over axes of parts, in `dtype` as it is sent."""
+        places = [place for place, name in enumerate(x.axis_names) if name in names]
         kept = tuple(name for place, name in enumerate(x.axis_names) if place not in places)
         array = x.array.astype(dtype)
         return NamedArray(jax.lax.reduce_sum(array, places) if places else array, kept)
@@ -100,99 +99,123 @@ class Quantised:
             )
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
-    def turned(self, x: NamedArray) -> NamedArray:
-        """Return [..., *inputs, rows] of [..., rows, *inputs], in this order in memory.
+    def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
+        """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes.
 
-        The matrix units of a TPU take a left operand of 8 bits at full speed only with the contracted axis last.
-        Without the constraint the compiler undoes the transposition.
+        With `turned` these axes are the last ones of the numbers. The matrix units of a TPU take a left operand of 8
+        bits at full speed only with the contracted axis last in memory.
         """
-        return self.in_order(x.rearrange((..., ROWS)))
+        if self._has_kernel(x, along):
+            return self._by_kernel(x, None, along, turned)
+        numbers, scale = _quantised(x.astype(jnp.float32), along, self.format.dtype, self.format.largest)
+        return (numbers.rearrange((..., *along)) if turned else numbers), scale
 
-    def in_order(self, x: NamedArray) -> NamedArray:
-        """Return `x` with its axes in this order in memory, on a TPU.
+    def gradient_numbers(self, x: NamedArray, along: Sequence[str], factor: NamedArray | None = None):
+        """Return 8-bit numbers of a gradient times a factor, and their scales: see `numbers`."""
+        if self._has_kernel(x, along):
+            return self._by_kernel(x, factor, along)
+        exact = x.astype(jnp.float32)
+        if factor is not None:
+            exact = exact.broadcast_axis([axis for axis in factor.axes if axis.name not in x.axis_names]) * factor
+        return _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
 
-        Each device does it, because the partitioner gathers an array that has a constraint.
-        """
+    def _has_kernel(self, x: NamedArray, along: Sequence[str]) -> bool:
         if self.platform != "tpu":
-            return x
-        order = MemoryOrder(tuple(range(x.ndim)))
+            return False
+        from gregale.model.kernels.tpu.eight_bits import fits  # Pallas takes long to import
 
-        def constrain(array: jax.Array) -> jax.Array:
-            return with_layout_constraint(array, order)
+        return fits(_size(x, along), _size(x, _within(x, without=along)))
 
+    def _by_kernel(self, x: NamedArray, factor: NamedArray | None, along: Sequence[str], turned: bool = False):
+        """Run the kernel on each device, which has one part of each shared axis."""
+        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows
+
+        given = [x] if factor is None else [x, factor]
+        parts = list(dict.fromkeys(name for each in given for name in each.axis_names if name.endswith(PART)))
+        rest, within = _within(x, without=along), _within(x)
+        order = [*rest, *along] if turned else within
+        last, columns = within[-1] in along, _size(x, along if within[-1] in along else rest)
+        shapes = [[1] * len(parts) + [x.resolve_axis(name).size for name in names] for names in (order, rest)]
+
+        def run(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+            matrix, flat = x.reshape(-1, columns), [each.reshape(-1) for each in factors]
+            numbers, scale = by_rows(matrix, *flat) if last else by_columns(matrix, turned)
+            return numbers.reshape(shapes[0]), scale.reshape(shapes[1])
+
+        names = [(*parts, *names) for names in (order, rest)]
         if self.layout is not None:
-            parts = {_part(name): self.layout.compute[name] for name, _ in self.parts}
-            spec = self.layout.spec(x.axis_names, parts)
-            return NamedArray(self.layout.shard_map(constrain, (spec,), spec)(x.array), x.axis_names)
-        return NamedArray(constrain(x.array), x.axis_names)
+            mapping = {_part(name): self.layout.compute[name] for name, _ in self.parts}
+            specs = [self.layout.spec(each, mapping) for each in (*(one.axis_names for one in given), *names)]
+            run = self.layout.shard_map(run, tuple(specs[:-2]), tuple(specs[-2:]))
+        numbers, scale = run(*(each.array for each in given))
+        return NamedArray(numbers, names[0]), NamedArray(scale, names[1])
 
 
 def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
     """Return x . weight over the axes that both have, in the dtype of `x`: [*rows, *outputs]."""
     inputs = [name for name in weight.axis_names if name in x.axis_names]
     rows = [name for name in x.axis_names if name not in inputs]
-    x = how.cut(x.rearrange((*rows, *inputs)), rows)
-    within = [x.resolve_axis(name) for name in rows]
-    order = [name for name in x.axis_names if name not in inputs]
+    outputs = [name for name in weight.axis_names if name not in inputs]
+    within = [how.cut(x, rows).resolve_axis(name) for name in rows]
+    x, weight = how.cut(x, [*rows, *inputs]), how.cut(weight, [*inputs, *outputs])
     # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
-    product: Any = _product(how, _flat(x, rows, inputs), weight.rearrange((*inputs, ...)))
-    return how.joined(product.unflatten_axis(ROWS, within).rearrange((*order, ...)), rows).rearrange((*rows, ...))
+    x, weight = _flat(_flat(x, inputs, INPUTS), rows, ROWS), _flat(weight, inputs, INPUTS)
+    x, weight = x.rearrange((..., ROWS, INPUTS)), weight.rearrange((..., INPUTS, *outputs))
+    product: Any = _product(how, x, weight)
+    return how.joined(product.unflatten_axis(ROWS, within), [*rows, *outputs]).rearrange((*rows, *outputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
-    """Return the product of [*parts, rows, *inputs] and [*inputs, *outputs]."""
+    """Return the product of [*parts, rows, inputs] and [*parts, inputs, *outputs]."""
     return _forward(how, x, weight)[0]
 
 
 def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
-    inputs = [name for name in weight.axis_names if name in x.axis_names]
-    number = partial(_quantised, names=inputs, dtype=how.format.dtype, largest=how.format.largest)
-    values, by_row = number(how.cut(x, inputs).astype(jnp.float32))
-    weights, by_output = number(how.cut(weight, inputs).astype(jnp.float32))
-    # Or the compiler turns float32 values before they are quantised, and the product that they come from with them.
-    values = how.in_order(_held(values))
-    product = how.added(how.sums(values, weights, inputs) * by_row * by_output, inputs, x.dtype)
-    return product, (values, by_row, weights, by_output)
+    values, by_row = how.numbers(x, [INPUTS])
+    weights, by_output = how.numbers(weight, [INPUTS])
+    shared = [name for name in x.axis_names if name in weight.axis_names and name != INPUTS]
+    product = how.added(how.sums(values, weights, [INPUTS]) * by_row * by_output, shared, x.dtype)
+    return product, (x, weights, by_output)
 
 
 def _backward(how: Quantised, saved, gradient: NamedArray):
-    values, by_row, weights, by_output = saved
-    inputs = [name for name in weights.axis_names if name in values.axis_names and name not in by_output.axis_names]
-    outputs = [name for name in gradient.axis_names if name in by_output.axis_names]
-    rows = [name for name in gradient.axis_names if name not in outputs]
-    shared = [name.removesuffix(PART) for name in rows if name.endswith(PART)]
-    of_inputs = [axis for axis in by_row.axes if axis.name not in rows]  # parts
-    exact = _held(gradient).astype(jnp.float32).broadcast_axis(of_inputs)
-    quantised = partial(_quantised, dtype=how.format.gradient, largest=how.format.largest_gradient)
+    x, weights, by_output = saved
+    outputs = [name for name in gradient.axis_names if name in weights.axis_names and not name.endswith(PART)]
+    parts_of_outputs = [name for name in gradient.axis_names if name in weights.axis_names and name.endswith(PART)]
+    parts_of_rows = [name for name in gradient.axis_names if name in x.axis_names and name.endswith(PART)]
 
-    taken, scale = quantised(how.cut(exact * by_output, outputs), outputs)
-    by_x = how.added(how.sums(taken, how.cut(weights, outputs), outputs) * scale, outputs, gradient.dtype)
+    taken, scale = how.gradient_numbers(gradient, outputs, by_output)
+    by_x = how.added(how.sums(taken, weights, outputs) * scale, parts_of_outputs, gradient.dtype)
 
-    taken, scale = quantised(exact * by_row, [ROWS])
-    by_weight = how.added(how.sums(how.turned(values), taken, [ROWS]) * scale, shared, gradient.dtype)
-    by_x, by_weight = how.joined(by_x, inputs), how.joined(by_weight, inputs)
-    return by_x.rearrange((*rows, *inputs)), by_weight.rearrange((*inputs, *outputs))
+    values, by_input = how.numbers(x, [ROWS], turned=True)
+    taken, by_column = how.gradient_numbers(gradient, [ROWS])
+    by_weight = how.sums(values, taken, [ROWS]) * by_input * by_column
+    by_weight = how.added(by_weight, parts_of_rows, gradient.dtype)
+    return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _quantised(x: NamedArray, names: Sequence[str], dtype: jnp.dtype, largest: float) -> tuple[NamedArray, NamedArray]:
-    """Return 8-bit numbers and their scales, which are the same along the named axes."""
-    most: Any = hax.maximum(hax.max(hax.abs(x), axis=tuple(names)), SMALLEST)
+def _quantised(x: NamedArray, along: Sequence[str], dtype: jnp.dtype, largest: float) -> tuple[NamedArray, NamedArray]:
+    most: Any = hax.maximum(hax.max(hax.abs(x), axis=tuple(along)), SMALLEST)
     scaled = x * (largest / most)
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
-def _flat(x: NamedArray, rows: Sequence[str], inputs: Sequence[str]) -> NamedArray:
-    """Return [*parts, rows, *inputs] with the axes of rows joined."""
-    return x.rearrange((..., *rows, *inputs)).flatten_axes(tuple(rows), ROWS)
+def _flat(x: NamedArray, names: Sequence[str], joined: str) -> NamedArray:
+    """Return [..., joined] with some axes joined."""
+    return x.rearrange((..., *names)).flatten_axes(tuple(names), joined)
 
 
-def _held(x: NamedArray) -> NamedArray:
-    """Return `x` so that the compiler writes it in its own dtype and moves no operation across it."""
-    return NamedArray(jax.lax.optimization_barrier(x.array), x.axis_names)
+def _within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
+    """Return the axes that are not of parts, and not among some others."""
+    return [name for name in x.axis_names if not name.endswith(PART) and name not in without]
+
+
+def _size(x: NamedArray, names: Sequence[str]) -> int:
+    return prod(x.resolve_axis(name).size for name in names)
 
 
 def _places(x: NamedArray, names: Sequence[str]) -> list[int]:
