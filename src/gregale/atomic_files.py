@@ -189,6 +189,24 @@ def acquire(path: Path) -> IO[str]:
         file.close()
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[IO[str] | None]:
+    """Hold a file's lock inside the block, with this process as its holder; raise `LockHeld` if another has it.
+
+    Yield the file, or None on a file system without locks.
+    """
+    try:
+        file = acquire(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield None
+        return
+    with file:
+        write_holder(file)
+        yield file
+
+
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock of a file; False if there is no file or it cannot be opened."""
     try:

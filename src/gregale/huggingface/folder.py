@@ -5,12 +5,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gregale.atomic_files import NO_LOCKS, LockHeld, acquire, atomic_replace, is_at, write_holder
+from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
@@ -192,19 +192,13 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
 def _alone(path: Path) -> Iterator[None]:
     """Hold a lock, a file, while this process makes a folder; there is none on a file system without locks."""
     lock = path.with_name(f".{path.name}.lock")
-    try:
-        file = acquire(lock)
-    except LockHeld as taken:
-        raise UserError(f"{path} is being made by another process ({taken}).") from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        yield
-        return
-    with file:
-        write_holder(file)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(locked(lock))
+        except LockHeld as taken:
+            raise UserError(f"{path} is being made by another process ({taken}).") from None
         try:
             yield
         finally:
-            if is_at(file, lock):
+            if file is not None and is_at(file, lock):
                 lock.unlink()

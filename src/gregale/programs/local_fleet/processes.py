@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gregale.atomic_files import NO_LOCKS, LockHeld, acquire, write_holder
+from gregale.atomic_files import LockHeld, locked
 from gregale.distributed.parent_death import end_with_parent
 from gregale.errors import Busy, UserError
 from gregale.islands.protocol.settings import Timing
@@ -90,19 +90,13 @@ def claimed(folder: Path) -> Iterator[None]:
 
     A second command would overwrite the logs and the configuration of the first.
     """
-    try:
-        file = acquire(folder / "lock")
-    except LockHeld as held:
-        raise Busy(
-            f"{folder}: another `gregale islands` ({held}) runs this fleet; stop it, or take another name."
-        ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        yield
-        return
-    with file:
-        write_holder(file)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / "lock"))
+        except LockHeld as held:
+            raise Busy(
+                f"{folder}: another `gregale islands` ({held}) runs this fleet; stop it, or take another name."
+            ) from None
         yield
 
 
