@@ -1,5 +1,6 @@
 """The interface of synchronisation methods, so that no program depends on a method's type."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ class PsdpState(NamedTuple):
     error: Tree = None  # the unsent rest of quantised averages; None if averages are exact
 
 
-class Method:
+class Method(ABC):
     """A synchronisation method: the trees that carry `replica`, and the steps at which it is reduced.
 
     Its own code is that of a method whose replicas make every step together, with nothing beside the update.
@@ -65,13 +66,13 @@ class Method:
 
     # A step.
 
+    @abstractmethod
     def init(self, model: Tree | None = None) -> Tree:
         """Return the state before the first step, from the arrays of a model (default: the method's own)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shardings(self, state: Tree) -> Tree:
         """Return the sharding of each array of a state."""
-        raise NotImplementedError
 
     def actions(self, step: int) -> Actions:
         """Return the actions of step number `step` beside its update."""
@@ -85,31 +86,31 @@ class Method:
 
     # From one method to another.
 
+    @abstractmethod
     def from_psdp(self, start: PsdpState, step: Any) -> Tree:
         """Return the state that continues from a PSDP state after `step` steps, with a zero error."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_psdp(self, state: Tree) -> PsdpState:
         """Return the PSDP state that continues from a state, without an error of quantised averages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset_error(self, state: Tree) -> Tree:
         """Return a state of any mesh and codec with a zero error of quantised averages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def without_error(self, state: Tree) -> Tree:
         """Return a state without the errors of quantised averages, whose shapes depend on the mesh."""
-        raise NotImplementedError
 
     # Models for evaluation, sampling and export.
 
+    @abstractmethod
     def eval_model(self, state: Tree) -> Tree:
         """Return the model to evaluate."""
-        raise NotImplementedError
 
+    @abstractmethod
     def eval_subset(self, state: Tree) -> Tree:
         """Return the part of a state that `eval_model` needs unless `needs_full_state`; the rest is None."""
-        raise NotImplementedError
 
     def needs_full_state(self, step: int) -> bool:
         """Return whether the parameters of `to_psdp` depend on more than `eval_subset` after `step` steps.
@@ -121,22 +122,22 @@ class Method:
 
     # Metrics, and estimates for `gregale plan`.
 
+    @abstractmethod
     def bytes_sent(self, step: int) -> int:
         """Return a device's bytes over the slow axis in the first `step` steps, for parameters."""
-        raise NotImplementedError
 
     def metrics(self, step: int) -> dict[str, int]:
         """Return further metrics after `step` steps: `steps_since_sync` if replicas train separately."""
         del step
         return {}
 
+    @abstractmethod
     def inspected(self, state: Tree, batch: Tree, probe: Probe) -> Inspected:
         """Return the next step's values, in a separate program; `probe` is for the layout `step_layout`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trees(self, state: Tree) -> dict[str, Tree]:
         """Return the trees of a state by name: `parameters`, `optimizer`, and the method's own."""
-        raise NotImplementedError
 
     def traffic(self, step: ParameterShape) -> PsdpTraffic | DilocoTraffic | None:
         """Return the method's traffic in closed form, for parameters of these sizes; None if it has no closed form."""
