@@ -141,8 +141,7 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
             f"mesh.context is {task.context} and compute.attention is {attention}, but {reason}. `auto` would work: it "
             "takes a kernel where there is one."
         )
-    # Rows and positions are both split, so the partitioner could not join them to one axis.
-    own = replace(rules, project=PLAIN.project) if rules.rules == "cpu" else rules
+    own = cpu_kernels(split_positions=True) if rules.rules == "cpu" else rules
     return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context))
 
 

@@ -153,7 +153,8 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids):
 def _attend_backward(blocks: Blocks, cap, saved, cotangent):
     """Compute dv = p^T do, dq = ds k, dk = ds^T q, with weights p, ds = p (do v^T - sum(do o)) / sqrt(size).
 
-    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped.
+    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and do^T p,
+    so that no matrix of weights is transposed.
     """
     q, k, v, ids, output, exponent = saved
     heads = _Heads(blocks, cap, q, k, ids)
@@ -170,13 +171,13 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
         by_scores = by_scores if cap is None else by_scores * (1 - jnp.square(scores / cap))
         by_q, by_k, by_v = sums
         by_q = by_q.at[row].add(_float32_einsum("bkgst,bktd->bkgsd", by_scores, keys[key]))
-        by_k = by_k.at[key].add(_float32_einsum("bkgsd,bkgst->bktd", queries[row], by_scores))
-        by_v = by_v.at[key].add(_float32_einsum("bkgsd,bkgst->bktd", by_output[row], weights))
+        by_k = by_k.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", queries[row], by_scores))
+        by_v = by_v.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", by_output[row], weights))
         return (by_q, by_k, by_v), None
 
-    start = tuple(jnp.zeros(x.shape) for x in (queries, keys, values))
+    start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
     (by_q, by_k, by_v), _ = jax.lax.scan(add, start, blocks.own_pairs())
-    found = heads.rows(by_q), *(blocks.joined(x.swapaxes(2, 3)) for x in (by_k, by_v))
+    found = heads.rows(by_q), *(blocks.joined(x.transpose(0, 1, 4, 2, 3)) for x in (by_k, by_v))
     return *(x.astype(q.dtype) for x in found), None
 
 
