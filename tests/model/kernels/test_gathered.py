@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 
 from gregale.axes.layout import BATCH, POSITION
-from gregale.axes.position_order import position_order
-from gregale.model.kernels import gathered
-from gregale.model.kernels.gathered import Blocks, Gathered
+from gregale.axes.position_order import chunks_reached, position_order
+from gregale.model.kernels.blocked import Blocks
+from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.reference import PLAIN
 from tests.mesh.support import layout_of
 
-LENGTH, DEVICES = 64, 4  # chunks of 8
+LENGTH, DEVICES = 64, 4  # chunks of 8, in two blocks
 
 
 @pytest.mark.parametrize(
     ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (12, None, True), (20, None, False)]
 )
-def test_it_is_plain_attention(window, cap, packed, monkeypatch):
-    monkeypatch.setattr(gathered, "ROWS", 4)  # two blocks in a chunk
+def test_it_is_plain_attention(window, cap, packed):
     random = np.random.default_rng(0)
     q, k, v, by_output = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (4, 2, 2, 4))
     segments = np.sort(random.integers(0, 5, (2, LENGTH)), axis=1) if packed else None
@@ -32,7 +31,7 @@ def test_it_is_plain_attention(window, cap, packed, monkeypatch):
         output, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, arrays[3], window, cap), *arrays[:3])
         return output, *pullback(by_output)
 
-    shared = layout.shard_map(partial(gradients, Gathered(DEVICES)), (spec, spec, spec, ids, spec), (spec,) * 4)
+    shared = layout.shard_map(partial(gradients, Gathered(DEVICES, rows=4)), (spec, spec, spec, ids, spec), (spec,) * 4)
     arrays = q, k, v, segments, by_output
     found = jax.jit(shared)(*(None if x is None else x[:, order] for x in arrays))
     expected = jax.jit(partial(gradients, PLAIN.attend))(*arrays)
@@ -43,11 +42,11 @@ def test_it_is_plain_attention(window, cap, packed, monkeypatch):
 @pytest.mark.parametrize("window", [None, 100])
 def test_devices_have_equal_work(window):
     """The pairs of blocks that a device computes, those of visible keys only."""
-    pairs = Blocks.of(1024, DEVICES, window).pairs()
+    pairs = Blocks.of_chunks(1024, DEVICES, 512, window, chunks_reached(1024, DEVICES, window)).pairs()
     seen = (pairs[..., 3] <= pairs[..., 2]).sum(1)
     assert seen.max() - seen.min() <= (0 if window is None else 1)
     assert len(pairs[0]) == (2 * 4 * 2 * 2 + 2 if window is None else 8)
 
 
 def test_scores_are_in_small_blocks_of_any_chunk():
-    assert [Blocks.of(chunk, DEVICES, None).size for chunk in (8, 600, 1024, 3125, 8200)] == [8, 600, 512, 625, 410]
+    assert [Blocks.of_chunks(chunk, DEVICES, 512, None, None).size for chunk in (8, 600, 1024, 3125, 8200)] == [8, 600, 512, 625, 410]

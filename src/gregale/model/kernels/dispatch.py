@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gregale.errors import UserError
+from gregale.model.kernels.blocked import CPU_ROWS, ROWS
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.gpu import cudnn
@@ -141,8 +142,8 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
             f"mesh.context is {task.context} and compute.attention is {attention}, but {reason}. `auto` would work: it "
             "takes a kernel where there is one."
         )
-    own = cpu_kernels(split_positions=True) if rules.rules == "cpu" else rules
-    return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context))
+    own, rows = (cpu_kernels(split_positions=True), CPU_ROWS) if rules.rules == "cpu" else (rules, ROWS)
+    return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context, rows))
 
 
 def _rules(task: KernelRequest) -> Kernels:

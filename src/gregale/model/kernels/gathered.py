@@ -1,38 +1,31 @@
-"""Causal attention of sequences that several devices share: keys and values are sent, queries stay.
-
-A device computes the scores of its queries in blocks, those pairs of blocks that the mask does not hide. It has equally
-many as each other device (`axes.position_order`).
-"""
+"""Causal attention of sequences that several devices share: keys and values are sent, queries stay."""
 
 from dataclasses import dataclass
 from functools import cache, partial
-from math import log
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.layout import CONTEXT
-from gregale.axes.position_order import chunk_order, chunks_reached
-from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.reference import capped
+from gregale.axes.position_order import chunks_reached
+from gregale.model.kernels.blocked import Blocks, attend_blocks
 from gregale.model.kernels.shared_keys import neighbourhood, whole
-
-ROWS = 512  # of a block, about: queries, and keys
-HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 
 
 @dataclass(frozen=True)
 class Gathered:
     """An `Attend` inside of `jax.shard_map`: all arrays are the positions of one device.
 
-    Keys and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`).
+    Keys and values are gathered, or with a window sent by the neighbours that it reaches (`chunks_reached`). A device
+    computes equally many pairs of blocks as each other device (`axes.position_order`).
 
     - `devices`: n, that share a sequence
+    - `rows`: of a block, about
     """
 
     devices: int
+    rows: int
 
     def __call__(
         self,
@@ -43,186 +36,18 @@ class Gathered:
         window: int | None,
         cap: float | None = None,
     ) -> jax.Array:
-        blocks = Blocks.of(q.shape[1] // 2, self.devices, window)
-        if blocks.reach is None:
+        chunk = q.shape[1] // 2
+        reach = chunks_reached(chunk, self.devices, window)
+        blocks = Blocks.of_chunks(chunk, self.devices, self.rows, window, reach)
+        if reach is None:
             gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True)
         else:
-            gather = partial(neighbourhood, devices=self.devices, reach=blocks.reach)
+            gather = partial(neighbourhood, devices=self.devices, reach=reach)
         ids = None if segments is None else (segments, whole(segments, self.devices))
-        return _attend(blocks, cap, q, gather(k), gather(v), ids)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The division of a sequence.
-
-    - `size`: positions of a block
-    - `count`: blocks of a chunk
-    - `devices`: n, that share 2n chunks
-    - `window`: see `Attend`
-    - `reach`: chunks before each chunk of the device that the keys begin with (`neighbourhood`); None: keys of all
-    """
-
-    size: int
-    count: int
-    devices: int
-    window: int | None
-    reach: int | None = None
-
-    @staticmethod
-    def of(chunk: int, devices: int, window: int | None) -> "Blocks":
-        """Return the blocks of chunks of `chunk` positions: equal ones whose size is nearest to `ROWS` by its ratio."""
-        counts = (count for count in range(1, chunk + 1) if chunk % count == 0)
-        count = min(counts, key=lambda count: abs(log(chunk / count / ROWS)))
-        return Blocks(chunk // count, count, devices, window, chunks_reached(chunk, devices, window))
-
-    def pairs(self) -> np.ndarray:
-        """Return the pairs of blocks with visible scores: int32 [device, pair, 4].
-
-        A pair is the query block's number on the device, the key block's number among its keys, and the first position
-        of each. With a window some devices have fewer pairs; pairs without visible scores fill up their rows.
-        """
-        order = chunk_order(self.devices)
-        natural = (order[:, None] * self.count + np.arange(self.count)).reshape(-1)  # block numbers, as held
-        gathered, own = np.argsort(natural), 2 * self.count
-
-        def held(row: int, block: int, key: int) -> int:
-            if self.reach is None:
-                return gathered[key]
-            return row + (1 + row // self.count) * self.reach * self.count - (block - key)
-
-        reach = len(natural) if self.window is None else -(-(self.window - 1) // self.size)
-        found = [
-            [
-                (row, held(row, block, key), block * self.size, key * self.size)
-                for row, block in enumerate(natural[device * own : (device + 1) * own])
-                for key in range(max(0, block - reach), block + 1)
-            ]
-            for device in range(self.devices)
-        ]
-        most = max(map(len, found))
-        nothing = (0, 0, 0, len(natural) * self.size)
-        return np.array([[*pairs, *[nothing] * (most - len(pairs))] for pairs in found], np.int32)
-
-    def own_pairs(self) -> jax.Array:
-        """Return the pairs of this device: [pair, 4]."""
-        return jnp.asarray(_pairs(self))[jax.lax.axis_index(CONTEXT)]
-
-    def cut(self, x: jax.Array) -> jax.Array:
-        """Turn [batch, position, ...] into [block, batch, row, ...]."""
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *x.shape[2:]), 1, 0)
-
-    def joined(self, x: jax.Array) -> jax.Array:
-        """Invert `cut`."""
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        pairs = jnp.asarray(_pairs(blocks))[jax.lax.axis_index(CONTEXT)]
+        return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs)
 
 
 @cache
 def _pairs(blocks: Blocks) -> np.ndarray:
     return blocks.pairs()
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(blocks: Blocks, cap: float | None, q, k, v, ids) -> jax.Array:
-    return _attend_forward(blocks, cap, q, k, v, ids)[0]
-
-
-def _attend_forward(blocks: Blocks, cap, q, k, v, ids):
-    """Compute softmax(s) . v block by block, with the largest score of a row so far and its sums relative to that."""
-    heads = _Heads(blocks, cap, q, k, ids)
-    queries, keys, values = heads.queries(q), heads.keys(k), heads.keys(v)
-
-    def add(sums, pair):
-        row, key = pair[0], pair[1]
-        scores = heads.seen(heads.scores(queries[row], keys[key]), pair)
-        top, total, output = (x[row] for x in sums)
-        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        output = output * shrink[..., None] + _float32_einsum("bkgst,bktd->bkgsd", weights, values[key])
-        return tuple(x.at[row].set(new) for x, new in zip(sums, (higher, total, output), strict=True)), None
-
-    rows = queries.shape[:-1]
-    start = jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros(queries.shape)
-    (top, total, output), _ = jax.lax.scan(add, start, blocks.own_pairs())
-    output = checkpoint_name(heads.rows(output / total[..., None]).astype(q.dtype), ATTENTION_NAME)
-    exponent = checkpoint_name(top + jnp.log(total), ATTENTION_NAME)  # log of the sum of exp(scores)
-    return output, (q, k, v, ids, output, exponent)
-
-
-def _attend_backward(blocks: Blocks, cap, saved, cotangent):
-    """Compute dv = p^T do, dq = ds k, dk = ds^T q, with weights p, ds = p (do v^T - sum(do o)) / sqrt(size).
-
-    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and do^T p,
-    so that no matrix of weights is transposed.
-    """
-    q, k, v, ids, output, exponent = saved
-    heads = _Heads(blocks, cap, q, k, ids)
-    queries, keys, values = heads.queries(q), heads.keys(k), heads.keys(v)
-    by_output = heads.queries(cotangent)
-    along = jnp.sum(by_output.astype(jnp.float32) * heads.queries(output).astype(jnp.float32), axis=-1)
-
-    def add(sums, pair):
-        row, key = pair[0], pair[1]
-        scores = heads.scores(queries[row], keys[key])
-        weights = jnp.exp(heads.seen(scores, pair) - exponent[row][..., None])
-        by_weights = _float32_einsum("bkgsd,bktd->bkgst", by_output[row], values[key])
-        by_scores = weights * (by_weights - along[row][..., None]) * heads.scale
-        by_scores = by_scores if cap is None else by_scores * (1 - jnp.square(scores / cap))
-        by_q, by_k, by_v = sums
-        by_q = by_q.at[row].add(_float32_einsum("bkgst,bktd->bkgsd", by_scores, keys[key]))
-        by_k = by_k.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", queries[row], by_scores))
-        by_v = by_v.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", by_output[row], weights))
-        return (by_q, by_k, by_v), None
-
-    start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
-    (by_q, by_k, by_v), _ = jax.lax.scan(add, start, blocks.own_pairs())
-    found = heads.rows(by_q), *(blocks.joined(x.transpose(0, 1, 4, 2, 3)) for x in (by_k, by_v))
-    return *(x.astype(q.dtype) for x in found), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-class _Heads:
-    """The arrays of attention by block and head, and their scores."""
-
-    def __init__(self, blocks: Blocks, cap: float | None, q: jax.Array, k: jax.Array, ids):
-        self.scale = q.shape[-1] ** -0.5
-        self._blocks, self._cap, self._kv_heads = blocks, cap, k.shape[2]
-        self._ids = None if ids is None else tuple(map(blocks.cut, ids))
-
-    def queries(self, x: jax.Array) -> jax.Array:
-        """Turn [batch, position, heads, size] into [block, batch, kv_heads, heads / kv_heads, row, size]."""
-        x = self._blocks.cut(x)
-        return x.reshape(*x.shape[:3], self._kv_heads, -1, x.shape[-1]).transpose(0, 1, 3, 4, 2, 5)
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        """Invert `queries`."""
-        x = x.transpose(0, 1, 4, 2, 3, 5)
-        return self._blocks.joined(x.reshape(*x.shape[:3], -1, x.shape[-1]))
-
-    def keys(self, x: jax.Array) -> jax.Array:
-        """Turn [batch, position, kv_heads, size] into [block, batch, kv_heads, row, size]."""
-        return self._blocks.cut(x).swapaxes(2, 3)
-
-    def scores(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Return the capped q . k / sqrt(size) of two blocks: [batch, kv_heads, heads / kv_heads, query, key]."""
-        return capped(_float32_einsum("bkgsd,bktd->bkgst", queries, keys) * self.scale, self._cap)
-
-    def seen(self, scores: jax.Array, pair: jax.Array) -> jax.Array:
-        """Return the scores of a pair of blocks, `HIDDEN` for keys that are not visible."""
-        places = jnp.arange(self._blocks.size)
-        back = (pair[2] - pair[3]) + places[:, None] - places
-        seen = back >= 0
-        if self._blocks.window is not None:
-            seen &= back < self._blocks.window
-        if self._ids is not None:
-            own, others = self._ids
-            theirs = others[pair[3] // self._blocks.size]
-            seen = seen & (own[pair[0]][:, :, None] == theirs[:, None, :])[:, None, None]
-        return jnp.where(seen, scores, HIDDEN)
-
-
-def _float32_einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)

@@ -12,7 +12,7 @@ from haliax import Axis
 from gregale.axes.layout import BATCH
 from gregale.model.attention import POSITION, linear, rotate
 from gregale.model.config import LlamaConfig
-from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS
+from gregale.model.kernels.blocked import CPU_ROWS
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Mlp
@@ -50,10 +50,10 @@ def test_no_operand_of_a_gradient_by_weights_is_transposed(kernels, wide):
 
 @pytest.mark.parametrize(("kernels", "weights"), [(cpu_kernels(), False), (PLAIN, True)], ids=["rules", "plain"])
 def test_no_matrix_of_attention_weights_is_transposed(kernels, weights):
-    length, heads, size = MOST_BLOCKS * FEWEST_ROWS, 2, 4
+    length, heads, size = 2 * CPU_ROWS, 2, 4
     q, k, v = (jax.random.normal(jax.random.key(seed), (1, length, heads, size)) for seed in range(3))
     found = largest_transposed(lambda q, k, v: kernels.attend(q, k, v, None, None), q, k, v)
-    assert found == heads * length * (length if weights else size)
+    assert found == heads * length * length if weights else found <= heads * length * size
 
 
 @pytest.mark.parametrize(("kernels", "once"), [(cpu_kernels(), True), (PLAIN, False)], ids=["rules", "plain"])

@@ -11,7 +11,7 @@ from haliax import Axis
 from haliax.nn import Linear
 
 from gregale.model.attention import linear
-from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS, blocks
+from gregale.model.kernels.blocked import CPU_ROWS, Blocks
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from tests.model.kernels.forms import assert_equal, value_and_gradients
 
@@ -71,12 +71,12 @@ def test_rms_norm(dtype):
     )
 
 
-# A length that is no multiple of four blocks, and windows that end inside of a block and before it.
-LONG = 4 * FEWEST_ROWS - 1
+# A length that is no multiple of its blocks, and windows that end inside of a block and before it.
+LONG = 4 * CPU_ROWS - 1
 CASES = [
-    (2 * FEWEST_ROWS + 3, None, (2, 2), False),
+    (2 * CPU_ROWS + 3, None, (2, 2), False),
     (LONG, None, (6, 2), True),
-    (LONG, FEWEST_ROWS + 9, (4, 2), False),
+    (LONG, CPU_ROWS + 9, (4, 2), False),
     (7, 3, (2, 2), True),
 ]
 
@@ -99,18 +99,24 @@ def test_attention(length, window, heads, packed, dtype):
 
 
 def test_attention_with_capped_scores():
-    length = 2 * FEWEST_ROWS + 3
+    length = 2 * CPU_ROWS + 3
     q, k, v = (2 * jax.random.normal(jax.random.key(seed), (1, length, 2, 4)) for seed in range(3))
     segments = (jnp.arange(length) > 40).astype(int)[None]
     assert_rule(lambda kernels: lambda q, k, v: kernels.attend(q, k, v, segments, 50, 1.5), (q, k, v), jnp.float32)
 
 
-def test_blocks_are_all_rows_once_with_all_keys_that_they_see():
-    for length, window in product([1, FEWEST_ROWS, 2 * FEWEST_ROWS + 1, 1000, 1003], [None, 1, 50, 10_000]):
-        found = list(blocks(length, window))
-        assert len(found) <= MOST_BLOCKS
-        assert [row for block in found for row in range(block.start, block.stop)] == list(range(length))
-        assert [block.first for block in found] == [max(0, block.start + 1 - (window or length)) for block in found]
+def test_pairs_of_blocks_are_those_with_visible_scores_once():
+    for length, window in product([1, CPU_ROWS, 2 * CPU_ROWS + 1, 1003], [None, 1, 50, 10_000]):
+        blocks = Blocks.of_sequence(length, CPU_ROWS, window)
+        assert blocks.size <= CPU_ROWS
+        assert length <= blocks.size * blocks.count < length + blocks.count
+        places = np.arange(blocks.size * blocks.count)
+        back = places[:, None] - places
+        seen = (back >= 0) & (back < (window or length + blocks.count))
+        tiles = seen.reshape(blocks.count, blocks.size, blocks.count, blocks.size).any((1, 3))
+        found = blocks.pairs()[0]
+        np.testing.assert_array_equal(found[:, :2], np.argwhere(tiles))
+        np.testing.assert_array_equal(found[:, 2:], found[:, :2] * blocks.size)
 
 
 def test_rules_under_vmap_scan_and_remat():

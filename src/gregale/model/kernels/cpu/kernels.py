@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn import Linear
 
-from gregale.model.kernels.cpu.attention import attend
+from gregale.model.kernels.blocked import attend
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import PLAIN, norm_gradients, turned
 from gregale.model.kernels.swiglu import swiglu_with

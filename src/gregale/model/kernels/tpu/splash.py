@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.position_order import chunks_reached
+from gregale.model.kernels.blocked import ROWS
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.shared_keys import neighbourhood, neighbourhood_of, whole
@@ -45,7 +46,7 @@ class Splash:
     ) -> jax.Array:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
-            return Gathered(self.devices)(q, k, v, segments, window, cap)
+            return Gathered(self.devices, ROWS)(q, k, v, segments, window, cap)
         shape = length, window, head_size, heads // k.shape[2]
         reach, of_keys = chunks_reached(length // 2, self.devices, window), segments
         if self.devices == 1:
