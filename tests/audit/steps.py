@@ -38,7 +38,8 @@ def small_setup(sizes: tuple[int, ...], microbatches: int = 2, compute=None, mod
 
 
 def small_step(*arguments, **changes) -> StepShape:
-    return step_shape(small_setup(*arguments, **changes))
+    """The shape of a step whose attention has no kernel."""
+    return replace(step_shape(small_setup(*arguments, **changes)), scores=True)
 
 
 def lowered_step(setup: Setup) -> jax.stages.Lowered:

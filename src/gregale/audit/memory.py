@@ -132,7 +132,8 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     With `none` these are all arrays that JAX differentiates: gate, up, and four products of them; four arrays of the
     residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
     weights, if they are gathered by layer.
-    A platform's rules keep three arrays for the four products, and no float32 around norms; the CPU's keep no scores.
+    A platform's rules keep three arrays for the four products, and no float32 around norms. The CPU's keep no scores,
+    and attention's output a second time, in float32.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
@@ -156,8 +157,8 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     norms = 4 * step.stream * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
-    scores = 0 if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 2 * (stream + part) + wide + scores + (norms if step.rules == "plain" else 0)
+    within = FLOAT32 * tokens * heads if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
+    return weights + attention + 2 * (stream + part) + wide + within + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:

@@ -49,4 +49,10 @@ def test_devices_have_equal_work(window):
 
 
 def test_scores_are_in_small_blocks_of_any_chunk():
-    assert [Blocks.of_chunks(chunk, DEVICES, 512, None, None).size for chunk in (8, 600, 1024, 3125, 8200)] == [8, 600, 512, 625, 410]
+    assert [Blocks.of_chunks(chunk, DEVICES, 512, None, None).size for chunk in (8, 600, 1024, 3125, 8200)] == [
+        8,
+        600,
+        512,
+        625,
+        410,
+    ]

@@ -32,7 +32,8 @@ def attend(
     q, k, v = (_padded(x.astype(jnp.float32), blocks) for x in (q, k, v))
     ids = None if segments is None else (_padded(segments, blocks),) * 2
     output = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(blocks.pairs()[0]))
-    return output[:, :length].astype(dtype)
+    output = output if output.shape[1] == length else output[:, :length]  # a slice would be saved beside it
+    return output.astype(dtype)
 
 
 def _padded(x: jax.Array, blocks: "Blocks") -> jax.Array:
@@ -153,8 +154,8 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs):
 def _attend_backward(blocks: Blocks, cap, saved, cotangent):
     """Compute dv = p^T do, dq = ds k, dk = ds^T q, with weights p, ds = p (do v^T - sum(do o)) / sqrt(size).
 
-    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and do^T p,
-    so that no matrix of weights is transposed.
+    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and
+    do^T p, so that no matrix of weights is transposed.
     """
     q, k, v, ids, pairs, output, exponent = saved
     heads = _Heads(blocks, cap, q, k, ids)

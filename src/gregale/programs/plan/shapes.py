@@ -81,7 +81,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
         unrolled=run.unroll >= sizes.layers,
-        scores=not run.kernels.opaque,
+        scores=run.kernels.attention == "xla",
         rules=run.kernels.rules,
         sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
         splits_stream=shape is None and run.splits(config.batch.sequence_length),
