@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from math import log
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def attend(
     blocks = Blocks.of_sequence(length, CPU_ROWS, window)
     q, k, v = (_padded(x.astype(jnp.float32), blocks) for x in (q, k, v))
     ids = None if segments is None else (_padded(segments, blocks),) * 2
-    output = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(blocks.pairs()[0]))
+    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(blocks.pairs()[0]))
     output = output if output.shape[1] == length else output[:, :length]  # a slice would be saved beside it
     return output.astype(dtype)
 
