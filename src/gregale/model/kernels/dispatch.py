@@ -142,7 +142,10 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
             f"mesh.context is {task.context} and compute.attention is {attention}, but {reason}. `auto` would work: it "
             "takes a kernel where there is one."
         )
-    own, rows = (cpu_kernels(split_positions=True), CPU_ROWS) if rules.rules == "cpu" else (rules, ROWS)
+    own, rows = rules, ROWS
+    if rules.rules == "cpu":
+        # Batch and positions are both split, so the partitioner could not join them to one axis.
+        own, rows = replace(rules, project=PLAIN.project), CPU_ROWS
     return replace(own, attention="gathered", opaque=True, attend=Gathered(task.context, rows))
 
 

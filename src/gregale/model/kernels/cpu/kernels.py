@@ -18,13 +18,12 @@ from gregale.model.kernels.swiglu import swiglu_with
 SWIGLU = swiglu_with(jax.lax.optimization_barrier)
 
 
-def cpu_kernels(split_positions: bool = False) -> Kernels:
-    """Return the operations; with `split_positions` several devices share a sequence."""
+def cpu_kernels() -> Kernels:
     return replace(
         PLAIN,
         rules="cpu",
         attention="blocked",
-        project=partial(project, split_positions=split_positions),
+        project=project,
         swiglu=SWIGLU,
         rms_norm=rms_norm,
         rotate=rotate,
@@ -73,35 +72,34 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
     return turned(x, cos, sin)
 
 
-def project(layer: Linear, x: NamedArray, split_positions: bool = False) -> NamedArray:
+def project(layer: Linear, x: NamedArray) -> NamedArray:
     weight = layer.weight
     In = tuple(axis for axis in weight.axes if axis in x.axes)
     Out = tuple(axis for axis in weight.axes if axis not in In)
     x = x.rearrange((..., *In))
-    found: Any = _product(x.array, weight.rearrange((*In, *Out)).array, len(In), split_positions)
+    found: Any = _product(x.array, weight.rearrange((*In, *Out)).array, len(In))
     product = NamedArray(found, tuple(axis.name for axis in (*x.axes[: -len(In)], *Out)))
     return product if layer.bias is None else product + layer.bias
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x: jax.Array, weight: jax.Array, contracted: int, split_positions: bool) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     """Return x . weight: [*rows, *in], [*in, *out] -> [*rows, *out]; `contracted`: the number of axes `in`."""
     return jax.lax.dot_general(x, weight, ((_last(x, contracted), _first(contracted)), ((), ())))
 
 
-def _product_forward(x, weight, contracted, split_positions):
-    return _product(x, weight, contracted, split_positions), (x, weight)
+def _product_forward(x, weight, contracted):
+    return _product(x, weight, contracted), (x, weight)
 
 
-def _product_backward(contracted: int, split_positions: bool, saved, cotangent):
+def _product_backward(contracted: int, saved, cotangent):
     x, weight = saved
     rows, out = x.ndim - contracted, weight.ndim - contracted
     by_x = jax.lax.dot_general(cotangent, weight, ((_last(cotangent, out), _last(weight, out)), ((), ())))
-    over_rows = partial(_over_positions if split_positions and rows > 1 else _over_rows, rows=rows)
     # The left operand is transposed to contract the rows.
     if x.size <= cotangent.size:
-        return by_x, over_rows(x, cotangent)
-    by_weight = over_rows(cotangent, x)  # [*out, *in]
+        return by_x, _over_rows(x, cotangent, rows)
+    by_weight = _over_rows(cotangent, x, rows)  # [*out, *in]
     return by_x, by_weight.transpose(*range(out, weight.ndim), *range(out))
 
 
@@ -114,18 +112,6 @@ def _over_rows(left: jax.Array, right: jax.Array, rows: int) -> jax.Array:
     features = (*left.shape[rows:], *right.shape[rows:])
     left, right = (x.reshape(math.prod(x.shape[:rows]), -1) for x in (left, right))
     return jax.lax.dot_general(left, right, ((_first(1), _first(1)), ((), ()))).reshape(features)
-
-
-def _over_positions(left: jax.Array, right: jax.Array, rows: int) -> jax.Array:
-    """Return what `_over_rows` does, by the sum of a product of each sequence.
-
-    Batch and positions stay two axes: the partitioner could not split an axis joined from both by positions.
-    """
-    features = (*left.shape[rows:], *right.shape[rows:])
-    left, right = (x.reshape(*x.shape[:rows], -1) for x in (left, right))
-    sequences = _first(rows - 1)
-    products = jax.lax.dot_general(left, right, (((rows - 1,), (rows - 1,)), (sequences, sequences)))
-    return jnp.sum(products, axis=sequences).reshape(features)
 
 
 def _first(count: int) -> tuple[int, ...]:
