@@ -23,6 +23,7 @@ from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
+from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
 
@@ -128,12 +129,20 @@ class Execution:
         """Return the product of a linear layer, and its bias, by `compute.matmul`."""
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
+        product = quantised_product(self._quantised(), x, layer.weight)
+        return product if layer.bias is None else product + layer.bias
+
+    def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
+        """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
+        if self.matmul != "int8" or activation != "silu" or any(layer.bias is not None for layer in layers):
+            return None
+        return quantised_mlp(self._quantised(), x, tuple(layer.weight for layer in layers))
+
+    def _quantised(self) -> Quantised:
         mesh, compute = self.layout.mesh, self.layout.compute
         shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)
-        how = Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
-        product = quantised_product(how, x, layer.weight)
-        return product if layer.bias is None else product + layer.bias
+        return Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
 
     def attend(
         self,

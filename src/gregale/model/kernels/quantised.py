@@ -13,9 +13,10 @@ Devices that share an axis cut it into their parts. Each part has its own scales
 compute dtype cross devices, as for unquantised products.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -27,7 +28,7 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-ROWS, INPUTS, PART = "rows", "inputs", "_part"  # names of axes, and the ending of axes of parts
+PART = "_part"  # the ending of axes of parts
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Format:
     largest_gradient: float
     sums: jnp.dtype
 
+
+Pair = tuple[NamedArray, NamedArray | None]
+"""Numbers and their scales; None: the other operand has taken them over."""
 
 INT8 = Format(jnp.dtype(jnp.int8), 127.0, jnp.dtype(jnp.int8), 127.0, jnp.dtype(jnp.int32))
 FP8 = Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, jnp.dtype(jnp.float8_e5m2), 57344.0, jnp.dtype(jnp.float32))
@@ -99,6 +103,13 @@ class Quantised:
             )
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
+    def product(self, left: Pair, right: Pair, names: Sequence[str], dtype: jnp.dtype) -> NamedArray:
+        """Return the sums of products over axes, times the scales, added over parts of axes that both have."""
+        shared = [name for name in left[0].axis_names if name in right[0].axis_names and name not in names]
+        scales = [scale for _, scale in (left, right) if scale is not None]
+        found = reduce(operator.mul, scales, self.sums(left[0], right[0], names))
+        return self.added(found, shared, dtype)
+
     def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
         """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes.
 
@@ -124,31 +135,36 @@ class Quantised:
             return False
         from gregale.model.kernels.tpu.eight_bits import fits  # Pallas takes long to import
 
-        return fits(_size(x, along), _size(x, _within(x, without=along)))
+        return fits(size_of(x, along), size_of(x, within(x, without=along)))
 
     def _by_kernel(self, x: NamedArray, factor: NamedArray | None, along: Sequence[str], turned: bool = False):
         """Run the kernel on each device, which has one part of each shared axis."""
-        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows
+        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows, heads_first
 
+        rest, last = within(x, without=along), within(x)[-1] in along
+        rows, columns = (rest, list(along)) if last else (list(along), rest)
+        x = x.rearrange((..., *rows, *columns))
         given = [x] if factor is None else [x, factor]
         parts = list(dict.fromkeys(name for each in given for name in each.axis_names if name.endswith(PART)))
-        rest, within = _within(x, without=along), _within(x)
-        order = [*rest, *along] if turned else within
-        last, columns = within[-1] in along, _size(x, along if within[-1] in along else rest)
+        order = [*columns, *rows] if turned else [*rows, *columns]
         shapes = [[1] * len(parts) + [x.resolve_axis(name).size for name in names] for names in (order, rest)]
+        sizes = [[x.resolve_axis(name).size for name in names] for names in (rows, columns)]
 
         def run(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-            matrix, flat = x.reshape(-1, columns), [each.reshape(-1) for each in factors]
+            matrix, flat = heads_first(x, *sizes), [each.reshape(-1) for each in factors]
             numbers, scale = by_rows(matrix, *flat) if last else by_columns(matrix, turned)
             return numbers.reshape(shapes[0]), scale.reshape(shapes[1])
 
-        names = [(*parts, *names) for names in (order, rest)]
+        return self.on_devices(run, given, [(*parts, *names) for names in (order, rest)])
+
+    def on_devices(self, run: Callable, given: Sequence[NamedArray], names: Sequence[Sequence[str]]) -> Any:
+        """Run a function on each device's arrays; return named arrays, whose axes are given."""
         if self.layout is not None:
             mapping = {_part(name): self.layout.compute[name] for name, _ in self.parts}
             specs = [self.layout.spec(each, mapping) for each in (*(one.axis_names for one in given), *names)]
-            run = self.layout.shard_map(run, tuple(specs[:-2]), tuple(specs[-2:]))
-        numbers, scale = run(*(each.array for each in given))
-        return NamedArray(numbers, names[0]), NamedArray(scale, names[1])
+            run = self.layout.shard_map(run, tuple(specs[: len(given)]), tuple(specs[len(given) :]))
+        found = run(*(each.array for each in given))
+        return tuple(NamedArray(array, tuple(axes)) for array, axes in zip(found, names, strict=True))
 
 
 def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
@@ -156,42 +172,30 @@ def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> Name
     inputs = [name for name in weight.axis_names if name in x.axis_names]
     rows = [name for name in x.axis_names if name not in inputs]
     outputs = [name for name in weight.axis_names if name not in inputs]
-    within = [how.cut(x, rows).resolve_axis(name) for name in rows]
     x, weight = how.cut(x, [*rows, *inputs]), how.cut(weight, [*inputs, *outputs])
-    # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
-    x, weight = _flat(_flat(x, inputs, INPUTS), rows, ROWS), _flat(weight, inputs, INPUTS)
-    x, weight = x.rearrange((..., ROWS, INPUTS)), weight.rearrange((..., INPUTS, *outputs))
-    product: Any = _product(how, x, weight)
-    return how.joined(product.unflatten_axis(ROWS, within), [*rows, *outputs]).rearrange((*rows, *outputs))
+    product: Any = _product(how, x.rearrange((..., *rows, *inputs)), weight.rearrange((..., *inputs, *outputs)))
+    return how.joined(product, [*rows, *outputs]).rearrange((*rows, *outputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
-    """Return the product of [*parts, rows, inputs] and [*parts, inputs, *outputs]."""
+    """Return the product of [*parts, *rows, *inputs] and [*parts, *inputs, *outputs]."""
     return _forward(how, x, weight)[0]
 
 
 def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
-    values, by_row = how.numbers(x, [INPUTS])
-    weights, by_output = how.numbers(weight, [INPUTS])
-    shared = [name for name in x.axis_names if name in weight.axis_names and name != INPUTS]
-    product = how.added(how.sums(values, weights, [INPUTS]) * by_row * by_output, shared, x.dtype)
-    return product, (x, weights, by_output)
+    inputs = [name for name in within(x) if name in weight.axis_names]
+    weights = how.numbers(weight, inputs)
+    return how.product(how.numbers(x, inputs), weights, inputs, x.dtype), (x, weights)
 
 
 def _backward(how: Quantised, saved, gradient: NamedArray):
-    x, weights, by_output = saved
-    outputs = [name for name in gradient.axis_names if name in weights.axis_names and not name.endswith(PART)]
-    parts_of_outputs = [name for name in gradient.axis_names if name in weights.axis_names and name.endswith(PART)]
-    parts_of_rows = [name for name in gradient.axis_names if name in x.axis_names and name.endswith(PART)]
-
-    taken, scale = how.gradient_numbers(gradient, outputs, by_output)
-    by_x = how.added(how.sums(taken, weights, outputs) * scale, parts_of_outputs, gradient.dtype)
-
-    values, by_input = how.numbers(x, [ROWS], turned=True)
-    taken, by_column = how.gradient_numbers(gradient, [ROWS])
-    by_weight = how.sums(values, taken, [ROWS]) * by_input * by_column
-    by_weight = how.added(by_weight, parts_of_rows, gradient.dtype)
+    x, (weights, by_output) = saved
+    rows, outputs = ([name for name in within(gradient) if name in each.axis_names] for each in (x, weights))
+    taken = how.gradient_numbers(gradient, outputs, by_output)
+    by_x = how.product(taken, (weights, None), outputs, gradient.dtype)
+    taken = how.gradient_numbers(gradient, rows)
+    by_weight = how.product(how.numbers(x, rows, turned=True), taken, rows, gradient.dtype)
     return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names)
 
 
@@ -204,17 +208,12 @@ def _quantised(x: NamedArray, along: Sequence[str], dtype: jnp.dtype, largest: f
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
-def _flat(x: NamedArray, names: Sequence[str], joined: str) -> NamedArray:
-    """Return [..., joined] with some axes joined."""
-    return x.rearrange((..., *names)).flatten_axes(tuple(names), joined)
-
-
-def _within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
+def within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
     """Return the axes that are not of parts, and not among some others."""
     return [name for name in x.axis_names if not name.endswith(PART) and name not in without]
 
 
-def _size(x: NamedArray, names: Sequence[str]) -> int:
+def size_of(x: NamedArray, names: Sequence[str]) -> int:
     return prod(x.resolve_axis(name).size for name in names)
 
 

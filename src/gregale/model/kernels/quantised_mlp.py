@@ -1,0 +1,116 @@
+"""down(silu(gate(x)) * up(x)) with products of 8-bit numbers on a TPU, as one operation with its own backward pass.
+
+Its kernels quantise the activation and its gradients as they compute them. So these are not in memory in the compute
+dtype, and x is quantised once for the products with gate and up. The products are those of `quantised_product`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from haliax import NamedArray
+from jax.ad_checkpoint import checkpoint_name
+
+from gregale.model.kernels.quantised import PART, Pair, Quantised, size_of, within
+
+Weights = tuple[NamedArray, NamedArray, NamedArray]
+"""gate and up [inputs, hidden], and down [hidden, inputs]"""
+
+
+def quantised_mlp(how: Quantised, x: NamedArray, weights: Weights) -> NamedArray | None:
+    """Return down(silu(gate(x)) * up(x)) in the dtype and with the axes of `x`; None: the kernels do not take it."""
+    inputs, hidden = weights[0].axis_names
+    rows = [name for name in x.axis_names if name != inputs]
+    gate, up, down = (how.cut(weight, [hidden]) for weight in weights)
+    cut = how.cut(x, rows).rearrange((..., *rows, inputs))
+    if inputs in dict(how.parts) or not _fits(how, cut, gate):
+        return None
+    found: Any = _mlp(how, cut, (gate, up, down))
+    return how.joined(found, rows).rearrange(x.axis_names)
+
+
+def _fits(how: Quantised, x: NamedArray, weight: NamedArray) -> bool:
+    if how.platform != "tpu":
+        return False
+    from gregale.model.kernels.tpu.gated_bits import fits  # Pallas takes long to import
+
+    *rows, inputs = within(x)
+    return fits(size_of(x, rows), size_of(weight, within(weight, without=[inputs])))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(how: Quantised, x: NamedArray, weights: Weights) -> NamedArray:
+    return _forward(how, x, weights)[0]
+
+
+def _forward(how: Quantised, x: NamedArray, weights: Weights):
+    *_, inputs = within(x)
+    *_, hidden = within(weights[0])
+    gate, up, down = (
+        how.numbers(weight, [name]) for weight, name in zip(weights, (inputs, inputs, hidden), strict=True)
+    )
+    numbers = how.numbers(x, [inputs])
+    first = [how.product(numbers, weight, [inputs], x.dtype) for weight in (gate, up)]
+    named = [
+        NamedArray(checkpoint_name(each.array, name), each.axis_names)
+        for each, name in zip(first, ("gate", "up"), strict=True)
+    ]
+    return how.product(_gated(how, *named), down, [hidden], x.dtype), (x, *named, (gate, up, down))
+
+
+def _backward(how: Quantised, saved, gradient: NamedArray):
+    x, gate, up, (*first, down) = saved
+    dtype, (*rows, inputs), (*_, hidden) = gradient.dtype, within(x), within(gate)
+    taken = how.gradient_numbers(gradient, [inputs], down[1])
+    by_gated = how.product(taken, (down[0], None), [inputs], dtype).rearrange(gate.axis_names)
+    by_row, by_column, gated = _gradients(how, gate, up, by_gated, *(scale for _, scale in first))
+
+    by_x = [
+        how.product(each, (numbers, None), [hidden], dtype) for each, (numbers, _) in zip(by_row, first, strict=True)
+    ]
+    turned = how.numbers(x, rows, turned=True)
+    by_weights = [how.product(turned, each, rows, dtype) for each in by_column]
+    by_weights.append(how.product(gated, how.gradient_numbers(gradient, rows), rows, dtype))
+    by_weights = (each.rearrange(like.axis_names) for each, (like, _) in zip(by_weights, (*first, down), strict=True))
+    return (by_x[0] + by_x[1]).rearrange(x.axis_names), tuple(by_weights)
+
+
+_mlp.defvjp(_forward, _backward)
+
+
+def _gated(how: Quantised, gate: NamedArray, up: NamedArray) -> Pair:
+    """Return the integers of silu(gate) * up, and their scales, one for each row."""
+    from gregale.model.kernels.tpu.gated_bits import gated_rows
+
+    def run(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers, scale = gated_rows(*_matrices(gate, up))
+        return numbers.reshape(gate.shape), scale.reshape(gate.shape[:-1])
+
+    return how.on_devices(run, [gate, up], [gate.axis_names, gate.axis_names[:-1]])
+
+
+def _gradients(how: Quantised, gate: NamedArray, up: NamedArray, by_gated: NamedArray, *factors: NamedArray):
+    """Return the gradients by gate and up times the scales of their weights, with scales of rows; these gradients
+    themselves, with scales of columns; and silu(gate) * up turned, with scales of columns.
+    """
+    from gregale.model.kernels.tpu.gated_bits import gradient_columns, gradient_rows
+
+    names, hidden = gate.axis_names, gate.axis_names[-1]
+    rows = within(gate, without=[hidden])
+    parts = [name for name in names if name.endswith(PART)]
+    by_column, turned = (*parts, hidden), (*parts, hidden, *rows)
+    sizes = {name: size_of(gate, [name]) for name in names} | dict.fromkeys(parts, 1)
+
+    def run(gate: jax.Array, up: jax.Array, by_gated: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
+        matrices = _matrices(gate, up, by_gated)
+        *by_rows, most = gradient_rows(*matrices, *(each.reshape(-1) for each in factors))
+        found = (*by_rows, *gradient_columns(*matrices, most))
+        return tuple(each.reshape([sizes[name] for name in axes]) for each, axes in zip(found, axes_of, strict=True))
+
+    axes_of = [names, names, names[:-1], names[:-1], names, names, turned, *[by_column] * 3]
+    found = how.on_devices(run, [gate, up, by_gated, *factors], axes_of)
+    return (found[0:4:2], found[1:4:2]), (found[4:9:3], found[5:9:3]), found[6:10:3]
+
+
+def _matrices(*arrays: jax.Array) -> list[jax.Array]:
+    return [each.reshape(-1, each.shape[-1]) for each in arrays]
