@@ -151,6 +151,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
     for weight in weights:
         if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
             continue
+        eight_bits = step.matmul != "dtype" and is_stacked(weight) and len(weight.axes) > 2 and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
@@ -160,7 +161,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
-        found.append(Transfer("weights", "all-gather", SHARDS, size * width, times))
+        found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
     return found
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import Linear, ScanCheckpointPolicy
+from haliax.util import ensure_tuple
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
@@ -22,7 +23,7 @@ from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
-from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
+from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
 from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
@@ -87,7 +88,21 @@ class Execution:
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
     def gathered(self, weights) -> Any:
-        return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
+        if self.weights_ready:
+            return weights
+        found = gathered(weights, self.layout, self.dtype)
+        return found if self.matmul == "dtype" else self._in_eight_bits(found, weights)
+
+    def _in_eight_bits(self, ready, weights) -> Any:
+        """Return gathered weights with 8-bit numbers of those of linear layers."""
+
+        def one(layer, shard):
+            if not isinstance(layer, Linear):
+                return layer
+            inputs, exact = [axis.name for axis in ensure_tuple(layer.In)], shard.weight.astype(self.dtype)
+            return replace(layer, weight=in_eight_bits(self._quantised(), layer.weight, exact, inputs))
+
+        return jax.tree.map(one, ready, weights, is_leaf=lambda node: isinstance(node, Linear))
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)

@@ -20,6 +20,7 @@ from functools import partial, reduce
 from math import prod
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -104,11 +105,10 @@ class Quantised:
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
     def product(self, left: Pair, right: Pair, names: Sequence[str], dtype: jnp.dtype) -> NamedArray:
-        """Return the sums of products over axes, times the scales, added over parts of axes that both have."""
-        shared = [name for name in left[0].axis_names if name in right[0].axis_names and name not in names]
+        """Return the sums of products over axes, and over their parts, times the scales."""
         scales = [scale for _, scale in (left, right) if scale is not None]
         found = reduce(operator.mul, scales, self.sums(left[0], right[0], names))
-        return self.added(found, shared, dtype)
+        return self.added(found, [_part(name) for name in names], dtype)
 
     def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
         """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes.
@@ -167,25 +167,67 @@ class Quantised:
         return tuple(NamedArray(array, tuple(axes)) for array, axes in zip(found, names, strict=True))
 
 
-def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
+class EightBits(eqx.Module):
+    """A weight whose 8-bit numbers are gathered.
+
+    - `exact`: in the compute dtype. Products use its gradient alone, so that no program gathers it
+    - `numbers`, `scale`: see `Quantised.numbers`; shared axes are cut
+    """
+
+    exact: NamedArray
+    numbers: NamedArray
+    scale: NamedArray
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return self.exact.axis_names
+
+
+Weight = NamedArray | EightBits
+Ready = tuple[NamedArray, NamedArray] | None
+
+
+def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: Sequence[str]) -> Weight:
+    """Return a gathered weight, whose numbers are gathered if devices have shards of it.
+
+    - `exact`, `shard`: the weight in the compute dtype, gathered and not
+    """
+    layout = how.layout
+    if layout is None or layout.spec(shard.axes, layout.params) == layout.spec(shard.axes, layout.compute):
+        return exact
+    values = how.cut(jax.lax.stop_gradient(shard), shard.axis_names).astype(jnp.float32)
+    parts = {_part(name): layout.compute[name] for name, _ in how.parts}
+    shards = {name: axes for name, axes in layout.params.items() if name not in layout.compute} | parts
+    found = layout.constrain(_quantised(values, inputs, how.format.dtype, how.format.largest), shards)
+    return EightBits(exact, *layout.constrain(found, parts))
+
+
+def ready_and_cut(how: Quantised, weight: Weight, names: Sequence[str]) -> tuple[NamedArray, Ready]:
+    """Return a weight with its shared axes cut and its numbers, if they are gathered: [*parts, *names]."""
+    if isinstance(weight, NamedArray):
+        return how.cut(weight, names).rearrange((..., *names)), None
+    return ready_and_cut(how, weight.exact, names)[0], (weight.numbers.rearrange((..., *names)), weight.scale)
+
+
+def quantised_product(how: Quantised, x: NamedArray, weight: Weight) -> NamedArray:
     """Return x . weight over the axes that both have, in the dtype of `x`: [*rows, *outputs]."""
     inputs = [name for name in weight.axis_names if name in x.axis_names]
     rows = [name for name in x.axis_names if name not in inputs]
     outputs = [name for name in weight.axis_names if name not in inputs]
-    x, weight = how.cut(x, [*rows, *inputs]), how.cut(weight, [*inputs, *outputs])
-    product: Any = _product(how, x.rearrange((..., *rows, *inputs)), weight.rearrange((..., *inputs, *outputs)))
+    x = how.cut(x, [*rows, *inputs]).rearrange((..., *rows, *inputs))
+    product: Any = _product(how, x, *ready_and_cut(how, weight, [*inputs, *outputs]))
     return how.joined(product, [*rows, *outputs]).rearrange((*rows, *outputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
+def _product(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready) -> NamedArray:
     """Return the product of [*parts, *rows, *inputs] and [*parts, *inputs, *outputs]."""
-    return _forward(how, x, weight)[0]
+    return _forward(how, x, weight, ready)[0]
 
 
-def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
+def _forward(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready):
     inputs = [name for name in within(x) if name in weight.axis_names]
-    weights = how.numbers(weight, inputs)
+    weights = ready or how.numbers(weight, inputs)
     return how.product(how.numbers(x, inputs), weights, inputs, x.dtype), (x, weights)
 
 
@@ -196,7 +238,7 @@ def _backward(how: Quantised, saved, gradient: NamedArray):
     by_x = how.product(taken, (weights, None), outputs, gradient.dtype)
     taken = how.gradient_numbers(gradient, rows)
     by_weight = how.product(how.numbers(x, rows, turned=True), taken, rows, gradient.dtype)
-    return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names)
+    return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names), None
 
 
 _product.defvjp(_forward, _backward)

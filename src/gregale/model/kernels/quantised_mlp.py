@@ -4,6 +4,7 @@ Its kernels quantise the activation and its gradients as they compute them. So t
 dtype, and x is quantised once for the products with gate and up. The products are those of `quantised_product`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,21 +12,21 @@ import jax
 from haliax import NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from gregale.model.kernels.quantised import PART, Pair, Quantised, size_of, within
+from gregale.model.kernels.quantised import PART, Pair, Quantised, Ready, Weight, ready_and_cut, size_of, within
 
-Weights = tuple[NamedArray, NamedArray, NamedArray]
+Weights = tuple[Weight, Weight, Weight]
 """gate and up [inputs, hidden], and down [hidden, inputs]"""
 
 
 def quantised_mlp(how: Quantised, x: NamedArray, weights: Weights) -> NamedArray | None:
     """Return down(silu(gate(x)) * up(x)) in the dtype and with the axes of `x`; None: the kernels do not take it."""
-    inputs, hidden = weights[0].axis_names
+    inputs, _ = weights[0].axis_names
     rows = [name for name in x.axis_names if name != inputs]
-    gate, up, down = (how.cut(weight, [hidden]) for weight in weights)
+    cut_weights = tuple(ready_and_cut(how, each, each.axis_names) for each in weights)
     cut = how.cut(x, rows).rearrange((..., *rows, inputs))
-    if inputs in dict(how.parts) or not _fits(how, cut, gate):
+    if inputs in dict(how.parts) or not _fits(how, cut, cut_weights[0][0]):
         return None
-    found: Any = _mlp(how, cut, (gate, up, down))
+    found: Any = _mlp(how, cut, *zip(*cut_weights, strict=True))
     return how.joined(found, rows).rearrange(x.axis_names)
 
 
@@ -39,16 +40,15 @@ def _fits(how: Quantised, x: NamedArray, weight: NamedArray) -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(how: Quantised, x: NamedArray, weights: Weights) -> NamedArray:
-    return _forward(how, x, weights)[0]
+def _mlp(how: Quantised, x: NamedArray, weights: Sequence[NamedArray], ready: Sequence[Ready]) -> NamedArray:
+    return _forward(how, x, weights, ready)[0]
 
 
-def _forward(how: Quantised, x: NamedArray, weights: Weights):
+def _forward(how: Quantised, x: NamedArray, weights: Sequence[NamedArray], ready: Sequence[Ready]):
     *_, inputs = within(x)
     *_, hidden = within(weights[0])
-    gate, up, down = (
-        how.numbers(weight, [name]) for weight, name in zip(weights, (inputs, inputs, hidden), strict=True)
-    )
+    given = zip(weights, ready, (inputs, inputs, hidden), strict=True)
+    gate, up, down = (found or how.numbers(weight, [name]) for weight, found, name in given)
     numbers = how.numbers(x, [inputs])
     first = [how.product(numbers, weight, [inputs], x.dtype) for weight in (gate, up)]
     named = [
@@ -72,7 +72,7 @@ def _backward(how: Quantised, saved, gradient: NamedArray):
     by_weights = [how.product(turned, each, rows, dtype) for each in by_column]
     by_weights.append(how.product(gated, how.gradient_numbers(gradient, rows), rows, dtype))
     by_weights = (each.rearrange(like.axis_names) for each, (like, _) in zip(by_weights, (*first, down), strict=True))
-    return (by_x[0] + by_x[1]).rearrange(x.axis_names), tuple(by_weights)
+    return (by_x[0] + by_x[1]).rearrange(x.axis_names), tuple(by_weights), None
 
 
 _mlp.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div, rem
 
 from gregale.model.kernels.tpu.blocks import LANES
 
@@ -48,7 +49,7 @@ def by_rows(x: jax.Array, factor: jax.Array | None = None) -> tuple[jax.Array, j
     outer, heads, rows, width = x.shape
     columns, size = heads * width, _share(rows, heads * width)
     blocks = rows // size
-    read = (None, heads, size, width), lambda i: (i // blocks, 0, i % blocks, 0)
+    read = (None, heads, size, width), lambda i: (div(i, blocks), 0, rem(i, blocks), 0)
     block, row = ((size, columns), lambda i: (i, 0)), ((1, size), lambda i: (0, i))
     whole = (1, columns), lambda i: (0, 0)
     inputs = [(x, *read)] if factor is None else [(x, *read), (factor[None], *whole)]
@@ -121,7 +122,7 @@ def _by_columns(turned: bool, x, numbers, scale) -> None:
     turns = rows // size
 
     def values(index):
-        return x[index // turns, group_of(index % turns, size)].astype(jnp.float32)
+        return x[div(index, turns), group_of(rem(index, turns), size)].astype(jnp.float32)
 
     def larger(index, found):
         return jnp.maximum(found, jnp.max(jnp.abs(values(index)).reshape(-1, 8, columns), axis=0))

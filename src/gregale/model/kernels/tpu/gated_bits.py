@@ -9,9 +9,10 @@ p, by_gate and by_up in the compute dtype, and read them again for each kind of 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div, rem
 
 from gregale.model.kernels.tpu.blocks import LANES
-from gregale.model.kernels.tpu.eight_bits import GROUP, LARGEST, SMALLEST, call, group_of
+from gregale.model.kernels.tpu.eight_bits import GROUP, LARGEST, SIZES, SMALLEST, call, group_of
 
 COLUMNS = 2**14  # at most: blocks have `LANES` whole rows
 TILE = 512  # rows and columns of a block without: those that divide the matrix
@@ -64,11 +65,11 @@ def gradient_columns(gate: jax.Array, up: jax.Array, by_gated: jax.Array, most: 
     rows, columns = gate.shape
     high, wide = (next(size for size in (TILE, TILE // 2, LANES) if each % size == 0) for each in (rows, columns))
     across = columns // wide
-    block = (high, wide), lambda i: (i // across, i % across)
-    turned = (wide, high), lambda i: (i % across, i // across)
+    block = (high, wide), lambda i: (div(i, across), rem(i, across))
+    turned = (wide, high), lambda i: (rem(i, across), div(i, across))
     most = jnp.maximum(most, SMALLEST)
     inputs = [(each, *block) for each in (gate, up, by_gated)]
-    inputs.append((LARGEST / most, (3, wide), lambda i: (0, i % across)))
+    inputs.append((LARGEST / most, (3, wide), lambda i: (0, rem(i, across))))
     numbers = (gate.shape, jnp.int8, *block)
     outputs = [numbers, numbers, (gate.shape[::-1], jnp.int8, *turned)]
     found = call("gated_gradient_columns", _gradient_columns, rows // high * across, inputs, outputs, [])
@@ -165,7 +166,7 @@ def _write(group, found: jax.Array, values, numbers, most) -> None:
     largest = jnp.max(found, axis=1, keepdims=True)
     most[group] = jnp.broadcast_to(largest, found.shape)
     factor = LARGEST / largest
-    width = _chunk(columns)
+    width = next(size for size in SIZES if columns % size == 0)
 
     def write(index, _) -> None:
         chunk = group_of(index, width)
