@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import EMBED, Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-PART = "_part"  # the ending of axes of parts
+PART, SUMMED = "_part", "_summed"  # the ending of axes of parts, and the name of joined axes
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,11 @@ class Quantised:
         return NamedArray(jax.lax.reduce_sum(array, places) if places else array, kept)
 
     def sums(self, left: NamedArray, right: NamedArray, names: Sequence[str]) -> NamedArray:
-        """Return the float32 sums of products over axes: [*shared by both, *left, *right]."""
+        """Return the float32 sums of products over axes: [*shared by both, *left, *right].
+
+        The axes are joined, because with several the compiler would copy the operands, or turn them back.
+        """
+        left, right, names = left.flatten_axes(names, SUMMED), right.flatten_axes(names, SUMMED), [SUMMED]
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
         contracted, shared = ((_places(left, some), _places(right, some)) for some in (names, both))
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
@@ -193,7 +197,7 @@ def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: 
     - `exact`, `shard`: the weight in the compute dtype, gathered and not
     """
     layout = how.layout
-    if layout is None or layout.spec(shard.axes, layout.params) == layout.spec(shard.axes, layout.compute):
+    if layout is None or all(layout.mesh.shape[axis] == 1 for axis in layout.mesh_axes([EMBED], layout.params)):
         return exact
     values = how.cut(jax.lax.stop_gradient(shard), shard.axis_names).astype(jnp.float32)
     parts = {_part(name): layout.compute[name] for name, _ in how.parts}
