@@ -31,7 +31,7 @@ BUNDLES = {
     "quantise_columns": 3.2,
     "quantise_turned": 8.0,
     "gated_rows": 11.0,
-    "gated_gradient_rows": 16.5,
+    "gated_gradient_rows": 17.0,
     "gated_gradient_columns": 12.5,
 }
 _QUANTISING = re.compile("|".join(BUNDLES))

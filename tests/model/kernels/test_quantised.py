@@ -120,7 +120,7 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
         r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", str(compiled.as_text())
     )
     # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
-    assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,16,24]", "all-reduce")]
+    assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
 
 
 def test_devices_gather_the_8_bit_numbers_of_a_weight():

@@ -94,7 +94,7 @@ class Quantised:
 
         The axes are joined, because with several the compiler would copy the operands, or turn them back.
         """
-        left, right, names = left.flatten_axes(names, SUMMED), right.flatten_axes(names, SUMMED), [SUMMED]
+        left, right, names = _joined(left, names), _joined(right, names), [SUMMED]
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
         contracted, shared = ((_places(left, some), _places(right, some)) for some in (names, both))
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
@@ -115,15 +115,20 @@ class Quantised:
         return self.added(found, [_part(name) for name in names], dtype)
 
     def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
-        """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes.
+        """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes; it joins these.
 
-        With `turned` these axes are the last ones of the numbers. The matrix units of a TPU take a left operand of 8
+        With `turned` they are last in the numbers. The matrix units of a TPU take a left operand of 8
         bits at full speed only with the contracted axis last in memory.
         """
         if self._has_kernel(x, along):
             return self._by_kernel(x, None, along, turned)
         numbers, scale = _quantised(x.astype(jnp.float32), along, self.format.dtype, self.format.largest)
-        return (numbers.rearrange((..., *along)) if turned else numbers), scale
+        return _joined(numbers.rearrange((..., *along)) if turned else numbers, along), scale
+
+    def weight_numbers(self, weight: NamedArray, inputs: Sequence[str]) -> tuple[NamedArray, NamedArray]:
+        """Return 8-bit numbers of a weight, with its axes, and their scales, which are the same along the inputs."""
+        numbers, scale = self.numbers(weight, inputs)
+        return numbers.unflatten_axis(SUMMED, [weight.resolve_axis(name) for name in inputs]), scale
 
     def gradient_numbers(self, x: NamedArray, along: Sequence[str], factor: NamedArray | None = None):
         """Return 8-bit numbers of a gradient times a factor, and their scales: see `numbers`."""
@@ -132,7 +137,8 @@ class Quantised:
         exact = x.astype(jnp.float32)
         if factor is not None:
             exact = exact.broadcast_axis([axis for axis in factor.axes if axis.name not in x.axis_names]) * factor
-        return _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
+        numbers, scale = _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
+        return _joined(numbers, along), scale
 
     def _has_kernel(self, x: NamedArray, along: Sequence[str]) -> bool:
         if self.platform != "tpu":
@@ -150,9 +156,10 @@ class Quantised:
         x = x.rearrange((..., *rows, *columns))
         given = [x] if factor is None else [x, factor]
         parts = list(dict.fromkeys(name for each in given for name in each.axis_names if name.endswith(PART)))
-        order = [*columns, *rows] if turned else [*rows, *columns]
-        shapes = [[1] * len(parts) + [x.resolve_axis(name).size for name in names] for names in (order, rest)]
-        sizes = [[x.resolve_axis(name).size for name in names] for names in (rows, columns)]
+        order = [*rest, SUMMED] if last or turned else [SUMMED, *rest]
+        lengths = {axis.name: axis.size for axis in x.axes} | {SUMMED: size_of(x, along)}
+        shapes = [[1] * len(parts) + [lengths[name] for name in names] for names in (order, rest)]
+        sizes = [[lengths[name] for name in names] for names in (rows, columns)]
 
         def run(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array, jax.Array]:
             matrix, flat = heads_first(x, *sizes), [each.reshape(-1) for each in factors]
@@ -231,7 +238,7 @@ def _product(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready) ->
 
 def _forward(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready):
     inputs = [name for name in within(x) if name in weight.axis_names]
-    weights = ready or how.numbers(weight, inputs)
+    weights = ready or how.weight_numbers(weight, inputs)
     return how.product(how.numbers(x, inputs), weights, inputs, x.dtype), (x, weights)
 
 
@@ -252,6 +259,10 @@ def _quantised(x: NamedArray, along: Sequence[str], dtype: jnp.dtype, largest: f
     most: Any = hax.maximum(hax.max(hax.abs(x), axis=tuple(along)), SMALLEST)
     scaled = x * (largest / most)
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
+
+
+def _joined(x: NamedArray, names: Sequence[str]) -> NamedArray:
+    return x if SUMMED in x.axis_names else x.flatten_axes(tuple(names), SUMMED)
 
 
 def within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:

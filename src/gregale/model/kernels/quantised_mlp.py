@@ -48,7 +48,7 @@ def _forward(how: Quantised, x: NamedArray, weights: Sequence[NamedArray], ready
     *_, inputs = within(x)
     *_, hidden = within(weights[0])
     given = zip(weights, ready, (inputs, inputs, hidden), strict=True)
-    gate, up, down = (found or how.numbers(weight, [name]) for weight, found, name in given)
+    gate, up, down = (found or how.weight_numbers(weight, [name]) for weight, found, name in given)
     numbers = how.numbers(x, [inputs])
     first = [how.product(numbers, weight, [inputs], x.dtype) for weight in (gate, up)]
     named = [

@@ -44,15 +44,16 @@ def gradient_rows(gate: jax.Array, up: jax.Array, by_gated: jax.Array, by_gate: 
     """
     rows, columns = gate.shape
     block, row = ((LANES, columns), lambda i: (i, 0)), ((1, LANES), lambda i: (0, i))
-    tops = (3 * SUBLANES, columns), lambda i: (i, 0)
+    tops = (None, 3, columns), lambda i: (i, 0, 0)
     whole = (2, columns), lambda i: (0, 0)
     inputs = [*((each, *block) for each in (gate, up, by_gated)), (jnp.stack([by_gate, by_up]), *whole)]
     numbers, scales = (gate.shape, jnp.int8, *block), ((1, rows), jnp.float32, *row)
     steps = rows // LANES
-    outputs = [numbers, numbers, scales, scales, ((steps * 3 * SUBLANES, columns), jnp.float32, *tops)]
-    scratch = [pltpu.VMEM((2, GROUP, columns), jnp.float32), *[pltpu.VMEM((LANES, LANES), jnp.float32)] * 2]
+    outputs = [numbers, numbers, scales, scales, ((steps, 3, columns), jnp.float32, *tops)]
+    scratch = [pltpu.VMEM((each, columns), jnp.float32) for each in (3 * SUBLANES, 2 * GROUP)]
+    scratch += [*[pltpu.VMEM((LANES, LANES), jnp.float32)] * 2]
     *found, tops = call("gated_gradient_rows", _gradient_rows, steps, inputs, outputs, scratch)
-    most = jnp.max(tops.reshape(steps, 3, SUBLANES, columns), axis=(0, 2))
+    most = jnp.max(tops, axis=0)
     return found[0], found[1], found[2][0], found[3][0], most
 
 
@@ -98,11 +99,11 @@ def _gated_rows(gate, up, numbers, scale, values, most) -> None:
 
 
 def _gradient_rows(
-    gate, up, by_gated, factors, of_gate, of_up, scale_gate, scale_up, tops, values, most_gate, most_up
+    gate, up, by_gated, factors, of_gate, of_up, scale_gate, scale_up, tops, highest, values, most_gate, most_up
 ) -> None:
     rows, columns = gate.shape
     width = _chunk(columns)
-    tops[...] = jnp.zeros(tops.shape, jnp.float32)
+    highest[...] = jnp.zeros(highest.shape, jnp.float32)
 
     def run(turn, _) -> None:
         group = group_of(turn, GROUP)
@@ -113,18 +114,20 @@ def _gradient_rows(
             for place, each in enumerate(exact):
                 part = slice(place * SUBLANES, (place + 1) * SUBLANES)
                 high = jnp.max(jnp.abs(each).reshape(-1, SUBLANES, width), axis=0)
-                tops[part, chunk] = jnp.maximum(tops[part, chunk], high)
+                highest[part, chunk] = jnp.maximum(highest[part, chunk], high)
             scaled = [each * factors[place : place + 1, chunk] for place, each in enumerate(exact[:2])]
             for place, each in enumerate(scaled):
-                values[place, :, chunk] = each
+                values[place * GROUP : (place + 1) * GROUP, chunk] = each
             return tuple(_larger(one, each) for one, each in zip(found, scaled, strict=True))
 
         start = (jnp.full((GROUP, LANES), SMALLEST),) * 2
         found = jax.lax.fori_loop(0, columns // width, compute, start)
-        _write(group, found[0], values.at[0], of_gate, most_gate)
-        _write(group, found[1], values.at[1], of_up, most_up)
+        _write(group, found[0], values.at[:GROUP], of_gate, most_gate)
+        _write(group, found[1], values.at[GROUP:], of_up, most_up)
 
     jax.lax.fori_loop(0, rows // GROUP, run, None)
+    for place in range(3):
+        tops[place] = jnp.max(highest[place * SUBLANES : (place + 1) * SUBLANES], axis=0)
     scale_gate[...] = most_gate[...].T[:1] / LARGEST
     scale_up[...] = most_up[...].T[:1] / LARGEST
 
