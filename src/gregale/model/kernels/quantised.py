@@ -10,7 +10,8 @@ Capitals have 8 bits. A scale is float32: the largest absolute value along the c
 of the format. For dx the gradient takes the scales of w over before it is quantised.
 
 Devices that share an axis cut it into their parts. Each part has its own scales, so that only sums of parts in the
-compute dtype cross devices, as for unquantised products.
+compute dtype cross devices, as for unquantised products. If devices have shards of a weight, the numbers of the shards
+are gathered (`in_eight_bits`), with scales of the whole weight.
 """
 
 import operator
@@ -117,8 +118,8 @@ class Quantised:
     def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
         """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes; it joins these.
 
-        With `turned` they are last in the numbers. The matrix units of a TPU take a left operand of 8
-        bits at full speed only with the contracted axis last in memory.
+        With `turned` they are last in the numbers. The matrix units of a TPU take a left operand of 8 bits at full
+        speed only with the contracted axis last in memory.
         """
         if self._has_kernel(x, along):
             return self._by_kernel(x, None, along, turned)
@@ -196,6 +197,7 @@ class EightBits(eqx.Module):
 
 Weight = NamedArray | EightBits
 Ready = tuple[NamedArray, NamedArray] | None
+"""Gathered numbers of a weight, and their scales; None: they are computed from the weight."""
 
 
 def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: Sequence[str]) -> Weight:
@@ -214,10 +216,11 @@ def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: 
 
 
 def ready_and_cut(how: Quantised, weight: Weight, names: Sequence[str]) -> tuple[NamedArray, Ready]:
-    """Return a weight with its shared axes cut and its numbers, if they are gathered: [*parts, *names]."""
-    if isinstance(weight, NamedArray):
-        return how.cut(weight, names).rearrange((..., *names)), None
-    return ready_and_cut(how, weight.exact, names)[0], (weight.numbers.rearrange((..., *names)), weight.scale)
+    """Return a weight with its shared axes cut, and its numbers if they are gathered: [*parts, *names]."""
+    if isinstance(weight, EightBits):
+        exact, _ = ready_and_cut(how, weight.exact, names)
+        return exact, (weight.numbers.rearrange((..., *names)), weight.scale)
+    return how.cut(weight, names).rearrange((..., *names)), None
 
 
 def quantised_product(how: Quantised, x: NamedArray, weight: Weight) -> NamedArray:

@@ -95,21 +95,22 @@ def _gradients(how: Quantised, gate: NamedArray, up: NamedArray, by_gated: Named
     """
     from gregale.model.kernels.tpu.gated_bits import gradient_columns, gradient_rows
 
-    names, hidden = gate.axis_names, gate.axis_names[-1]
-    rows = within(gate, without=[hidden])
-    parts = [name for name in names if name.endswith(PART)]
-    by_column, turned = (*parts, hidden), (*parts, hidden, *rows)
-    sizes = {name: size_of(gate, [name]) for name in names} | dict.fromkeys(parts, 1)
+    *outer, hidden = gate.axis_names
+    parts, rows = [name for name in outer if name.endswith(PART)], within(gate, without=[hidden])
+    whole, turned, columns = gate.axis_names, (*parts, hidden, *rows), (*parts, hidden)
+    axes = [whole, whole, outer, outer, whole, whole, turned, columns, columns, columns]
+    sizes = {axis.name: axis.size for axis in gate.axes} | dict.fromkeys(parts, 1)
 
     def run(gate: jax.Array, up: jax.Array, by_gated: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
         matrices = _matrices(gate, up, by_gated)
-        *by_rows, most = gradient_rows(*matrices, *(each.reshape(-1) for each in factors))
-        found = (*by_rows, *gradient_columns(*matrices, most))
-        return tuple(each.reshape([sizes[name] for name in axes]) for each, axes in zip(found, axes_of, strict=True))
+        *by_row, most = gradient_rows(*matrices, *(each.reshape(-1) for each in factors))
+        found = (*by_row, *gradient_columns(*matrices, most))
+        return tuple(each.reshape([sizes[name] for name in names]) for each, names in zip(found, axes, strict=True))
 
-    axes_of = [names, names, names[:-1], names[:-1], names, names, turned, *[by_column] * 3]
-    found = how.on_devices(run, [gate, up, by_gated, *factors], axes_of)
-    return (found[0:4:2], found[1:4:2]), (found[4:9:3], found[5:9:3]), found[6:10:3]
+    found = how.on_devices(run, [gate, up, by_gated, *factors], axes)
+    by_row, (by_gate, by_up, gated), scales = found[:4], found[4:7], found[7:]
+    by_column = (by_gate, scales[0]), (by_up, scales[1])
+    return (by_row[::2], by_row[1::2]), by_column, (gated, scales[2])
 
 
 def _matrices(*arrays: jax.Array) -> list[jax.Array]:

@@ -39,7 +39,7 @@ def heads_first(x: jax.Array, rows: Sequence[int], columns: Sequence[int]) -> ja
     return x.reshape(-1, rows[-1], prod(columns[:-1]), columns[-1]).swapaxes(1, 2)
 
 
-# Called through `jit`, equal kernels have equal texts, which name the caller's line, and the compiler runs them once.
+# A kernel's text has its caller's line. With `jit` two calls have the same text, and the compiler joins equal ones.
 @jax.jit
 def by_rows(x: jax.Array, factor: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the integers [rows, columns] of a matrix times a factor [columns], and their scales [rows].

@@ -52,9 +52,10 @@ def gradient_rows(gate: jax.Array, up: jax.Array, by_gated: jax.Array, by_gate: 
     outputs = [numbers, numbers, scales, scales, ((steps, 3, columns), jnp.float32, *tops)]
     scratch = [pltpu.VMEM((each, columns), jnp.float32) for each in (3 * SUBLANES, 2 * GROUP)]
     scratch += [*[pltpu.VMEM((LANES, LANES), jnp.float32)] * 2]
-    *found, tops = call("gated_gradient_rows", _gradient_rows, steps, inputs, outputs, scratch)
-    most = jnp.max(tops, axis=0)
-    return found[0], found[1], found[2][0], found[3][0], most
+    of_gate, of_up, scale_gate, scale_up, most = call(
+        "gated_gradient_rows", _gradient_rows, steps, inputs, outputs, scratch
+    )
+    return of_gate, of_up, scale_gate[0], scale_up[0], jnp.max(most, axis=0)
 
 
 @jax.jit
