@@ -36,7 +36,7 @@ def _fits(how: Quantised, x: NamedArray, weight: NamedArray) -> bool:
     from gregale.model.kernels.tpu.gated_bits import fits  # Pallas takes long to import
 
     *rows, inputs = within(x)
-    return fits(size_of(x, rows), size_of(weight, within(weight, without=[inputs])))
+    return fits(size_of(x, rows), size_of(weight, within(weight, without=[inputs])), x.dtype.itemsize)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

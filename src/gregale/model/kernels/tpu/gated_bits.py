@@ -14,15 +14,15 @@ from jax.lax import div, rem
 from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.eight_bits import GROUP, LARGEST, SIZES, SMALLEST, call, group_of
 
-COLUMNS = 2**14  # at most: blocks have `LANES` whole rows
+WIDTH = 2**15  # bytes of a row at most: blocks have `LANES` whole rows
 TILE = 512  # rows and columns of a block without: those that divide the matrix
 CHUNK = 256  # columns in registers at a time
 SUBLANES = 8
 
 
-def fits(rows: int, columns: int) -> bool:
+def fits(rows: int, columns: int, bytes_of_a_value: int) -> bool:
     """Return whether the kernels take a matrix: whole tiles, and blocks for which vector memory has room."""
-    return rows % LANES == 0 and columns % LANES == 0 and columns <= COLUMNS
+    return rows % LANES == 0 and columns % LANES == 0 and columns * bytes_of_a_value <= WIDTH
 
 
 @jax.jit
