@@ -10,9 +10,9 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.axis import axis_spec_to_tuple
 from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import Linear, ScanCheckpointPolicy
-from haliax.util import ensure_tuple
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
@@ -99,7 +99,7 @@ class Execution:
         def one(layer, shard):
             if not isinstance(layer, Linear):
                 return layer
-            inputs, exact = [axis.name for axis in ensure_tuple(layer.In)], shard.weight.astype(self.dtype)
+            inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
             return replace(layer, weight=in_eight_bits(self._quantised(), layer.weight, exact, inputs))
 
         return jax.tree.map(one, ready, weights, is_leaf=lambda node: isinstance(node, Linear))

@@ -139,7 +139,7 @@ def test_devices_gather_the_8_bit_numbers_of_a_weight():
 
     mappings = layout.compute, layout.params, layout.compute
     given = [
-        jax.device_put(each, NamedArray(layout.sharding(each.axes, mapping), each.axis_names))
+        jax.device_put(each, layout.shardings(each, mapping))
         for each, mapping in zip((x, weight, gradient), mappings, strict=True)
     ]
     compiled = jax.jit(all_three).lower(*given).compile()

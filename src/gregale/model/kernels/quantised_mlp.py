@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.quantised import PART, Pair, Quantised, Ready, Weight, ready_and_cut, size_of, within
 
-Weights = tuple[Weight, Weight, Weight]
-"""gate and up [inputs, hidden], and down [hidden, inputs]"""
 
+def quantised_mlp(how: Quantised, x: NamedArray, weights: Sequence[Weight]) -> NamedArray | None:
+    """Return down(silu(gate(x)) * up(x)) in the dtype and with the axes of `x`; None: the kernels do not take it.
 
-def quantised_mlp(how: Quantised, x: NamedArray, weights: Weights) -> NamedArray | None:
-    """Return down(silu(gate(x)) * up(x)) in the dtype and with the axes of `x`; None: the kernels do not take it."""
+    - `weights`: gate and up [inputs, hidden], and down [hidden, inputs]
+    """
     inputs, _ = weights[0].axis_names
     rows = [name for name in x.axis_names if name != inputs]
     cut_weights = tuple(ready_and_cut(how, each, each.axis_names) for each in weights)

@@ -70,8 +70,8 @@ def gradient_columns(gate: jax.Array, up: jax.Array, by_gated: jax.Array, most: 
     block = (high, wide), lambda i: (div(i, across), rem(i, across))
     turned = (wide, high), lambda i: (rem(i, across), div(i, across))
     most = jnp.maximum(most, SMALLEST)
-    inputs = [(each, *block) for each in (gate, up, by_gated)]
-    inputs.append((LARGEST / most, (3, wide), lambda i: (0, rem(i, across))))
+    factors = LARGEST / most, (3, wide), lambda i: (0, rem(i, across))
+    inputs = [*((each, *block) for each in (gate, up, by_gated)), factors]
     numbers = (gate.shape, jnp.int8, *block)
     outputs = [numbers, numbers, (gate.shape[::-1], jnp.int8, *turned)]
     found = call("gated_gradient_columns", _gradient_columns, rows // high * across, inputs, outputs, [])
