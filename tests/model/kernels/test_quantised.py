@@ -154,7 +154,7 @@ def test_devices_gather_the_8_bit_numbers_of_a_weight():
 @pytest.mark.parametrize("axes", [QUERY, OUT])
 def test_kernels_on_a_mesh_quantise_as_xla(axes):
     layout = layout_of(data=2, model=2)
-    wide = {"position": 64, "embed": 128, "head_size": 64}  # whole tiles in the parts of batch and heads
+    wide = {"position": 128, "embed": 128, "head_size": 128}  # whole tiles, so that kernels read heads apart
 
     def widened(x: NamedArray) -> NamedArray:
         sizes = tuple(wide.get(axis.name, axis.size) for axis in x.axes)
