@@ -19,8 +19,8 @@ from gregale.model.kernels.tpu.blocks import LANES
 GROUP = 32  # rows in registers at a time: of a tile of 8 bits
 SIZES = 2048, 1024, 512, 256, LANES  # of rows or columns that a turn of a loop takes
 VALUES = 2**21  # of a block, if one row or column of tiles has fewer
-# Bytes of vector memory: two blocks of float32, and two of 8 bits. With 48 MiB the compiler for v5p, which has 64, fails
-# where collectives hold buffers there at the same time.
+# Bytes of vector memory: two blocks of float32, and two of 8 bits. With 48 MiB the compiler for v5p, which has 64,
+# refuses programs whose collectives hold buffers there.
 MEMORY = 41 * 2**20
 SMALLEST, LARGEST = 1e-30, 127.0
 
