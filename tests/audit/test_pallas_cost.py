@@ -97,6 +97,7 @@ def test_products_of_the_backward_kernels_by_the_pairs_in_their_metadata(name, p
     ("name", "numbers", "seconds"),
     [
         ("quantise_rows", "s8[16384,4096]", (2 + 1) * 2**26 / 819e9),
+        ("gated_rows", "s8[16384,4096]", 11 * 2**16 / (197e12 / (2 * 4 * 128**2))),
         ("quantise_turned", "s8[4096,16384]", 8 * 2**16 / (197e12 / (2 * 4 * 128**2))),
     ],
 )

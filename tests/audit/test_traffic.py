@@ -36,7 +36,10 @@ SPREAD = {
         *((1, 2, 4), 4, {"remat": "none", "gather": "per_step"}),
         {**OVER_HEADS, "kv_heads": 4},
     ),
-    "norms after, and over heads, recomputed": ((2, 2, 2), 2, {"remat": "full"}, OVER_HEADS),
+    "norms after, and over heads, recomputed, 8 bits": (
+        *((2, 2, 2), 2, {"remat": "full", "matmul": "int8"}),
+        OVER_HEADS,
+    ),
     "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "full", "unroll": 3}),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (

@@ -25,8 +25,15 @@ PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3, "splas
 _KERNEL = re.compile("splash_mha_(?:fwd|dkv|dq|fused)")
 TABLE = "kernel_cycles.json"
 
-# Bundles for 1,024 values in the loops of `gregale.model.kernels.tpu.eight_bits`, on a v5e.
-BUNDLES = {"quantise_rows": 4.5, "quantise_columns": 3.2, "quantise_turned": 8.0}
+# Bundles for 1,024 values in the loops of `eight_bits` and `gated_bits` in `gregale.model.kernels.tpu`, on a v5e.
+BUNDLES = {
+    "quantise_rows": 4.5,
+    "quantise_columns": 3.2,
+    "quantise_turned": 8.0,
+    "gated_rows": 11.0,
+    "gated_gradient_rows": 17.0,
+    "gated_gradient_columns": 12.5,
+}
 _QUANTISING = re.compile("|".join(BUNDLES))
 
 

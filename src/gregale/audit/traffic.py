@@ -13,7 +13,7 @@ from math import prod
 from haliax import NamedArray
 
 from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, values
-from gregale.axes.layout import CONTEXT, LAYERS, REPLICA
+from gregale.axes.layout import CONTEXT, EMBED, LAYERS, REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -151,6 +151,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
     for weight in weights:
         if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
             continue
+        eight_bits = step.matmul != "dtype" and is_stacked(weight) and len(weight.axes) > 2 and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
@@ -160,8 +161,18 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
-        found.append(Transfer("weights", "all-gather", SHARDS, size * width, times))
+        found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
+        if eight_bits:
+            found.append(_scales(step, weight, times))
     return found
+
+
+def _scales(step: StepShape, weight: NamedArray, times: int) -> Transfer:
+    """Return the transfer of the scales of a weight in 8 bits: of their maximum, if `embed` is among its inputs."""
+    first, last = weight.axes[1], weight.axes[-1]
+    if first.name == EMBED:
+        return Transfer("scales", "all-reduce", SHARDS, _per_execution(step, weight) // first.size * FLOAT32, times)
+    return Transfer("scales", "all-gather", SHARDS, last.size * FLOAT32, times)
 
 
 def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:

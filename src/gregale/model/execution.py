@@ -10,6 +10,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.axis import axis_spec_to_tuple
 from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import Linear, ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
@@ -22,7 +23,8 @@ from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
-from gregale.model.kernels.quantised import FORMATS, Quantised, quantised_product
+from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
+from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
 
@@ -86,7 +88,21 @@ class Execution:
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
     def gathered(self, weights) -> Any:
-        return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
+        if self.weights_ready:
+            return weights
+        found = gathered(weights, self.layout, self.dtype)
+        return found if self.matmul == "dtype" else self._in_eight_bits(found, weights)
+
+    def _in_eight_bits(self, ready, weights) -> Any:
+        """Return gathered weights with 8-bit numbers of those of linear layers."""
+
+        def one(layer, shard):
+            if not isinstance(layer, Linear):
+                return layer
+            inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
+            return replace(layer, weight=in_eight_bits(self._quantised(), layer.weight, exact, inputs))
+
+        return jax.tree.map(one, ready, weights, is_leaf=lambda node: isinstance(node, Linear))
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
@@ -128,12 +144,20 @@ class Execution:
         """Return the product of a linear layer, and its bias, by `compute.matmul`."""
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
+        product = quantised_product(self._quantised(), x, layer.weight)
+        return product if layer.bias is None else product + layer.bias
+
+    def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
+        """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
+        if self.matmul != "int8" or activation != "silu" or any(layer.bias is not None for layer in layers):
+            return None
+        return quantised_mlp(self._quantised(), x, tuple(layer.weight for layer in layers))
+
+    def _quantised(self) -> Quantised:
         mesh, compute = self.layout.mesh, self.layout.compute
         shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)
-        how = Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
-        product = quantised_product(how, x, layer.weight)
-        return product if layer.bias is None else product + layer.bias
+        return Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
 
     def attend(
         self,

@@ -15,7 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, quantised_product
+from gregale.axes.gather import gathered
+from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_product
+from gregale.model.kernels.quantised_mlp import quantised_mlp
+from gregale.model.kernels.swiglu import swiglu_with
 from gregale.model.kernels.tpu import eight_bits
 from tests.mesh.support import layout_of
 
@@ -117,14 +120,41 @@ def test_on_a_mesh_only_the_sums_of_parts_cross_devices():
         r"= (\S+?)\{\S* (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", str(compiled.as_text())
     )
     # The product, summed over `model`, and the gradient by the weight, over `data`: a device's parts of both.
-    assert sorted(sent) == [("f32[1,12,24]", "all-reduce"), ("f32[1,16,24]", "all-reduce")]
+    assert sorted(sent) == [("f32[1,2,6,24]", "all-reduce"), ("f32[1,2,8,24]", "all-reduce")]
+
+
+def test_devices_gather_the_8_bit_numbers_of_a_weight():
+    """The largest values are those of all shards, and the gradient passes as without."""
+    layout = layout_of(data=2)
+    how = Quantised(INT8, "cpu", (("batch", 2),), layout)
+    x, weight, gradient = operands(*QUERY)
+
+    def product(x, weight):
+        exact = gathered(weight, layout, jnp.dtype(jnp.float32))
+        return quantised_product(how, x, in_eight_bits(how, exact, weight, ["embed"]))
+
+    def all_three(x, weight, gradient):
+        found, backward = jax.vjp(product, x, weight)
+        return found, *backward(gradient)
+
+    mappings = layout.compute, layout.params, layout.compute
+    given = [
+        jax.device_put(each, layout.shardings(each, mapping))
+        for each, mapping in zip((x, weight, gradient), mappings, strict=True)
+    ]
+    compiled = jax.jit(all_three).lower(*given).compile()
+    expected = jax.jit(partial(all_products, how))(x, weight, gradient)
+    for ours, theirs in zip(compiled(*given), expected, strict=True):
+        np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=1e-6 * np.abs(theirs.array).max())
+    text = str(compiled.as_text())
+    assert {kind[:2] for kind in re.findall(r"= (\S+?)\{\S* all-gather(?:-start)?\(", text)} == {"s8"}
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("axes", [QUERY, OUT])
 def test_kernels_on_a_mesh_quantise_as_xla(axes):
     layout = layout_of(data=2, model=2)
-    wide = {"position": 64, "embed": 128, "head_size": 64}  # whole tiles in the parts of batch and heads
+    wide = {"position": 128, "embed": 128, "head_size": 128}  # whole tiles, so that kernels read heads apart
 
     def widened(x: NamedArray) -> NamedArray:
         sizes = tuple(wide.get(axis.name, axis.size) for axis in x.axes)
@@ -135,6 +165,35 @@ def test_kernels_on_a_mesh_quantise_as_xla(axes):
     expected = jax.jit(partial(all_products, Quantised(INT8, "gpu", parts)))(*operation)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=2e-6 * np.abs(theirs.array).max())
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_mlp_as_one_operation_quantises_as_its_parts():
+    """Up to the last bit of a few integers, because their sums are of another order."""
+    layout = layout_of(data=2, model=2)
+    Rows, Mlp, In = Axis("position", 64), Axis("mlp", 512), Axis("embed", 128)
+    parts = (("batch", 2), ("mlp", 2))
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (Batch, Rows, In), (In, Mlp), (In, Mlp), (Mlp, In), (Batch, Rows, In)
+    x, *weights, gradient = (hax.random.normal(key, axes) for key, axes in zip(keys, shapes, strict=True))
+
+    def whole(x, weights):
+        return quantised_mlp(Quantised(INT8, "tpu", parts, layout), x, weights)
+
+    def in_parts(x, weights):
+        dot = partial(quantised_product, Quantised(INT8, "gpu", parts))
+        gate, up, down = weights
+        return dot(swiglu_with(tuple)(dot(x, gate), dot(x, up)), down)
+
+    def results(run, x, weights, gradient):
+        product, backward = jax.vjp(run, x, weights)
+        return jax.tree.leaves((product, backward(gradient)))
+
+    found, expected = (jax.jit(partial(results, run))(x, tuple(weights), gradient) for run in (whole, in_parts))
+    for ours, theirs in zip(found, expected, strict=True):
+        error = np.abs(np.asarray(ours) - theirs) / np.abs(theirs).max()
+        assert error.max() < 2e-3, error.max()
+        assert np.median(error) < 1e-6, np.median(error)
 
 
 @pytest.mark.usefixtures("compiled_anew")

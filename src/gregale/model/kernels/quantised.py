@@ -10,24 +10,27 @@ Capitals have 8 bits. A scale is float32: the largest absolute value along the c
 of the format. For dx the gradient takes the scales of w over before it is quantised.
 
 Devices that share an axis cut it into their parts. Each part has its own scales, so that only sums of parts in the
-compute dtype cross devices, as for unquantised products.
+compute dtype cross devices, as for unquantised products. If devices have shards of a weight, the numbers of the shards
+are gathered (`in_eight_bits`), with scales of the whole weight.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import EMBED, Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
-ROWS, INPUTS, PART = "rows", "inputs", "_part"  # names of axes, and the ending of axes of parts
+PART, SUMMED = "_part", "_summed"  # the ending of axes of parts, and the name of joined axes
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class Format:
     largest_gradient: float
     sums: jnp.dtype
 
+
+Pair = tuple[NamedArray, NamedArray | None]
+"""Numbers and their scales; None: the other operand has taken them over."""
 
 INT8 = Format(jnp.dtype(jnp.int8), 127.0, jnp.dtype(jnp.int8), 127.0, jnp.dtype(jnp.int32))
 FP8 = Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, jnp.dtype(jnp.float8_e5m2), 57344.0, jnp.dtype(jnp.float32))
@@ -85,7 +91,11 @@ class Quantised:
         return NamedArray(jax.lax.reduce_sum(array, places) if places else array, kept)
 
     def sums(self, left: NamedArray, right: NamedArray, names: Sequence[str]) -> NamedArray:
-        """Return the float32 sums of products over axes: [*shared by both, *left, *right]."""
+        """Return the float32 sums of products over axes: [*shared by both, *left, *right].
+
+        The axes are joined, because with several the compiler would copy the operands, or turn them back.
+        """
+        left, right, names = _joined(left, names), _joined(right, names), [SUMMED]
         both = [name for name in left.axis_names if name in right.axis_names and name not in names]
         contracted, shared = ((_places(left, some), _places(right, some)) for some in (names, both))
         free = [name for x in (left, right) for name in x.axis_names if name not in (*both, *names)]
@@ -99,16 +109,27 @@ class Quantised:
             )
         return NamedArray(found.astype(jnp.float32), (*both, *free))
 
-    def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
-        """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes.
+    def product(self, left: Pair, right: Pair, names: Sequence[str], dtype: jnp.dtype) -> NamedArray:
+        """Return the sums of products over axes, and over their parts, times the scales."""
+        scales = [scale for _, scale in (left, right) if scale is not None]
+        found = reduce(operator.mul, scales, self.sums(left[0], right[0], names))
+        return self.added(found, [_part(name) for name in names], dtype)
 
-        With `turned` these axes are the last ones of the numbers. The matrix units of a TPU take a left operand of 8
-        bits at full speed only with the contracted axis last in memory.
+    def numbers(self, x: NamedArray, along: Sequence[str], turned: bool = False) -> tuple[NamedArray, NamedArray]:
+        """Return 8-bit numbers of `x`, and their scales, which are the same along the named axes; it joins these.
+
+        With `turned` they are last in the numbers. The matrix units of a TPU take a left operand of 8 bits at full
+        speed only with the contracted axis last in memory.
         """
         if self._has_kernel(x, along):
             return self._by_kernel(x, None, along, turned)
         numbers, scale = _quantised(x.astype(jnp.float32), along, self.format.dtype, self.format.largest)
-        return (numbers.rearrange((..., *along)) if turned else numbers), scale
+        return _joined(numbers.rearrange((..., *along)) if turned else numbers, along), scale
+
+    def weight_numbers(self, weight: NamedArray, inputs: Sequence[str]) -> tuple[NamedArray, NamedArray]:
+        """Return 8-bit numbers of a weight, with its axes, and their scales, which are the same along the inputs."""
+        numbers, scale = self.numbers(weight, inputs)
+        return numbers.unflatten_axis(SUMMED, [weight.resolve_axis(name) for name in inputs]), scale
 
     def gradient_numbers(self, x: NamedArray, along: Sequence[str], factor: NamedArray | None = None):
         """Return 8-bit numbers of a gradient times a factor, and their scales: see `numbers`."""
@@ -117,82 +138,121 @@ class Quantised:
         exact = x.astype(jnp.float32)
         if factor is not None:
             exact = exact.broadcast_axis([axis for axis in factor.axes if axis.name not in x.axis_names]) * factor
-        return _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
+        numbers, scale = _quantised(exact, along, self.format.gradient, self.format.largest_gradient)
+        return _joined(numbers, along), scale
 
     def _has_kernel(self, x: NamedArray, along: Sequence[str]) -> bool:
         if self.platform != "tpu":
             return False
         from gregale.model.kernels.tpu.eight_bits import fits  # Pallas takes long to import
 
-        return fits(_size(x, along), _size(x, _within(x, without=along)))
+        return fits(size_of(x, along), size_of(x, within(x, without=along)))
 
     def _by_kernel(self, x: NamedArray, factor: NamedArray | None, along: Sequence[str], turned: bool = False):
         """Run the kernel on each device, which has one part of each shared axis."""
-        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows
+        from gregale.model.kernels.tpu.eight_bits import by_columns, by_rows, heads_first
 
+        rest, last = within(x, without=along), within(x)[-1] in along
+        rows, columns = (rest, list(along)) if last else (list(along), rest)
+        x = x.rearrange((..., *rows, *columns))
         given = [x] if factor is None else [x, factor]
         parts = list(dict.fromkeys(name for each in given for name in each.axis_names if name.endswith(PART)))
-        rest, within = _within(x, without=along), _within(x)
-        order = [*rest, *along] if turned else within
-        last, columns = within[-1] in along, _size(x, along if within[-1] in along else rest)
-        shapes = [[1] * len(parts) + [x.resolve_axis(name).size for name in names] for names in (order, rest)]
+        order = [*rest, SUMMED] if last or turned else [SUMMED, *rest]
+        lengths = {axis.name: axis.size for axis in x.axes} | {SUMMED: size_of(x, along)}
+        shapes = [[1] * len(parts) + [lengths[name] for name in names] for names in (order, rest)]
+        sizes = [[lengths[name] for name in names] for names in (rows, columns)]
 
         def run(x: jax.Array, *factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-            matrix, flat = x.reshape(-1, columns), [each.reshape(-1) for each in factors]
+            matrix, flat = heads_first(x, *sizes), [each.reshape(-1) for each in factors]
             numbers, scale = by_rows(matrix, *flat) if last else by_columns(matrix, turned)
             return numbers.reshape(shapes[0]), scale.reshape(shapes[1])
 
-        names = [(*parts, *names) for names in (order, rest)]
+        return self.on_devices(run, given, [(*parts, *names) for names in (order, rest)])
+
+    def on_devices(self, run: Callable, given: Sequence[NamedArray], names: Sequence[Sequence[str]]) -> Any:
+        """Run a function on each device's arrays; return named arrays, whose axes are given."""
         if self.layout is not None:
             mapping = {_part(name): self.layout.compute[name] for name, _ in self.parts}
             specs = [self.layout.spec(each, mapping) for each in (*(one.axis_names for one in given), *names)]
-            run = self.layout.shard_map(run, tuple(specs[:-2]), tuple(specs[-2:]))
-        numbers, scale = run(*(each.array for each in given))
-        return NamedArray(numbers, names[0]), NamedArray(scale, names[1])
+            run = self.layout.shard_map(run, tuple(specs[: len(given)]), tuple(specs[len(given) :]))
+        found = run(*(each.array for each in given))
+        return tuple(NamedArray(array, tuple(axes)) for array, axes in zip(found, names, strict=True))
 
 
-def quantised_product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
+class EightBits(eqx.Module):
+    """A weight whose 8-bit numbers are gathered.
+
+    - `exact`: in the compute dtype. Products use its gradient alone, so that no program gathers it
+    - `numbers`, `scale`: see `Quantised.numbers`; shared axes are cut
+    """
+
+    exact: NamedArray
+    numbers: NamedArray
+    scale: NamedArray
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return self.exact.axis_names
+
+
+Weight = NamedArray | EightBits
+Ready = tuple[NamedArray, NamedArray] | None
+"""Gathered numbers of a weight, and their scales; None: they are computed from the weight."""
+
+
+def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: Sequence[str]) -> Weight:
+    """Return a gathered weight, whose numbers are gathered if devices have shards of it.
+
+    - `exact`, `shard`: the weight in the compute dtype, gathered and not
+    """
+    layout = how.layout
+    if layout is None or all(layout.mesh.shape[axis] == 1 for axis in layout.mesh_axes([EMBED], layout.params)):
+        return exact
+    values = how.cut(jax.lax.stop_gradient(shard), shard.axis_names).astype(jnp.float32)
+    parts = {_part(name): layout.compute[name] for name, _ in how.parts}
+    shards = {name: axes for name, axes in layout.params.items() if name not in layout.compute} | parts
+    found = layout.constrain(_quantised(values, inputs, how.format.dtype, how.format.largest), shards)
+    return EightBits(exact, *layout.constrain(found, parts))
+
+
+def ready_and_cut(how: Quantised, weight: Weight, names: Sequence[str]) -> tuple[NamedArray, Ready]:
+    """Return a weight with its shared axes cut, and its numbers if they are gathered: [*parts, *names]."""
+    if isinstance(weight, EightBits):
+        exact, _ = ready_and_cut(how, weight.exact, names)
+        return exact, (weight.numbers.rearrange((..., *names)), weight.scale)
+    return how.cut(weight, names).rearrange((..., *names)), None
+
+
+def quantised_product(how: Quantised, x: NamedArray, weight: Weight) -> NamedArray:
     """Return x . weight over the axes that both have, in the dtype of `x`: [*rows, *outputs]."""
     inputs = [name for name in weight.axis_names if name in x.axis_names]
     rows = [name for name in x.axis_names if name not in inputs]
     outputs = [name for name in weight.axis_names if name not in inputs]
-    within = [how.cut(x, rows).resolve_axis(name) for name in rows]
-    x, weight = how.cut(x, [*rows, *inputs]), how.cut(weight, [*inputs, *outputs])
-    # Rows are joined in the dtype of `x`: the compiler writes a float32 array where a shape changes after conversion.
-    x, weight = _flat(_flat(x, inputs, INPUTS), rows, ROWS), _flat(weight, inputs, INPUTS)
-    x, weight = x.rearrange((..., ROWS, INPUTS)), weight.rearrange((..., INPUTS, *outputs))
-    product: Any = _product(how, x, weight)
-    return how.joined(product.unflatten_axis(ROWS, within), [*rows, *outputs]).rearrange((*rows, *outputs))
+    x = how.cut(x, [*rows, *inputs]).rearrange((..., *rows, *inputs))
+    product: Any = _product(how, x, *ready_and_cut(how, weight, [*inputs, *outputs]))
+    return how.joined(product, [*rows, *outputs]).rearrange((*rows, *outputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: Quantised, x: NamedArray, weight: NamedArray) -> NamedArray:
-    """Return the product of [*parts, rows, inputs] and [*parts, inputs, *outputs]."""
-    return _forward(how, x, weight)[0]
+def _product(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready) -> NamedArray:
+    """Return the product of [*parts, *rows, *inputs] and [*parts, *inputs, *outputs]."""
+    return _forward(how, x, weight, ready)[0]
 
 
-def _forward(how: Quantised, x: NamedArray, weight: NamedArray):
-    values, by_row = how.numbers(x, [INPUTS])
-    weights, by_output = how.numbers(weight, [INPUTS])
-    shared = [name for name in x.axis_names if name in weight.axis_names and name != INPUTS]
-    product = how.added(how.sums(values, weights, [INPUTS]) * by_row * by_output, shared, x.dtype)
-    return product, (x, weights, by_output)
+def _forward(how: Quantised, x: NamedArray, weight: NamedArray, ready: Ready):
+    inputs = [name for name in within(x) if name in weight.axis_names]
+    weights = ready or how.weight_numbers(weight, inputs)
+    return how.product(how.numbers(x, inputs), weights, inputs, x.dtype), (x, weights)
 
 
 def _backward(how: Quantised, saved, gradient: NamedArray):
-    x, weights, by_output = saved
-    outputs = [name for name in gradient.axis_names if name in weights.axis_names and not name.endswith(PART)]
-    parts_of_outputs = [name for name in gradient.axis_names if name in weights.axis_names and name.endswith(PART)]
-    parts_of_rows = [name for name in gradient.axis_names if name in x.axis_names and name.endswith(PART)]
-
-    taken, scale = how.gradient_numbers(gradient, outputs, by_output)
-    by_x = how.added(how.sums(taken, weights, outputs) * scale, parts_of_outputs, gradient.dtype)
-
-    values, by_input = how.numbers(x, [ROWS], turned=True)
-    taken, by_column = how.gradient_numbers(gradient, [ROWS])
-    by_weight = how.sums(values, taken, [ROWS]) * by_input * by_column
-    by_weight = how.added(by_weight, parts_of_rows, gradient.dtype)
-    return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names)
+    x, (weights, by_output) = saved
+    rows, outputs = ([name for name in within(gradient) if name in each.axis_names] for each in (x, weights))
+    taken = how.gradient_numbers(gradient, outputs, by_output)
+    by_x = how.product(taken, (weights, None), outputs, gradient.dtype)
+    taken = how.gradient_numbers(gradient, rows)
+    by_weight = how.product(how.numbers(x, rows, turned=True), taken, rows, gradient.dtype)
+    return by_x.rearrange(x.axis_names), by_weight.rearrange(weights.axis_names), None
 
 
 _product.defvjp(_forward, _backward)
@@ -204,17 +264,16 @@ def _quantised(x: NamedArray, along: Sequence[str], dtype: jnp.dtype, largest: f
     return (hax.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), most / largest
 
 
-def _flat(x: NamedArray, names: Sequence[str], joined: str) -> NamedArray:
-    """Return [..., joined] with some axes joined."""
-    return x.rearrange((..., *names)).flatten_axes(tuple(names), joined)
+def _joined(x: NamedArray, names: Sequence[str]) -> NamedArray:
+    return x if SUMMED in x.axis_names else x.flatten_axes(tuple(names), SUMMED)
 
 
-def _within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
+def within(x: NamedArray, without: Sequence[str] = ()) -> list[str]:
     """Return the axes that are not of parts, and not among some others."""
     return [name for name in x.axis_names if not name.endswith(PART) and name not in without]
 
 
-def _size(x: NamedArray, names: Sequence[str]) -> int:
+def size_of(x: NamedArray, names: Sequence[str]) -> int:
     return prod(x.resolve_axis(name).size for name in names)
 
 
