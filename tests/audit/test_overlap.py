@@ -9,7 +9,7 @@ from gregale.audit.chips import Ici, chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
 from gregale.audit.links import Grid
-from gregale.audit.overlap import Rates, ends, schedule_of
+from gregale.audit.overlap import HOST, Rates, ends, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from tests.audit.conftest import stored_program
 
@@ -62,6 +62,26 @@ def test_a_loop_is_weighed_once_and_counted_as_often_as_it_runs(pod):
     assert weighed(pod, loop) == about(5 * 0.384, 5 * 0.284)
     around = [f"%a = {START}", loop, f"%b = {DONE}(%a)"]
     assert weighed(pod, *around) == about(6 * 0.384, 5 * 0.284), "the loop hides what is around it"
+
+
+def test_copies_to_the_host_and_from_it_are_waited_for(pod):
+    """256 bytes at 500 a second each way: 0.512 s, the first two in sequence."""
+    rates = replace(RATES, bytes_per_second={INSIDE: 1000, HOST: 500})
+    there, stack = "f32[8,8]{1,0:S(5)}", "f32[3,8,8]{2,1,0:S(5)}"
+    schedule = [
+        f"%a = ({there}, f32[8,8], u32[]) copy-start(%x)",
+        f"%b = (({stack}, f32[1,8,8], s32[]), {stack}, u32[]) dynamic-update-slice-start(%y, %z, %i)",
+        f"%c = (({stack}, s32[]), f32[1,8,8], u32[]) dynamic-slice-start(%y, %i)",
+        "%d = (f32[8,8], f32[8,8]{1,0:S(1)}, u32[]) copy-start(%x)",
+        *(f"%p{number} = f32[8,8] {PRODUCT}" for number in range(4)),
+        "%e = f32[1,8,8] dynamic-slice-done(%c)",
+        f"%f = {stack} dynamic-update-slice-done(%b)",
+        f"%g = {there} copy-done(%a)",
+    ]
+    text = PROGRAM.replace("SCHEDULE", "\n  ".join(schedule))
+    found = schedule_of(text, audit(text, pod((1, 4, 1))).collectives, rates, {})
+    assert found.links["host, from"].exposed == pytest.approx(0.512 - 0.4)
+    assert (found.links["host, to"].seconds, found.seconds) == pytest.approx((2 * 0.512, 2 * 0.512))
 
 
 def test_without_estimates_of_cycles_nothing_is_said(pod):

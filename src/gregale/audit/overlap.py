@@ -4,7 +4,8 @@
 cycles that the compiler estimates; a Pallas kernel, which has no such estimate, takes the time of
 `gregale.audit.pallas_cost`. A collective takes the time of `gregale.audit.links`, or its bytes sent over the link's
 rate, one after another on each link, from its start. At the instruction that waits for its result, the remaining time
-is exposed and advances the clock. A synchronous collective is fully exposed.
+is exposed and advances the clock. A synchronous collective is fully exposed. A transfer to the host's memory, or from
+it, is timed likewise; each direction has its own link.
 """
 
 import re
@@ -24,6 +25,10 @@ from gregale.audit.pallas_cost import Kernels, kernel_of, quantising_of
 CALIBRATION = 1.074
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
 _STARTED, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+HOST = "host"
+_HOST_MEMORY = "S(5)"  # in a printed shape
+# Asynchronous copies, and the array among those of the printed shape that moves.
+_COPIES = {"copy-start": -2, "dynamic-slice-start": -2, "dynamic-update-slice-start": 1}
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -32,7 +37,7 @@ class Rates:
     """Rates that convert cycles, kernels and bytes to seconds.
 
     - `cycles_per_second`: a device's clock
-    - `bytes_per_second`: a device's send rate over each link
+    - `bytes_per_second`: a device's send rate over each link, and its rate to its host and from it (`HOST`)
     - `kernels`: time of Pallas kernels
     - `grid`: the chips of a slice; None: their links are not known
     """
@@ -174,6 +179,7 @@ class _Timed:
                 run.add(max(branches, key=lambda branch: branch.seconds, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
+                self._copy(run, frame.computation, instruction)
                 kernel = kernel_of(frame.computation, instruction)
                 if timed := kernel or quantising_of(frame.computation, instruction):
                     run.kernels += (seconds := self.rates.kernels.seconds(timed))
@@ -197,6 +203,18 @@ class _Timed:
                 run.waited_for.setdefault(self.ends[name] or "", []).append((link, until))
             else:
                 run.wait(link, until)
+
+    def _copy(self, run: _Run, computation: Computation, instruction: Instruction) -> None:
+        """Start a copy to the host's memory, or from it."""
+        rate, opcode, text = self.rates.bytes_per_second.get(HOST), instruction.opcode, instruction.shape_text
+        if rate is None or opcode not in _COPIES or _HOST_MEMORY not in text:
+            return
+        # The first printed array is the result, or the operand that is updated or read in part.
+        writes = _HOST_MEMORY in text.partition("}")[0] and opcode != "dynamic-slice-start"
+        until = run.send(
+            link := f"{HOST}, {'to' if writes else 'from'}", instruction.shapes[_COPIES[opcode]].bytes / rate
+        )
+        run.waited_for.setdefault(_end(self.module, computation, instruction) or "", []).append((link, until))
 
 
 def ends(module: Module) -> dict[str, str | None]:

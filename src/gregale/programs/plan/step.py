@@ -11,7 +11,7 @@ from gregale.audit import Audit, audit
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.links import grid_of
 from gregale.audit.memory import CompilerMemory
-from gregale.audit.overlap import Rates, Schedule, schedule_of
+from gregale.audit.overlap import HOST, Rates, Schedule, schedule_of
 from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.step import Backend
@@ -154,6 +154,7 @@ class Plan:
             return None
         kernels = Kernels(target.chip, target.devices_a_chip)
         links = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)
+        links[HOST] = target.chip.host_bytes_per_second / target.devices_a_chip
         rates = Rates(cycles, links, kernels, grid_of(self.setup.layout.mesh, target.chip, target.devices_a_chip))
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
