@@ -62,9 +62,8 @@ class Layer(eqx.Module):
             earlier = jnp.pad(before.array, ((0, 0), (back, 0), (0, 0)))[:, : before.array.shape[1]]
             seen = (positions >= back).astype(before.dtype)  # a token of another document is not seen
             x = x + NamedArray(earlier, before.axis_names) * self.taps["reach", back] * seen
-        project = execution.kernels.project
-        hidden = execution.placed(hax.nn.silu(project(self.up, self.norm(x, execution))))
-        return execution.placed(x + project(self.down, hidden))
+        hidden = execution.placed(hax.nn.silu(execution.project(self.up, self.norm(x, execution))))
+        return execution.placed(x + execution.project(self.down, hidden))
 
 
 class Mixer(eqx.Module):

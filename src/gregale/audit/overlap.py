@@ -211,9 +211,8 @@ class _Timed:
             return
         # The first printed array is the result, or the operand that is updated or read in part.
         writes = _HOST_MEMORY in text.partition("}")[0] and opcode != "dynamic-slice-start"
-        until = run.send(
-            link := f"{HOST}, {'to' if writes else 'from'}", instruction.shapes[_COPIES[opcode]].bytes / rate
-        )
+        link = f"{HOST}, {'to' if writes else 'from'}"
+        until = run.send(link, instruction.shapes[_COPIES[opcode]].bytes / rate)
         run.waited_for.setdefault(_end(self.module, computation, instruction) or "", []).append((link, until))
 
 

@@ -163,7 +163,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             times *= 1 if step.per_step else step.uses(weight)
         found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
         if eight_bits:
-            found.append(_scales(step, weight, times))
+            found.append(_scales(step, weight, times * (step.layers if once else 1)))
     return found
 
 

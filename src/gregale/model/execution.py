@@ -88,21 +88,21 @@ class Execution:
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
     def gathered(self, weights) -> Any:
-        if self.weights_ready:
-            return weights
-        found = gathered(weights, self.layout, self.dtype)
-        return found if self.matmul == "dtype" else self._in_eight_bits(found, weights)
+        return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
 
-    def _in_eight_bits(self, ready, weights) -> Any:
-        """Return gathered weights with 8-bit numbers of those of linear layers."""
+    def gathered_layer(self, weights) -> Any:
+        """Gather the weights of a layer whose products are `project` and `mlp`, as the numbers that these take."""
+        found = self.gathered(weights)
+        if self.weights_ready or self.matmul == "dtype":
+            return found
 
         def one(layer, shard):
             if not isinstance(layer, Linear):
                 return layer
             inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
-            return replace(layer, weight=in_eight_bits(self._quantised(), layer.weight, exact, inputs))
+            return replace(layer, weight=in_eight_bits(self._quantisation(), layer.weight, exact, inputs))
 
-        return jax.tree.map(one, ready, weights, is_leaf=lambda node: isinstance(node, Linear))
+        return jax.tree.map(one, found, weights, is_leaf=lambda node: isinstance(node, Linear))
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
@@ -144,16 +144,16 @@ class Execution:
         """Return the product of a linear layer, and its bias, by `compute.matmul`."""
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
-        product = quantised_product(self._quantised(), x, layer.weight)
+        product = quantised_product(self._quantisation(), x, layer.weight)
         return product if layer.bias is None else product + layer.bias
 
     def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
         """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
         if self.matmul != "int8" or activation != "silu" or any(layer.bias is not None for layer in layers):
             return None
-        return quantised_mlp(self._quantised(), x, tuple(layer.weight for layer in layers))
+        return quantised_mlp(self._quantisation(), x, tuple(layer.weight for layer in layers))
 
-    def _quantised(self) -> Quantised:
+    def _quantisation(self) -> Quantised:
         mesh, compute = self.layout.mesh, self.layout.compute
         shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)

@@ -152,7 +152,7 @@ class Llama(eqx.Module):
         x = execution.stream(self._embedded(tokens, execution))
 
         def block(x, weights, kind, rows, execution, square=None):
-            return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
+            return execution.gathered_layer(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
 
         rows = {"positions": positions, "segments": segments}
         x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows, takes_square=True)
@@ -197,7 +197,7 @@ class Llama(eqx.Module):
         positions, segments = batch["positions"], batch.get("segment_ids")
 
         def block(x, weights, kind):
-            ready = execution.gathered(weights)
+            ready = execution.gathered_layer(weights)
             taken = ready.attends_to(x, execution)
             largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
             return ready(x, positions, segments, kind, execution), largest

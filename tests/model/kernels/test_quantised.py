@@ -20,6 +20,7 @@ from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_b
 from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.swiglu import swiglu_with
 from gregale.model.kernels.tpu import eight_bits
+from tests.audit.steps import lowered_step, small_setup
 from tests.mesh.support import layout_of
 
 Batch, Position = Axis("batch", 4), Axis("position", 6)
@@ -197,6 +198,21 @@ def test_an_mlp_as_one_operation_quantises_as_its_parts():
 
 
 @pytest.mark.usefixtures("compiled_anew")
+def test_weights_that_are_gathered_once_a_step_are_quantised_after_that():
+    """Their gradients are those of gathered weights, so these stay in the compute dtype."""
+    text = lowered_step(small_setup((1, 2, 1), 1, {"gather": "per_step", "matmul": "int8"})).as_text()
+    assert "xi8>" in text
+
+
+def test_kernels_read_heads_apart_if_those_of_one_fit_vector_memory():
+    def matrix(rows: int, width: int) -> tuple[int, ...]:
+        x = jax.ShapeDtypeStruct((4, rows, 4, width), jnp.bfloat16)
+        return jax.eval_shape(lambda x: eight_bits.heads_first(x, [4, rows], [4, width]), x).shape
+
+    assert matrix(8192, 128) == (4, 4, 8192, 128)
+    assert matrix(8192, 256) == (1, 1, 4 * 8192, 4 * 256)
+
+
 def test_a_tpu_holds_the_left_operand_of_the_weights_gradient_turned():
     """In memory, by the compiled program: the compiler would multiply a turned view, as slowly as bfloat16."""
     device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]

@@ -1,7 +1,7 @@
 """Causal attention by blocks of queries and keys, those pairs of blocks that the mask does not hide."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import log
 from typing import Any
 
@@ -32,7 +32,7 @@ def attend(
     blocks = Blocks.of_sequence(length, CPU_ROWS, window)
     q, k, v = (_padded(x.astype(jnp.float32), blocks) for x in (q, k, v))
     ids = None if segments is None else (_padded(segments, blocks),) * 2
-    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(blocks.pairs()[0]))
+    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(pairs_of(blocks)[0]))
     output = output if output.shape[1] == length else output[:, :length]  # a slice would be saved beside it
     return output.astype(dtype)
 
@@ -60,15 +60,18 @@ class Blocks:
 
     @staticmethod
     def of_sequence(length: int, rows: int, window: int | None) -> "Blocks":
-        """Return the fewest equal blocks of at most `rows` positions; the last one may end after the sequence."""
-        count = -(-length // max(rows, length // MOST_BLOCKS))
+        """Return the fewest equal blocks of at most `rows` positions, or `MOST_BLOCKS` of more.
+
+        The last one may end after the sequence.
+        """
+        count = -(-length // max(rows, -(-length // MOST_BLOCKS)))
         return Blocks(-(-length // count), count, 1, window)
 
     @staticmethod
     def of_chunks(chunk: int, devices: int, rows: int, window: int | None, reach: int | None) -> "Blocks":
         """Return the blocks of chunks of `chunk` positions: equal ones whose size is nearest to `rows` by its ratio."""
-        rows = max(rows, 2 * devices * chunk // MOST_BLOCKS)
-        counts = (count for count in range(1, chunk + 1) if chunk % count == 0)
+        most = max(1, MOST_BLOCKS // (2 * devices))
+        counts = (count for count in range(1, min(chunk, most) + 1) if chunk % count == 0)
         count = min(counts, key=lambda count: abs(log(chunk / count / rows)))
         return Blocks(chunk // count, count, devices, window, reach)
 
@@ -107,6 +110,12 @@ class Blocks:
     def joined(self, x: jax.Array) -> jax.Array:
         """Invert `cut`."""
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+@cache
+def pairs_of(blocks: Blocks) -> np.ndarray:
+    """Return `Blocks.pairs`, computed once for all layers and programs."""
+    return blocks.pairs()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,15 +1,14 @@
 """Causal attention of sequences that several devices share: keys and values are sent, queries stay."""
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gregale.axes.layout import CONTEXT
 from gregale.axes.position_order import chunks_reached
-from gregale.model.kernels.blocked import Blocks, attend_blocks
+from gregale.model.kernels.blocked import Blocks, attend_blocks, pairs_of
 from gregale.model.kernels.shared_keys import neighbourhood, whole
 
 
@@ -44,10 +43,5 @@ class Gathered:
         else:
             gather = partial(neighbourhood, devices=self.devices, reach=reach)
         ids = None if segments is None else (segments, whole(segments, self.devices))
-        pairs = jnp.asarray(_pairs(blocks))[jax.lax.axis_index(CONTEXT)]
+        pairs = jnp.asarray(pairs_of(blocks))[jax.lax.axis_index(CONTEXT)]
         return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs)
-
-
-@cache
-def _pairs(blocks: Blocks) -> np.ndarray:
-    return blocks.pairs()

@@ -220,8 +220,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         notes.append(f"sync.type is {kind}, which has no closed form of its traffic; the compiled program has it.")
     if plan.target.simulated:
         notes.append(
-            "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices, and the "
-            "compiler's peak includes all attention scores. --topology uses the TPU compiler."
+            "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices. --topology "
+            "uses the TPU compiler."
         )
         if shape.compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")

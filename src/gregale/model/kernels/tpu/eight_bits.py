@@ -36,7 +36,8 @@ def heads_first(x: jax.Array, rows: Sequence[int], columns: Sequence[int]) -> ja
     Attention's arrays have an axis of heads before the positions in memory. The kernels read them so, because a matrix
     with all columns of a row together would be a copy.
     """
-    if len(columns) == 1 or columns[-1] not in SIZES or rows[-1] % LANES:
+    too_large = prod(rows) * columns[-1] > 2 * VALUES  # for a block of one head's columns
+    if len(columns) == 1 or columns[-1] not in SIZES or rows[-1] % LANES or too_large:
         return x.reshape(1, 1, prod(rows), prod(columns))
     return x.reshape(-1, rows[-1], prod(columns[:-1]), columns[-1]).swapaxes(1, 2)
 
@@ -58,7 +59,7 @@ def by_rows(x: jax.Array, factor: jax.Array | None = None) -> tuple[jax.Array, j
     outputs = [((outer * rows, columns), jnp.int8, *block), ((1, outer * rows), jnp.float32, *row)]
     scratch = pltpu.VMEM((size, LANES), jnp.float32)
     body = _by_rows if factor is not None else lambda x, *others: _by_rows(x, None, *others)
-    numbers, scale = call("quantise_rows", body, outer * blocks, inputs, outputs, [scratch])
+    numbers, scale = kernel_call("quantise_rows", body, outer * blocks, inputs, outputs, [scratch])
     return numbers, scale[0]
 
 
@@ -78,7 +79,7 @@ def by_columns(x: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
     outputs = [out, ((1, shape[1]), jnp.float32, *column)]
     body = partial(_by_columns, turned)
     name = "quantise_turned" if turned else "quantise_columns"
-    numbers, scale = call(name, body, shape[1] // size, [(x, *read)], outputs, [])
+    numbers, scale = kernel_call(name, body, shape[1] // size, [(x, *read)], outputs, [])
     return numbers, scale[0]
 
 
@@ -154,7 +155,7 @@ def _share(size: int, other: int) -> int:
     return max(found, default=LANES)
 
 
-def call(name: str, body: Callable, steps: int, inputs, outputs, scratch):
+def kernel_call(name: str, body: Callable, steps: int, inputs, outputs, scratch):
     """Run a kernel over blocks: `inputs` are (array, block, index), `outputs` (shape, dtype, block, index)."""
     with jax.named_scope(name):
         return pl.pallas_call(

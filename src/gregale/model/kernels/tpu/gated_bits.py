@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem
 
 from gregale.model.kernels.tpu.blocks import LANES
-from gregale.model.kernels.tpu.eight_bits import GROUP, LARGEST, SIZES, SMALLEST, call, group_of
+from gregale.model.kernels.tpu.eight_bits import GROUP, LARGEST, SIZES, SMALLEST, group_of, kernel_call
 
 WIDTH = 2**15  # bytes of a row at most: blocks have `LANES` whole rows
 TILE = 512  # rows and columns of a block without: those that divide the matrix
@@ -32,7 +32,9 @@ def gated_rows(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     block, row = ((LANES, columns), lambda i: (i, 0)), ((1, LANES), lambda i: (0, i))
     outputs = [(gate.shape, jnp.int8, *block), ((1, rows), jnp.float32, *row)]
     scratch = [pltpu.VMEM((GROUP, columns), jnp.float32), pltpu.VMEM((LANES, LANES), jnp.float32)]
-    numbers, scale = call("gated_rows", _gated_rows, rows // LANES, [(gate, *block), (up, *block)], outputs, scratch)
+    numbers, scale = kernel_call(
+        "gated_rows", _gated_rows, rows // LANES, [(gate, *block), (up, *block)], outputs, scratch
+    )
     return numbers, scale[0]
 
 
@@ -52,7 +54,7 @@ def gradient_rows(gate: jax.Array, up: jax.Array, by_gated: jax.Array, by_gate: 
     outputs = [numbers, numbers, scales, scales, ((steps, 3, columns), jnp.float32, *tops)]
     scratch = [pltpu.VMEM((each, columns), jnp.float32) for each in (3 * SUBLANES, 2 * GROUP)]
     scratch += [*[pltpu.VMEM((LANES, LANES), jnp.float32)] * 2]
-    of_gate, of_up, scale_gate, scale_up, most = call(
+    of_gate, of_up, scale_gate, scale_up, most = kernel_call(
         "gated_gradient_rows", _gradient_rows, steps, inputs, outputs, scratch
     )
     return of_gate, of_up, scale_gate[0], scale_up[0], jnp.max(most, axis=0)
@@ -74,7 +76,7 @@ def gradient_columns(gate: jax.Array, up: jax.Array, by_gated: jax.Array, most: 
     inputs = [*((each, *block) for each in (gate, up, by_gated)), factors]
     numbers = (gate.shape, jnp.int8, *block)
     outputs = [numbers, numbers, (gate.shape[::-1], jnp.int8, *turned)]
-    found = call("gated_gradient_columns", _gradient_columns, rows // high * across, inputs, outputs, [])
+    found = kernel_call("gated_gradient_columns", _gradient_columns, rows // high * across, inputs, outputs, [])
     return *found, *(most / LARGEST)
 
 
