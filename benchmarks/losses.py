@@ -7,7 +7,7 @@
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
 in the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
-RUNS: a second call continues.
+RUNS: a second call continues. `--figure` draws the gaps of the training loss with matplotlib.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ TABLES = {
 
 
 class Result(NamedTuple):
-    """Losses at the end of a run (held-out text, training's last steps), and bytes of a device over `replica`."""
+    """Losses at the end of a run (held-out text, training's last steps), bytes over `replica`, and training losses."""
 
     held_out: float
     training: float
     sent: int
+    by_step: dict[int, float]
 
 
 def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
@@ -141,8 +142,9 @@ def final(setting: Setting, size: str, seed: int, runs: Path) -> Result:
         raise SystemExit("stopped; the same command continues")
     rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     last = {key: value for row in rows if row["step"] == config.steps for key, value in row.items()}
-    training = [row["loss"] for row in rows if row["step"] > config.steps - LAST_STEPS and "loss" in row]
-    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"])
+    by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    training = [loss for step, loss in by_step.items() if step > config.steps - LAST_STEPS]
+    return Result(last["eval_loss"], float(np.mean(training)), last["replica_bytes"], by_step)
 
 
 def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
@@ -164,16 +166,41 @@ def table(results: dict[Setting, list[Result]]) -> Iterable[str]:
         yield f"| {setting.label} | {loss:.4f} | {' | '.join(gaps)} | {fewer} |"
 
 
+def draw(results: dict[Setting, list[Result]], seeds: list[int], path: Path) -> None:
+    """Draw the gaps of the training loss to the reference of the same seed, means of `LAST_STEPS` logged steps."""
+    import matplotlib.pyplot as plt  # late, because only the figure needs it
+
+    plt.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#808080"))
+    plt.rcParams["svg.fonttype"] = "none"  # text stays text
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    by_label = {setting.label: found for setting, found in results.items()}
+    window = np.full(LAST_STEPS, 1 / LAST_STEPS)
+    for setting, found in results.items():
+        if setting.label == setting.reference:
+            continue
+        for seed, mine, other in zip(seeds, found, by_label[setting.reference], strict=True):
+            gaps = [loss - other.by_step[step] for step, loss in mine.by_step.items()]
+            axes.plot(list(mine.by_step)[LAST_STEPS - 1 :], np.convolve(gaps, window, "valid"), label=f"seed {seed}")
+    axes.axhline(0, color="#808080", linewidth=0.8)
+    axes.set(xlabel="step", ylabel="gap of the training loss, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder for the runs")
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--figure", type=Path, help="an SVG of the gaps")
     options = parser.parse_args()
     keep_memory()
     settings = list(TABLES[options.table]())
     found = {each: [final(each, options.table, seed, options.runs) for seed in options.seeds] for each in settings}
     print("\n".join(table(found)))
+    if options.figure:
+        draw(found, options.seeds, options.figure)
 
 
 if __name__ == "__main__":
