@@ -170,7 +170,8 @@ def draw(results: dict[Setting, list[Result]], seeds: list[int], path: Path) -> 
     """Draw the gaps of the training loss to the reference of the same seed, means of `LAST_STEPS` logged steps."""
     import matplotlib.pyplot as plt  # late, because only the figure needs it
 
-    plt.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#808080"))
+    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    plt.rcParams.update(dict.fromkeys(grey, "#808080"))
     plt.rcParams["svg.fonttype"] = "none"  # text stays text
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     by_label = {setting.label: found for setting, found in results.items()}
