@@ -132,33 +132,35 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     With `none` these are all arrays that JAX differentiates: gate, up, and four products of them; four arrays of the
     residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
     weights, if they are gathered by layer.
-    A platform's rules keep three arrays for the four products, and no float32 around norms. The CPU's keep no scores,
-    and attention's output a second time, in float32.
+    A platform's rules keep three arrays for the four products, and no float32 around norms. Attention by the CPU's
+    rules keeps no scores, but its output twice, and of whole sequences its inputs and one output in float32.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
     stream = tokens * step.embed * narrow
     part = step.stream * narrow
     inputs = part * (2 if step.splits_stream else 1)  # of the layer, and of its second half if `model` splits it
+    blocked = step.rules == "cpu" and not step.scores
+    attended = FLOAT32 if blocked and step.layout.context == 1 else narrow
     match step.remat:
         case "full" | "context_offload":
             return inputs
         case "offload":
             return 0
         case "context" | "attention":
-            return inputs + tokens * head_values(step, backend) * narrow
+            return inputs + tokens * head_values(step, backend) * attended
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else values_of_a_layer(step) * narrow
     lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
-    attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * narrow
+    attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     norms = 4 * step.stream * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
-    within = FLOAT32 * tokens * heads if step.rules == "cpu" else (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 2 * (stream + part) + wide + within + (norms if step.rules == "plain" else 0)
+    attention += narrow * tokens * heads if blocked else (FLOAT32 + narrow) * _scores(step)
+    return weights + attention + 2 * (stream + part) + wide + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:
