@@ -189,7 +189,8 @@ def estimate_of(plan: Plan, schedule: Schedule, bandwidth: float | None) -> dict
 def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[str, float | None]]:
     """Return by link the payload bytes of a run, the asynchronous ones among them, and hidden and exposed seconds.
 
-    Seconds are None if the compiler estimates no cycles, or the link has no rate.
+    Seconds are None if the compiler estimates no cycles, or the link has no rate. Copies to the host's memory and from
+    it have seconds alone.
     """
     found: dict[str, dict[str, float | None]] = {}
     timed = {} if schedule is None else schedule.links
@@ -203,6 +204,9 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
             "hidden_seconds": None if times is None else times.hidden,
             "exposed_seconds": None if times is None else times.exposed,
         }
+    for link in sorted(timed.keys() - found.keys()):
+        seconds = {"seconds": timed[link].seconds, "hidden_seconds": timed[link].hidden}
+        found[link] = {"bytes": None, "asynchronous": None, **seconds, "exposed_seconds": timed[link].exposed}
     return found
 
 

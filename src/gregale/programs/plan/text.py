@@ -156,8 +156,7 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
         (
             name,
             link,
-            size(each["bytes"]),
-            size(each["asynchronous"]),
+            *("-" if each[key] is None else size(each[key]) for key in ("bytes", "asynchronous")),
             *("-" if each[key] is None else f"{each[key]:.4g} s" for key in ("hidden_seconds", "exposed_seconds")),
         )
         for name, program in programs.items()
