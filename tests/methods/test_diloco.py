@@ -233,6 +233,15 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
 
 
+def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
+    schedule = Schedule(2)
+    method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
+    taking_part = jax.jit(method.round.taking_part)
+    drawn = np.array([taking_part(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)])  # [64, replica]
+    assert len(np.unique(drawn, axis=0)) > 8, "of 16 possible"
+    assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
+
+
 def test_psdp_becomes_diloco_and_back():
     method = make(MeshConfig(replica=4, data=2), Schedule(2))
     layout = method.layout
