@@ -93,7 +93,7 @@ def test_devices_that_share_sequences_are_a_remedy():
     config = replace(config, batch=replace(config.batch, microbatches=1))
     devices = [Device(number, "gpu") for number in range(64)]
     meshes = dict(_mesh(set_up(config, tokens_in(config), make_mesh(config.mesh, devices))))
-    shared = meshes["mesh.data: 4, mesh.context: 16"]
+    shared = meshes["--mesh.data 4 --mesh.context 16"]
     peaks = []
     for each in (config, replace(shared, batch=replace(config.batch, microbatches=16))):
         setup = set_up(each, tokens_in(each), make_mesh(each.mesh, devices))
