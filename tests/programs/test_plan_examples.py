@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from gregale.audit.chips import GIB, chip
+from gregale.audit.device_axes import INSIDE
+from gregale.audit.hlo import parse
 from gregale.audit.memory import Estimate
+from gregale.audit.overlap import ends
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.axes.mesh import make_mesh
 from gregale.data.tokenizers import BpeConfig
@@ -79,6 +82,10 @@ def test_an_example_for_tpus_fits(name):
     sent, closed = plan.step.audit.over("replica"), [each for each in plan.step.expected if "replica" in each.axes]
     total = sum(each.bytes * each.times for each in closed)
     assert sum(each.bytes * each.times for each in sent) == pytest.approx(total, rel=1e-3), "nothing is padded"
+    hidden = ends(parse(plan.step.text))
+    inside = [each for each in plan.step.audit.collectives if each.loops and each.link == INSIDE]
+    waited_for = [each.bytes for each in inside if each.name not in hidden]
+    assert max(waited_for) <= 32 * 2**20, "sums of gradients are not merged into one that is waited for"
 
 
 @pytest.mark.parametrize("name", ON_GPU)
