@@ -15,6 +15,7 @@ from gregale.data.encoder_pool import EncoderPool
 from gregale.data.parts import CorruptPart, EncodeTask, discard, finished_parts, json_sha256, make_tasks, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped, SourceConfig
+from gregale.data.sources.base import CHANGED
 from gregale.data.store import (
     FORMAT,
     MANIFEST_NAME,
@@ -105,6 +106,8 @@ class Build:
         self._tasks = make_tasks(source.config)
         self._workers = workers if len(self._tasks) > 1 else 1
         self._identity = source.config.identity()
+        if folder.name != key_of(FORMAT, self._identity, tokenizer.fingerprint):
+            raise UserError(f"one of its files {CHANGED}")
         self.host = hashlib.sha256(machine().encode()).hexdigest()[:8]
         self._finished: set[int] = set()
         self._listed_at = float("-inf")

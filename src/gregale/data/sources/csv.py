@@ -15,7 +15,7 @@ from gregale.data.sources.base import (
     SourceRange,
     encodable,
 )
-from gregale.data.sources.jsonl import compressed_lines, is_compressed, lines_of_part
+from gregale.data.sources.jsonl import lines_of_part
 from gregale.errors import KeyedError, UserError
 from gregale.settings import restated, setting
 
@@ -23,7 +23,7 @@ from gregale.settings import restated, setting
 @SourceConfig.register_subclass("csv")
 @dataclass(frozen=True)
 class CsvSource(FileSource):
-    """Values separated by commas (.csv, or compressed as .gz or .zst), a document per record, its text in one column.
+    """Values separated by commas, plain or compressed, a document per record, its text in one column.
 
     One process reads a file, because only its beginning tells which line breaks lie inside quotes.
     """
@@ -85,7 +85,7 @@ class CsvSource(FileSource):
 @SourceConfig.register_subclass("tsv")
 @dataclass(frozen=True)
 class TsvSource(CsvSource):
-    """Values separated by tabs (.tsv, or compressed), otherwise as `csv`."""
+    """Values separated by tabs, otherwise as `csv`."""
 
     delimiter: ClassVar[str] = "\t"
 
@@ -97,7 +97,7 @@ class Lines:
 
     def __init__(self, part: SourceRange):
         self._path = part.path
-        self._lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
+        self._lines = lines_of_part(part)
         self._next, self._number, self._first = 0, 0, 1
         self.start = 0
 

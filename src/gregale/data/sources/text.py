@@ -13,7 +13,8 @@ from gregale.data.sources.base import (
     SourceRange,
     ranges,
 )
-from gregale.data.sources.files import opened, read_bytes, readable
+from gregale.data.sources.compression import compression_of, is_compressed, pieces, unpacked
+from gregale.data.sources.files import opened, readable
 from gregale.settings import setting
 
 PART_BYTES = 8 << 20
@@ -23,24 +24,32 @@ SEARCH_BYTES = 64 << 10
 @SourceConfig.register_subclass("text")
 @dataclass(frozen=True)
 class TextSource(FileSource):
-    """UTF-8 text or source files: a document per file, or several if a separator is given."""
+    """UTF-8 text or source files, plain or compressed: a document per file, or several if a separator is given."""
 
     separator: str = setting("", "text between two documents of one file; empty: a document per file")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        if not can_be_cut_at(self.separator.encode()):
+        if not can_be_cut_at(self.separator.encode()) or (size > PART_BYTES and is_compressed(path)):
             return super().split(path, size)
         return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
-        separator = self.separator.encode()
-        with readable(part.path):
-            data, start = of_part(part, separator) if can_be_cut_at(separator) else (read_bytes(part.path), 0)
-        if start == 0 and data.startswith(BYTE_ORDER_MARK):
-            start, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
-        for content in data.split(separator) if separator else [data]:
-            yield decoded(content, part.path, start)
-            start += len(content) + len(separator)
+        for start, content in contents(part, self.separator.encode()):
+            mark = len(BYTE_ORDER_MARK) if start == 0 and content.startswith(BYTE_ORDER_MARK) else 0
+            yield decoded(content[mark:], part.path, start + mark)
+
+
+def contents(part: SourceRange, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte offset in the unpacked text, bytes) of the documents that begin in a range."""
+    with readable(part.path), opened(part.path) as file:
+        if part.start == 0 and (kind := compression_of(part.path, file)):
+            blocks = unpacked(part.path, kind)
+            yield from pieces(blocks, separator) if separator else [(0, b"".join(blocks))]
+            return
+        data, start = of_part(file, part, separator) if can_be_cut_at(separator) else (file.read(), 0)
+    for content in data.split(separator) if separator else [data]:
+        yield start, content
+        start += len(content) + len(separator)
 
 
 def can_be_cut_at(separator: bytes) -> bool:
@@ -48,17 +57,16 @@ def can_be_cut_at(separator: bytes) -> bool:
     return bool(separator) and not any(separator.startswith(separator[at:]) for at in range(1, len(separator)))
 
 
-def of_part(part: SourceRange, separator: bytes) -> tuple[bytes, int]:
+def of_part(file: BinaryIO, part: SourceRange, separator: bytes) -> tuple[bytes, int]:
     """Return the bytes of the documents that begin in a range, up to the last separator, and their offset."""
-    with opened(part.path) as file:
-        start = 0
-        if part.start > 0:  # the separator before the first document here may begin earlier
-            start = find(file, separator, part.start - len(separator)) + len(separator)
-        if start >= part.stop:
-            return b"", part.stop
-        stop = find(file, separator, max(part.stop - len(separator), start))
-        file.seek(start)
-        return file.read(stop - start), start
+    start = 0
+    if part.start > 0:  # the separator before the first document here may begin earlier
+        start = find(file, separator, part.start - len(separator)) + len(separator)
+    if start >= part.stop:
+        return b"", part.stop
+    stop = find(file, separator, max(part.stop - len(separator), start))
+    file.seek(start)
+    return file.read(stop - start), start
 
 
 def find(file: BinaryIO, separator: bytes, start: int) -> int:
