@@ -3,9 +3,10 @@
 import hashlib
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from gregale.atomic_files import machine, os_error_text
@@ -75,6 +76,7 @@ def build_store(
         with writing(cache.root):
             folder.mkdir(parents=True, exist_ok=True)
             build()
+        return replace(open_store(folder, cache.disk), is_new=True)
     return open_store(folder, cache.disk)
 
 
@@ -138,9 +140,10 @@ class Build:
         """Assemble the store from its parts; discard a damaged part so that it is encoded again."""
         try:
             manifests = [require_manifest(self._folder, task.number) for task in self._tasks]
-            skipped = Skipped()
+            skipped, names = Skipped(), Counter()
             for manifest in manifests:
                 skipped.add(Skipped(**manifest.skipped))
+                names.update(manifest.special_names or {})
             if not any(manifest.tokens for manifest in manifests):
                 left_out = format_skipped(skipped) if skipped.count else []
                 message = f"empty: no document with any text in {self._size(self._tasks)} bytes of input."
@@ -149,7 +152,9 @@ class Build:
                 "dtype": token_dtype(self._tokenizer.vocabulary_size).name,
                 "tokenizer": self._tokenizer.fingerprint,
                 "source": self._identity,
-            } | ({"skipped": asdict(skipped)} if skipped.count else {})
+                **({"skipped": asdict(skipped)} if skipped.count else {}),
+                **({"special_names": dict(names)} if names else {}),
+            }
             complete_store(self._folder, manifests, description, self._report)
         except CorruptPart as damaged:
             discard(self._folder, damaged.number)

@@ -16,6 +16,7 @@ from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
+from gregale.data.special import counted_as_text
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import MANIFEST_NAME, TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
@@ -90,7 +91,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         stores=by_key,
         # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
-        notes=tuple(note for key, store in by_key.items() for note in notes_on(key, store)),
+        notes=tuple(note for key, store in by_key.items() for note in notes_on(f"data.{key}", store)),
     )
 
 
@@ -169,14 +170,18 @@ def validation_windows(name: str, stream: DocumentStream, sequence_length: int, 
 def notes_on(key: str, store: TokenStore) -> list[str]:
     """Return a note's lines if documents of a source were skipped, or a folder of an older version remains.
 
-    - `key`: of the source, `sources.books`
+    After a build there is also one if it encoded names of special tokens as characters.
+
+    - `key`: of the source, `data.sources.books`
     """
     skipped = store.skipped
-    notes = [f"data.{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
+    notes = [f"{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
+    if store.is_new and (found := store.manifest.get("special_names")):
+        notes.append(f"{key}: {counted_as_text(found)}")
     older = store.folder.with_name(key_of(1, store.manifest["source"], store.manifest["tokenizer"]))
     if (older / MANIFEST_NAME).is_file():
         notes.append(
-            f"data.{key}: {older} is a token store of an older version of Gregale and not used any more: the tokens "
+            f"{key}: {older} is a token store of an older version of Gregale and not used any more: the tokens "
             f"were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
         )
     return notes

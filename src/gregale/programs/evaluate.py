@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from gregale.data.build import NamedSource, build_store
 from gregale.data.examples import validation_examples
-from gregale.data.preparation import Corpus, prepare, token_cache
+from gregale.data.preparation import Corpus, notes_on, prepare, token_cache
 from gregale.data.sources import compression
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.csv import CsvSource, TsvSource
@@ -220,6 +220,8 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     cache, workers = token_cache(config.data), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+    for note in notes_on("data", store):
+        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:
