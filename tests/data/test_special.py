@@ -65,7 +65,7 @@ def test_without_it_a_build_notes_the_number_of_names_once(config, library):
     assert count(corpus.validation_streams["y"], library.token_to_id("<|im_start|>")) == 0
     assert corpus.notes == (  # the validation source is the same text, so it has the same store
         "data.sources.x: 1,200 names of special tokens in the text are encoded as characters, most often <|im_start|> "
-        "(600), <|im_end|> (600). With data.tokenizer.parse_special, which type file has, they are the tokens.",
+        "(600), <|im_end|> (600). With data.tokenizer.parse_special (type file) they are the tokens.",
     )
     assert prepare(config, 16, 0).notes == ()
 

@@ -109,7 +109,7 @@ def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale,
     capsys.readouterr()
     assert gregale(*arguments) == 0
     assert (
-        "Names of special tokens are plain text in 1 of 1 prompts, as in documents: <|end_of_document|>. With "
+        "1 names of special tokens in the prompts are encoded as characters, most often <|end_of_document|> (1). With "
         "parse_special they are the tokens."
     ) in capsys.readouterr().err
     assert gregale(*arguments, "--parse_special", "true") == 0

@@ -52,12 +52,7 @@ class TokenCache:
 
 def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
     """Return the name of the store of a source and a tokenizer: a hash of everything that determines its content."""
-    return key_of(FORMAT, source.identity(), tokenizer.fingerprint)
-
-
-def key_of(version: int, identity: dict, tokenizer: str) -> str:
-    """Return a store's name from the format version, the source's identity and the tokenizer's fingerprint."""
-    return json_sha256([version, identity, tokenizer])[:24]
+    return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint])[:24]
 
 
 def build_store(
@@ -108,7 +103,7 @@ class Build:
         self._tasks = make_tasks(source.config)
         self._workers = workers if len(self._tasks) > 1 else 1
         self._identity = source.config.identity()
-        if folder.name != key_of(FORMAT, self._identity, tokenizer.fingerprint):
+        if folder.name != store_key(source.config, tokenizer):
             raise UserError(f"one of its files {CHANGED}")
         self.host = hashlib.sha256(machine().encode()).hexdigest()[:8]
         self._finished: set[int] = set()

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 from gregale.data.tokenizers import Tokenizer
 
@@ -25,29 +25,16 @@ def counter_of_names(tokenizer: Tokenizer) -> Callable[[Iterable[str]], Counter[
     return count
 
 
-def counted_as_text(found: Mapping[str, int]) -> str:
-    """Return a note about the names that `counter_of_names` counted in a source."""
-    named = ", ".join(f"{name} ({count:,})" for name, count in Counter(found).most_common(SHOWN))
-    return (
-        f"{sum(found.values()):,} names of special tokens in the text are encoded as characters, most often {named}. "
-        "With data.tokenizer.parse_special, which type file has, they are the tokens."
-    )
+def taken_as_text(found: Counter[str], what: str, key: str) -> str:
+    """Return a note about names that `counter_of_names` counted; empty if there are none.
 
-
-def taken_as_text(texts: Sequence[str], tokenizer: Tokenizer, what: str) -> str:
-    """Return a line about names of special tokens that are encoded as plain text; empty if there are none.
-
-    - `what`: the kind of the texts, such as prompts
+    - `what`: the texts, such as the prompts
+    - `key`: of the setting by which the names are tokens
     """
-    if tokenizer.parses_special:
+    if not found:
         return ""
-    found = [[name for name in tokenizer.special_names if name in text] for text in texts]
-    names = list(dict.fromkeys(name for each in found for name in each))
-    if not names:
-        return ""
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    count = f"{sum(map(bool, found)):,} of {len(texts):,} {what}"
+    named = ", ".join(f"{name} ({count:,})" for name, count in found.most_common(SHOWN))
     return (
-        f"Names of special tokens are plain text in {count}, as in documents: {', '.join(names[:SHOWN])}{more}. With "
-        "parse_special they are the tokens."
+        f"{found.total():,} names of special tokens in {what} are encoded as characters, most often {named}. "
+        f"With {key} they are the tokens."
     )

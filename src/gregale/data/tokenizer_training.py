@@ -80,27 +80,26 @@ def before(text: str, number: int, end: End) -> str:
     return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character
 
 
-def identities_of(sources: Mapping[str, SourceConfig]) -> dict[str, dict]:
-    """Return the identity of each source."""
-    found = {}
-    for name, source in sources.items():
-        with naming(f"data.sources.{name}"):
-            found[name] = source.identity()
-    return found
-
-
 def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
     """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
     if not isinstance(config.tokenizer, BpeConfig):
         return config.tokenizer.build()
-    identities = identities_of(config.sources)
-    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
+
+    def identities() -> dict[str, dict]:
+        found = {}
+        for name, source in config.sources.items():
+            with naming(f"data.sources.{name}"):
+                found[name] = source.identity()
+        return found
+
+    before_training = identities()
+    key = json_sha256([before_training, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
     folder, bpe = cache / f"tokenizer-{key}", config.tokenizer
 
     def train() -> None:
         texts = training_texts(config.sources, config.held_out, ends, report)
         trained = train_bpe(bpe, texts)
-        if identities_of(config.sources) != identities:
+        if identities() != before_training:
             raise UserError(f"data.sources: a file {CHANGED}")
         save_tokenizer(trained, folder)
 

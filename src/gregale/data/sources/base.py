@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars
 class SourceRange:
     """A range of a source that one process reads: `start` and `stop` count in the source's own unit.
 
-    The unit is bytes for text and JSON lines, row groups for Parquet, tokens for token files, rows for data sets.
+    The unit is bytes for text, JSON lines and CSV, row groups for Parquet, tokens for token files, rows for data sets.
     `version` is the status of the file when it was listed; None for what is not a file.
     """
 
@@ -49,7 +49,7 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` are its location (see `SourceRange`)."""
+    """One document: text, or token ids [token]; `path` and `start` are its location (of a CSV file: the line)."""
 
     content: str | np.ndarray
     path: str

@@ -1,29 +1,31 @@
-"""Compressed files: recognised by their first bytes, whatever their names, and unpacked block by block."""
+"""Files of text, plain or compressed: their pieces between separators, such as lines.
+
+The first bytes of a file tell its compression, whatever its name.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from typing import Any, BinaryIO
 
-from gregale.data.sources.base import BadDocument
+from gregale.data.sources.base import BadDocument, SourceRange, ranges
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError, install_hint
 
 READ_BYTES = 64 << 10  # of compressed data in a step
 WINDOW_BYTES = 1 << 31  # the largest window of zstd, which a process that reads such a file holds in memory
 FIRST_BYTES = {
-    "gzip": re.compile(rb"\x1f\x8b"),
-    "bzip2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
-    "xz": re.compile(rb"\xfd7zXZ\0"),
-    "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # a frame, or one to skip
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one to skip
 }
-MODULES = {"gzip": "zlib", "bzip2": "bz2", "xz": "lzma", "zstd": "zstandard"}
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
-WIDE = {  # BOM, or the form of two characters of ASCII
-    "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"),
-    "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|([^\0]\0){2}|(\0[^\0]){2}"),
+OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
+    "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "UTF-16": rb"\xff\xfe|\xfe\xff|([^\0]\0){2}|(\0[^\0]){2}",
 }
 
 
@@ -34,31 +36,32 @@ def compression_of(path: str, file: BinaryIO) -> str | None:
     """
     head = file.read(16)
     file.seek(0)
-    for kind, pattern in FIRST_BYTES.items():
-        if pattern.match(head):
-            return kind
     named = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
-    if head and named:
+    kind = first_match(FIRST_BYTES, head)
+    if head and named and not kind:
         raise BadDocument(
             f"{path}: a damaged {named} file, or none: it does not begin as one. If it is not compressed, rename it."
         )
-    check_width(path, head)
-    return None
+    check_encoding(path, head)
+    return kind
 
 
-def is_compressed(path: str) -> bool:
-    """Return whether a file is compressed; raise `BadDocument` as `compression_of` does."""
-    with readable(path), opened(path) as file:
-        return compression_of(path, file) is not None
+def first_match(patterns: Mapping[str, bytes], head: bytes) -> str | None:
+    return next((name for name, pattern in patterns.items() if re.match(pattern, head)), None)
 
 
-def check_width(path: str, head: bytes) -> None:
+def text_ranges(path: str, size: int, step: int) -> list[SourceRange]:
+    """Return the ranges of a file of `size` bytes, of `step` bytes each; one if it is compressed."""
+    if size > step:
+        with readable(path), opened(path) as file:
+            step = size if compression_of(path, file) else step
+    return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, step)]
+
+
+def check_encoding(path: str, head: bytes) -> None:
     """Raise `BadDocument` for a text that begins as UTF-16 or UTF-32."""
-    for encoding, pattern in WIDE.items():
-        if pattern.match(head):
-            raise BadDocument(
-                f"{path}: its text is {encoding}, not UTF-8. Convert it: iconv -f {encoding} -t UTF-8 OLD > NEW."
-            )
+    if found := first_match(OTHER_ENCODINGS, head):
+        raise BadDocument(f"{path}: its text is {found}, not UTF-8. Convert it: iconv -f {found} -t UTF-8 OLD > NEW.")
 
 
 def unpacked(path: str, kind: str) -> Iterator[bytes]:
@@ -68,7 +71,7 @@ def unpacked(path: str, kind: str) -> Iterator[bytes]:
     try:
         for after, block in steps(path, new, math.inf):
             if done == 0:
-                check_width(path, block)
+                check_encoding(path, block)
             yield block
             done, at = done + len(block), after
         return
@@ -114,17 +117,37 @@ def steps(path: str, new: Callable[[], Any], bytes_from: float) -> Iterator[tupl
 def decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
     """Return what makes a decompressor of one frame, and the errors by which it reports damage."""
     try:
-        module = import_module(MODULES[kind])
+        if kind == "gzip":
+            return lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), (zlib.error,)
+        if kind == "bzip2":
+            import bz2
+
+            return bz2.BZ2Decompressor, (OSError,)
+        if kind == "xz":
+            import lzma
+
+            return lzma.LZMADecompressor, (lzma.LZMAError,)
+        import zstandard
+
+        return zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj, (zstandard.ZstdError,)
     except ImportError as error:
-        lacking = f"the extra `formats`. {install_hint('formats')}" if kind == "zstd" else "a Python with that module."
+        lacking = (
+            f"the extra `formats`. {install_hint('formats')}" if kind == "zstd" else f"Python's module {error.name}."
+        )
         raise UserError(f"{path}: {kind} files need {lacking}") from error
-    if kind == "gzip":
-        return lambda: module.decompressobj(16 + module.MAX_WBITS), (module.error,)
-    if kind == "bzip2":
-        return module.BZ2Decompressor, (OSError,)
-    if kind == "xz":
-        return module.LZMADecompressor, (module.LZMAError,)
-    return module.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj, (module.ZstdError,)
+
+
+def pieces_of_part(part: SourceRange, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset in the unpacked text, piece) of the pieces between separators that begin in a range of a file."""
+    with readable(part.path), opened(part.path) as file:
+        kind = compression_of(part.path, file) if part.start == 0 else None
+        first = file.seek(max(part.start - len(separator), 0))  # a piece begins behind a separator
+        blocks = unpacked(part.path, kind) if kind else iter(lambda: file.read(READ_BYTES), b"")
+        for number, (start, piece) in enumerate(pieces(blocks, separator)):
+            if first + start >= part.stop and not kind:
+                return
+            if number > 0 or part.start == 0:
+                yield first + start, piece
 
 
 def pieces(blocks: Iterable[bytes], separator: bytes) -> Iterator[tuple[int, bytes]]:

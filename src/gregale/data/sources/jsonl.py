@@ -14,14 +14,12 @@ from gregale.data.sources.base import (
     SourceConfig,
     SourceRange,
     encodable,
-    ranges,
 )
-from gregale.data.sources.compression import compression_of, is_compressed, pieces, unpacked
+from gregale.data.sources.compression import READ_BYTES, pieces_of_part, text_ranges
 from gregale.data.sources.files import opened, readable
 from gregale.settings import setting
 
 PART_BYTES = 8 << 20
-READ_BYTES = 1 << 20
 FIELDS_SHOWN = 20
 
 
@@ -33,13 +31,11 @@ class JsonLinesSource(FileSource):
     field: str = setting("text", "name of the field that holds a document's text; `a.b` is field `b` inside of `a`")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        if size > PART_BYTES and is_compressed(path):
-            return super().split(path, size)
-        return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+        return text_ranges(path, size, PART_BYTES)
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         first = None  # the offset of the first of these lines
-        for number, (start, line) in enumerate(lines_of_part(part), 1):
+        for number, (start, line) in enumerate(pieces_of_part(part, b"\n"), 1):
             first = start if first is None else first
             content = line.removeprefix(BYTE_ORDER_MARK)
             if content.strip():
@@ -98,21 +94,6 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.path}, line {newlines_before(self.path, self.first) + self.number}"
-
-
-def lines_of_part(part: SourceRange) -> Iterator[tuple[int, bytes]]:
-    """Yield (byte offset, line) of the lines that begin in a range of a file, with offsets in the unpacked text."""
-    with readable(part.path), opened(part.path) as file:
-        start = part.start
-        if start == 0 and (kind := compression_of(part.path, file)):
-            yield from pieces(unpacked(part.path, kind), b"\n")
-            return
-        if start > 0:
-            file.seek(start - 1)
-            start += len(file.readline()) - 1  # skip the rest of a line that began earlier, or its newline
-        while start < part.stop and (line := file.readline()):
-            yield start, line
-            start += len(line)
 
 
 @lru_cache(maxsize=8)  # the lines of one range are counted from the same offset
