@@ -74,7 +74,7 @@ class IslandsConfig(Settings):
                 f"is {shown(self.name)}",
                 f"; it has at most {MAX_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
-        if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
+        if self.lighthouse is not None and not re.fullmatch(".+:[0-9]+", self.lighthouse):
             raise KeyedError(
                 "lighthouse", f"is {shown(self.lighthouse)}", "; it has to be HOST:PORT, for example 10.0.0.2:29510."
             )

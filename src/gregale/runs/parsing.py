@@ -20,6 +20,7 @@ from gregale.storage import StoragePath
 
 Config = TypeVar("Config")
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
+_COLLECTIONS = {f"tag:yaml.org,2002:{kind}" for kind in ("seq", "map")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
@@ -171,6 +172,8 @@ class _Reader:
             raise UserError(f"{self.name}, line {line}: not readable as YAML: {error.reason}.") from None
 
     def _build(self, node: yaml.Node, key: str) -> Any:
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+            raise self._unknown_tag(node)
         if isinstance(node, yaml.SequenceNode):
             return [self._build_at(item, join(key, i), item) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -205,6 +208,10 @@ class _Reader:
                 "in decimal digits, without a 0 before them and without colons; in quotes it is a text."
             )
 
+    def _unknown_tag(self, node: yaml.Node) -> UserError:
+        line, tag = node.start_mark.line + 1, node.tag.replace("tag:yaml.org,2002:", "!!")
+        return UserError(f"{self.name}, line {line}: the tag {shortened(tag)} is unknown here; remove it.")
+
     def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
         self.origins[key] = f"{self.name}, line {start.start_mark.line + 1}"
         return self._build(node, key)
@@ -215,6 +222,8 @@ class _Reader:
             name, line = name_node.value, name_node.start_mark.line + 1
             if not isinstance(name, str):
                 raise UserError(f"{self.name}, line {line}: a key has to be a single word, not a list or a mapping.")
+            if name_node.tag.startswith("!"):
+                raise self._unknown_tag(name_node)
             if name in lines:
                 raise UserError(
                     f"{self.name}: `{join(key, name)}` stands twice, in line {lines[name]} and in line {line}; remove "

@@ -212,7 +212,8 @@ class Decoder:
             return kind(value)
         if kind is bool and isinstance(value, bool):
             return value
-        if isinstance(value, str) and _ZEROS_FIRST.fullmatch(value):  # like an octal number, but with an 8 or a 9
+        # Text like an octal number, but with an 8 or a 9; and digits of other scripts, which Python reads too.
+        if isinstance(value, str) and (_ZEROS_FIRST.fullmatch(value) or not value.isascii()):
             raise self._wrong(kind, value, key)
         if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
             # YAML 1.1 reads 1e-3 as a string.
