@@ -59,7 +59,7 @@ def test_a_run_that_has_saved_nothing_takes_any_configuration(run):
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
     assert run.saved_config() == CONFIG
-    with pytest.raises(UserError, match="model.layers 12 -> 2"):
+    with pytest.raises(UserError, match=r"model\.layers 12 -> 2"):
         run.check_compatible(replace(CONFIG, model=LlamaConfig(layers=2)))
 
 
