@@ -23,9 +23,9 @@ def test_a_starter_is_a_copy_of_an_example_and_replaces_no_file(tmp_path, monkey
         assert (tmp_path / example.name).read_bytes() == example.read_bytes()
     capsys.readouterr()
     for arguments, words in (
-        (["first.yaml", "--from", "islands"], "first.yaml exists already, and would be overwritten"),
+        (["first.yaml", "--from", "islands"], "first.yaml cannot be made: File exists."),
         (["other.yaml", "--from", "quikstart"], "Did you mean `quickstart`?"),
-        (["no/other.yaml"], "there is no folder no"),
+        (["no/other.yaml"], "no/other.yaml cannot be made: No such file"),
     ):
         assert main(["new", *arguments]) == 2
         assert words in capsys.readouterr().err

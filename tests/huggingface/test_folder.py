@@ -68,7 +68,7 @@ def test_a_named_pipe_is_refused_unread(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name} is a named pipe, and no file"):
+    with pytest.raises(UserError, match=f"{name} is a folder, a pipe or a device"):
         open_folder(tmp_path)
 
 

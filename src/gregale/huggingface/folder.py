@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,13 +23,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 # Files beside the weights, which training does not change.
 BESIDE = (
     *(CONFIG, GENERATION, INDEX, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -95,8 +87,7 @@ def check_files(folder: StoragePath, names: Iterable[str]) -> None:
                 "model's folder. If the file belongs to the model, copy it to the place of the link."
             )
         if target.exists() and not target.is_file():
-            kind = next((words for test, words in KINDS if test(target.stat().st_mode)), "something else")
-            raise UserError(f"{path} is {kind}, and no file. Gregale reads files of a model only.")
+            raise UserError(f"{path} is a folder, a pipe or a device. Gregale reads only files of a model.")
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:

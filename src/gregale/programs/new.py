@@ -2,20 +2,14 @@
 
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.settings import Settings, setting
-from gregale.storage.paths import create
 from gregale.streams import say
 
-STARTERS = {
-    path.name.removesuffix(".yaml"): path
-    for path in sorted((files("gregale") / "starters").iterdir(), key=lambda path: path.name)
-    if path.name.endswith(".yaml")
-}
+STARTERS = {path.name.removesuffix(".yaml"): path for path in (files("gregale") / "starters").iterdir()}
 
 
 @dataclass(frozen=True)
@@ -23,15 +17,16 @@ class NewOptions(Settings):
     earlier = {"from": "starter"}  # noqa: RUF012 -- no field of a class can have this name
 
     file: str = field(metadata={"help": "the YAML file to write"})
-    starter: str = setting("quickstart", "the example to copy; also `--from`", choices=tuple(STARTERS))
+    starter: str = setting("quickstart", "the example to copy; also `--from`", choices=tuple(sorted(STARTERS)))
 
 
 def main(options: NewOptions) -> int:
-    path = Path(expand(options.file, "file"))
-    if not path.parent.is_dir():
-        raise UserError(f"file: {path} cannot be written, there is no folder {path.parent}.")
-    if not create(path, STARTERS[options.starter].read_bytes()):
-        raise UserError(f"file: {path} exists already, and would be overwritten. Give another name, or remove it.")
+    path = expand(options.file, "file")
+    try:
+        with open(path, "xb") as file:
+            file.write(STARTERS[options.starter].read_bytes())
+    except OSError as error:
+        raise UserError(f"file: {path} cannot be made: {error.strerror}. Give another name.") from None
     say(f"{path}: a copy of the example {options.starter}. Its first lines say what it trains and on which devices.")
     return 0
 

@@ -133,8 +133,7 @@ class Page:
         if any(each["kind"] == "lines" for each in self._charts.values()):
             controls += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
         if len(self._runs) > 1:
-            name = Html('<input type="search" id="filter" placeholder="part of a name">')
-            controls.append(element("label", "Runs", name))
+            controls.append(element("label", "Runs", Html('<input type="search" id="filter" placeholder="names">')))
         if self._runs:
             slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
             controls.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))

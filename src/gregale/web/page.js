@@ -322,26 +322,24 @@
 
   // ---- tables of runs: a heading sorts the rows by its column, the filter leaves out rows, and lines of charts
 
-  function isWanted(label) { // it has all words of the filter
-    return settings.filter.toLowerCase().split(" ").every(word => label.toLowerCase().includes(word));
-  }
+  const isWanted = label => settings.filter.toLowerCase().split(" ").every(word => label.toLowerCase().includes(word));
 
   function arrange(table) {
     const headings = [...table.tHead.rows[0].cells], [body] = table.tBodies, sign = settings.sort.startsWith("-") ? -1 : 1;
     const place = headings.findIndex(each => each.textContent === settings.sort.replace(/^-/, ""));
-    headings.forEach((each, at) => {
-      each.setAttribute("aria-sort", at !== place ? "none" : sign > 0 ? "ascending" : "descending");
-    });
+    headings.forEach((each, at) => (each.ariaSort = at !== place ? "none" : sign > 0 ? "ascending" : "descending"));
     for (const row of body.rows) row.hidden = !isWanted(row.cells[0].textContent);
     if (place < 0) return;
-    const valueOf = ({ cells }) => Number(cells[place].querySelector("data")?.value ?? NaN);
+    const valueOf = cell => Number(cell.querySelector("data")?.value ?? NaN);
     const compared = (a, b) => { // a run without the value is last
       const [first, second] = [valueOf(a), valueOf(b)], missing = Number.isNaN(first) - Number.isNaN(second);
       if (missing || !Number.isNaN(first)) return missing || sign * (first - second);
-      return sign * a.cells[place].textContent.localeCompare(b.cells[place].textContent, "en", { numeric: true });
+      return sign * a.textContent.localeCompare(b.textContent, "en", { numeric: true });
     };
-    body.append(...[...body.rows].sort(compared));
+    body.append(...[...body.rows].sort((a, b) => compared(a.cells[place], b.cells[place])));
   }
+
+  const arrangeAll = () => document.querySelectorAll("table.runs").forEach(arrange);
 
   document.querySelector("main").addEventListener("click", event => {
     const heading = event.target.closest("table.runs th button")?.textContent;
@@ -350,8 +348,6 @@
     remember();
     arrangeAll();
   });
-
-  const arrangeAll = () => document.querySelectorAll("table.runs").forEach(arrange);
 
   // ---- controls; what is chosen stands behind the # of the address, so that it lasts and can be passed on
 

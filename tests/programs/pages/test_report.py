@@ -4,6 +4,7 @@ import json
 import re
 import time
 import warnings
+from dataclasses import replace
 from html import unescape
 from urllib.parse import urlsplit
 
@@ -12,11 +13,11 @@ import pytest
 
 from gregale.cli import main
 from gregale.programs.report.comparison import end_loss, loss_before
-from gregale.programs.report.page import report_page, title_of
+from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import accumulated, shown
 from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import Server
-from gregale.runs.history import Column, read_history
+from gregale.runs.history import Column, Figures, History, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from gregale.web.charts import Lines, Series
@@ -157,9 +158,10 @@ def test_several_runs_are_compared(browser, tmp_path):
 
 
 def test_a_title_names_the_first_of_many_runs():
-    assert title_of(["a"]) == "a"
-    assert title_of(["a", "b", "c", "d"]) == "4 runs: a, b, c, d"
-    assert title_of([f"run-{number}" for number in range(200)]) == "200 runs: run-0, run-1, run-2, run-3 and 196 more"
+    run = History("a", "a", {}, Figures({}), (), (), (), (), False, ())
+    for count, title in ((1, "0"), (4, "4 runs: 0, 1, 2 and 3"), (200, "200 runs: 0, 1, 2, 3, 4 and 195 more")):
+        page = report_page([replace(run, name=str(number)) for number in range(count)])
+        assert f"<title>{title}</title>" in page
 
 
 def test_runs_are_sorted_by_a_heading_and_filtered_by_name(browser, tmp_path):

@@ -39,9 +39,8 @@ class Measure:
     def _cell(self, value: float | None, is_best: bool) -> object:
         if value is None:
             return NONE
-        text = f"{value:.4f}" if self.loss else format_quantity(value, self.unit)
-        mark = {"class_": "best", "title": "the best"} if is_best else {}
-        return element("data", text, value=value, **mark)
+        text, mark = f"{value:.4f}" if self.loss else format_quantity(value, self.unit), "best" if is_best else None
+        return element("data", text, value=value, class_=mark, title=mark)
 
 
 def reduced(name: str, fold: Callable[[np.ndarray], float]) -> Value:

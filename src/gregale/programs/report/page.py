@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from gregale.formatting import listed
 from gregale.programs.report import comparison, run_panels
 from gregale.programs.report.metric_charts import groups_of, silent, without_number
 from gregale.programs.report.runs import ReportRun, axes_of, shown
@@ -12,8 +13,6 @@ from gregale.runs.history import History
 from gregale.web.charts import Spans
 from gregale.web.document import Page
 from gregale.web.markup import Html, element, notice, section
-
-MAX_NAMES = 4  # in the title
 
 
 def report_page(
@@ -29,7 +28,7 @@ def report_page(
     - `live_seconds`: as for `Page`
     """
     runs = shown(histories)
-    title = title_of([run.label for run in runs])
+    title = runs[0].label if len(runs) == 1 else f"{len(runs):,} runs: {listed([run.label for run in runs])}"
     about = f"Written by gregale, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M:%S UTC')}."
     page = Page(title, about, [run.on_page for run in runs], axes_of(runs), live_seconds)
     page.add(notice(*notes, *problems_of(runs)))
@@ -46,13 +45,6 @@ def report_page(
     _add_synchronisation(page, runs)
     _add_texts(page, runs, plans)
     return page.html()
-
-
-def title_of(labels: Sequence[str]) -> str:
-    if len(labels) == 1:
-        return labels[0]
-    rest = f" and {len(labels) - MAX_NAMES:,} more" if len(labels) > MAX_NAMES else ""
-    return f"{len(labels):,} runs: {', '.join(labels[:MAX_NAMES])}{rest}"
 
 
 def problems_of(runs: Sequence[ReportRun]) -> list[str]:
