@@ -67,9 +67,9 @@ def test_a_step_sends_the_parameters_once_over_replica_to_one_peer():
     method, model = made(2, 2), first_model()
     state, batch = initial_state(method, lambda: model), named_batch(rows(1))
     program = Stepper(method, model).program.lower(state, batch, *method.actions(1).during).compile()
-    sent = audit(program, method.layout.mesh).over("replica")
-    assert {each.kind for each in sent} == {"collective-permute"}
-    assert sum(each.bytes * each.times for each in sent) == method.bytes_sent(1) == 6 * 8 * 4 / 2
+    (sent,) = {each.kind for each in audit(program, method.layout.mesh).over("replica")}
+    assert sent == "collective-permute"
+    assert audit(program, method.layout.mesh).bytes_per_step("replica") == method.bytes_sent(1) == 6 * 8 * 4 / 2
     assert method.bytes_sent(10) == 10 * method.bytes_sent(1)
 
 

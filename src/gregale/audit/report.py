@@ -28,6 +28,22 @@ class Audit:
         """Return the collectives whose groups are no grid in the mesh."""
         return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
 
+    def bytes_per_step(self, axis: str | None = None) -> int:
+        """Return payload bytes on one device in one run of the program, including trip counts, over one axis or all.
+
+        Raises `UserError` if a loop around one of the collectives has an unknown trip count.
+        """
+        total = 0
+        for collective in self.collectives if axis is None else self.over(axis):
+            if collective.times is None:
+                unknown = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
+                raise UserError(
+                    f"the compiled program has no trip count for a loop around {collective.name!r}: {unknown}; "
+                    "give its count in loop_trips, by the loop's name or by a part of its scope"
+                )
+            total += collective.bytes * collective.times
+        return total
+
     def to_dict(self) -> dict:
         """Return for JSON `collectives`, and payload bytes in one run, `bytes_per_step`, by `axes` and by `link`.
 
