@@ -1,4 +1,4 @@
-"""What a fleet does when something breaks: real islands on this machine, disturbed in every way that DESIGN names.
+"""What a fleet does when something breaks: real islands on this machine, disturbed as in docs/islands.md, "Faults".
 
     python -m benchmarks.faults                          # each fault once: a table, exit code 1 if a check fails
     python -m benchmarks.faults --only reduce stop       # some of them

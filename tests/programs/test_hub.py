@@ -27,7 +27,7 @@ from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import Llama3Scaling, YarnScaling
 from gregale.programs.command import Command
-from gregale.programs.exporting import Exported, write_beside
+from gregale.programs.exporting import Exported, rounded, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.programs.train.resume import origin_of
@@ -101,7 +101,13 @@ def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, capsys
     if dtypes == "both":
         assert gregale("export", tmp_path / "mine", tmp_path / "small", "--dtype", "bfloat16") == 0
         floats = sum("norm" in name or ".1." in name for name in tensors(tmp_path / "hub"))
-        assert f"rounded: {floats} of 25 tensors from float32 to bfloat16. `--dtype float32`" in capsys.readouterr().out
+        assert f"rounded: {floats} of 25 tensors from float32 to bfloat16; `--dtype float32`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("written", "advice"), [("float32", "export writes no wider dtype"), ("float16", "`--dtype")])
+def test_a_note_of_rounding_advises_no_dtype_that_was_written(written, advice):
+    note = rounded({"a": np.dtype(written)}, {"a": np.dtype(np.float64)})
+    assert note.startswith(f"rounded: 1 of 1 tensors from float64 to {written}; {advice}")
 
 
 def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale, hub, imported, capsys):

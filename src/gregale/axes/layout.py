@@ -32,7 +32,7 @@ TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the three mappings of named axes to mesh axes (DESIGN section 2).
+    """A mesh and the three mappings of named axes to mesh axes (docs/design.md, "Mesh and mappings").
 
     - `compute`: activations and batches, and weights while they are used
     - `params`: parameters and gradient buffers
@@ -136,7 +136,7 @@ def is_parameter(leaf) -> bool:
 
 
 def standard_layout(mesh: Mesh) -> Layout:
-    """Return the three mappings of DESIGN section 2 for a model whose `TENSOR_PARALLEL` axes are split over `model`.
+    """Return the three mappings of a `Layout` for a model whose `TENSOR_PARALLEL` axes are split over `model`.
 
     Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
     embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline. The devices of `context`

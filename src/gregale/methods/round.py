@@ -18,7 +18,7 @@ from gregale.methods.schedule import Schedule
 
 @dataclass(frozen=True)
 class Round:
-    """SEND and APPLY of a fragment (DESIGN section 4).
+    """SEND and APPLY of a fragment (docs/diloco.md, "Algorithm").
 
     SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens of replica k
     APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f

@@ -142,7 +142,7 @@ def train(
 ) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
     config = setup.config
-    before = run.read_config() if run.config.is_file() else None
+    before = run.saved_config()
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
         console.message(note)
     start = starting_point(setup, before, checkpoints, corpus)
