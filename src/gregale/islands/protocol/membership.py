@@ -1,11 +1,18 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
 A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or a request within
-`heartbeat_seconds`; after that it has no owner. A tick answers all pending requests with one view in two cases:
+its `heartbeat_seconds`; after that it has no owner. A request is held until a view answers it, and every view has all
+pending requests. A tick forms a view if at least `needed` names have a request, in two cases:
 
-- fast: all names of the last view have a pending request;
-- slow: at least `minimum` names and more than half of the healthy names have one, and either all healthy names have one
-  or the oldest request has waited for `join_seconds`.
+- fast: all names of the last view have one;
+- slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
+  `join_seconds`.
+
+A name *runs* if it has reported a round. A view without such a name may begin a fleet, so it is not formed while there
+is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
+
+The islands give these numbers with their requests: the smallest `needed`, and the largest `join_seconds`. The
+coordinator has none of its own.
 
 | event | rule |
 |---|---|
@@ -13,17 +20,18 @@ A name has one owner, a session of a process. A name is *healthy* while its owne
 | the only name of the last view sends a request | it is answered at once; other requests of that moment are in the view too |
 | a healthy name sends no request | the others are answered after `join_seconds`, if they are more than half |
 | a session sends another request | the request with the higher number replaces the other, which is dropped |
-| a request arrives late or twice | a request with a number that was answered or replaced is dropped |
-| a request expires | the request is dropped, and is in no view |
+| a request arrives late or twice | a request with a number that was replaced is dropped; the newest one gets its view again |
+| a member gives up a request | the request can be in a view until the next one of the member arrives |
 | a process dies | its name is healthy for `heartbeat_seconds`, and its pending request can be in a view until then |
 | a process leaves | its name is not healthy any more |
 | another session uses a name that has an owner | it waits. If the owner sends a heartbeat, it is refused; if the owner is silent for `heartbeat_seconds`, it becomes the owner |
 | the coordinator restarts | it has no members; its first id is one that no member has seen (`first_id`) |
 """  # noqa: E501
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
+
+from gregale.distributed.agreement import listed
 
 BEATS_PER_TIMEOUT = 5
 
@@ -36,7 +44,9 @@ class Ask:
     session: str
     number: int  # increases with the requests of one session
     header: Any  # this member's header, for all members of the view
-    until: float = math.inf  # the time at which the member stops waiting
+    needed: int  # the smallest number of members in a view that are of use to this one
+    join_seconds: float
+    heartbeat_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,10 @@ class Owner:
 
     session: str
     heard: float
-    newest: int = -1  # number of its newest request that was answered or replaced
+    heartbeat_seconds: float
+    runs: bool = False
+    newest: int = -1  # number of its newest request that a view answered
+    view: Formed | None = None  # that view
     ask: Ask | None = None
     since: float = 0.0
     rival: "Owner | None" = None
@@ -71,12 +84,13 @@ class Owner:
 class Membership:
     """The state of a coordinator. Times are seconds of one clock; ticks may be any time apart."""
 
-    def __init__(self, minimum: int, join_seconds: float, heartbeat_seconds: float, first_id: int = 1):
-        self._minimum, self._join_seconds, self._heartbeat_seconds = minimum, join_seconds, heartbeat_seconds
+    def __init__(self, first_id: int = 1):
         self._id = first_id - 1
         self._owners: dict[str, Owner] = {}
         self._answers: list[Answer] = []
-        self.pending: dict[str, tuple[float, Ask]] = {}  # by name, with the time of arrival, the oldest first
+        self._enough_since: float | None = None  # when enough names had a request for a view
+        self._started: float | None = None  # the first tick
+        self.pending: dict[str, Ask] = {}  # by name
         self.last: frozenset[str] | None = None
 
     @property
@@ -84,27 +98,48 @@ class Membership:
         """Sessions by name, as of the last tick."""
         return {name: owner.session for name, owner in self._owners.items()}
 
-    def beat(self, name: str, session: str, now: float) -> None:
-        owner = self._heard(name, session, now)
-        rival = owner.rival
-        if owner.session == session and rival and now - rival.since >= self._heartbeat_seconds / BEATS_PER_TIMEOUT:
+    @property
+    def heartbeat_seconds(self) -> float:
+        """The longest silence of a healthy name."""
+        return max((owner.heartbeat_seconds for owner in self._owners.values()), default=0.0)
+
+    def held(self, name: str) -> str:
+        """Return why the request of `name` is held; empty if it has none."""
+        if name not in self.pending:
+            return ""
+        if len(self.pending) < (needed := self._needed()):
+            return f"{len(self.pending)} of at least {needed} islands are here ({listed(sorted(self.pending))})"
+        others = sorted(self._owners.keys() - self.pending.keys())
+        return f"the coordinator waits for the requests of {listed(others)}" if others else ""
+
+    def beat(self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float) -> None:
+        owner = self._heard(name, session, heartbeat_seconds, now)
+        if owner.session != session:
+            return
+        owner.runs, rival = runs, owner.rival
+        if rival and now - rival.since >= owner.heartbeat_seconds:  # earlier ones may have been sent before the claim
             owner.rival = None
             assert rival.ask is not None
             self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
 
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
-        owner = self._heard(ask.name, ask.session, now)
+        owner = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
         if owner.session != ask.session:
             self._claim(owner, ask, now)
             return
-        _, pending = self.pending.get(ask.name, (now, None))
+        pending = self.pending.get(ask.name)
+        if ask.number == owner.newest and not pending:
+            self._answers.append(
+                Answer(ask, owner.view)
+            )  # the first answer was lost, or the member repeats the request
+            return
         if ask.number <= owner.newest or (pending and ask.number < pending.number):
             self._forget(ask)
             return
         if pending:
-            self._forget(self.pending.pop(ask.name)[1])
-        self.pending[ask.name] = now, ask
+            self._forget(pending)
+        self.pending[ask.name] = ask
 
     def leave(self, name: str, session: str) -> None:
         """Record the end of a process; a session that claims its name becomes the owner."""
@@ -116,16 +151,17 @@ class Membership:
 
     def tick(self, now: float) -> list[Answer]:
         """Return the answers that are due."""
+        self._started = now if self._started is None else self._started
         self._lapse(now)
         view = self._form(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
-    def _heard(self, name: str, session: str, now: float) -> Owner:
+    def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Owner:
         """Update the time of the last heartbeat; return the name's owner, this session if there was none."""
         owner = self._owners.get(name)
         if owner is None:
-            owner = self._owners[name] = Owner(session, now)
+            owner = self._owners[name] = Owner(session, now, heartbeat_seconds)
         for each in (owner, owner.rival):
             if each and each.session == session:
                 each.heard = max(each.heard, now)
@@ -136,49 +172,60 @@ class Membership:
         if (rival := owner.rival) and rival.ask:
             self._forget(rival.ask)
             since = rival.since if rival.session == ask.session else now
-        owner.rival = Owner(ask.session, now, ask=ask, since=since)
+        owner.rival = Owner(ask.session, now, ask.heartbeat_seconds, ask=ask, since=since)
 
     def _forget(self, ask: Ask) -> None:
         self._answers.append(Answer(ask))
 
     def _lapse(self, now: float) -> None:
-        """Drop expired requests and silent owners."""
-        for name, (_, ask) in list(self.pending.items()):
-            if now >= ask.until:
-                del self.pending[name]
-                self._forget(ask)
+        """Drop silent owners and rivals."""
         for name, owner in list(self._owners.items()):
-            if owner.rival and owner.rival.ask and now >= owner.rival.ask.until:
-                self._forget(owner.rival.ask)
+            if (rival := owner.rival) and rival.ask and now - rival.heard >= rival.heartbeat_seconds:
+                self._forget(rival.ask)
                 owner.rival = None
-            while (silent := self._owners.get(name)) and now - silent.heard >= self._heartbeat_seconds:
-                self._end(name, silent)
+            if now - owner.heard >= owner.heartbeat_seconds:
+                self._end(name, owner)
 
     def _end(self, name: str, owner: Owner) -> None:
         """Remove a name's owner; the session that claims the name becomes the owner."""
         del self._owners[name]
         if name in self.pending:
-            self._forget(self.pending.pop(name)[1])
+            self._forget(self.pending.pop(name))
         if (rival := owner.rival) and rival.ask:
             self._owners[name] = replace(rival, ask=None)
-            self.pending[name] = rival.since, rival.ask
-            self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
+            self.pending[name] = rival.ask
+
+    def _needed(self) -> int:
+        return min(ask.needed for ask in self.pending.values())
+
+    def _is_due(self, now: float) -> bool:
+        """Return whether the pending requests make a view."""
+        asking, healthy = len(self.pending), len(self._owners)
+        if not asking or asking < self._needed():
+            self._enough_since = None
+            return False
+        running = {name for name, owner in self._owners.items() if owner.runs}
+        is_early = now - self._started < 2 * self.heartbeat_seconds / BEATS_PER_TIMEOUT
+        if not running & self.pending.keys() and (running or is_early):
+            return False
+        if self.last is not None and self.last <= self.pending.keys():
+            return True
+        if 2 * asking <= healthy:
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        join_seconds = max(ask.join_seconds for ask in self.pending.values())
+        return asking == healthy or now - self._enough_since >= join_seconds
 
     def _form(self, now: float) -> Formed | None:
-        if not self.pending:
+        if not self._is_due(now):
             return None
-        if self.last is None or not self.last <= self.pending.keys():
-            asking, healthy = len(self.pending), len(self._owners)
-            oldest, _ = next(iter(self.pending.values()))
-            if asking < self._minimum or 2 * asking <= healthy:
-                return None
-            if asking < healthy and now - oldest < self._join_seconds:
-                return None
         names = frozenset(self.pending)
         if names != self.last:
             self._id, self.last = self._id + 1, names
-        asks = tuple(self.pending[name][1] for name in sorted(names))
-        for ask in asks:
-            self._owners[ask.name].newest = ask.number
+        view = Formed(self._id, tuple(self.pending[name] for name in sorted(names)))
+        for ask in view.asks:
+            self._owners[ask.name].newest, self._owners[ask.name].view = ask.number, view
         self.pending.clear()
-        return Formed(self._id, asks)
+        self._enough_since = None
+        return view
