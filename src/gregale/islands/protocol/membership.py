@@ -6,19 +6,19 @@ pending requests. A tick forms a view if at least `needed` names have a request,
 
 - fast: all names of the last view have one;
 - slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
-  `join_seconds`.
+  `gather_seconds`.
 
 A name *runs* if it has reported a round. A view without such a name may begin a fleet, so it is not formed while there
 is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
 
-The islands give these numbers with their requests: the smallest `needed`, and the largest `join_seconds`. The
+The islands give these numbers with their requests: the smallest `needed`, and the largest `gather_seconds`. The
 coordinator has none of its own.
 
 | event | rule |
 |---|---|
 | a view forms | all pending requests are answered; the id increases by one only if the set of names has changed |
 | the only name of the last view sends a request | it is answered at once; other requests of that moment are in the view too |
-| a healthy name sends no request | the others are answered after `join_seconds`, if they are more than half |
+| a healthy name sends no request | the others are answered after `gather_seconds`, if they are more than half |
 | a session sends another request | the request with the higher number replaces the other, which is dropped |
 | a request arrives late or twice | a request with a number that was replaced is dropped; the newest one gets its view again |
 | a member gives up a request | the request can be in a view until the next one of the member arrives |
@@ -28,6 +28,7 @@ coordinator has none of its own.
 | the coordinator restarts | it has no members; its first id is one that no member has seen (`first_id`) |
 """  # noqa: E501
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +46,7 @@ class Ask:
     number: int  # increases with the requests of one session
     header: Any  # this member's header, for all members of the view
     needed: int  # the smallest number of members in a view that are of use to this one
-    join_seconds: float
+    gather_seconds: float
     heartbeat_seconds: float
 
 
@@ -89,7 +90,7 @@ class Membership:
         self._owners: dict[str, Owner] = {}
         self._answers: list[Answer] = []
         self._enough_since: float | None = None  # when enough names had a request for a view
-        self._started: float | None = None  # the first tick
+        self._started = math.inf  # the first tick
         self.pending: dict[str, Ask] = {}  # by name
         self.last: frozenset[str] | None = None
 
@@ -129,10 +130,8 @@ class Membership:
             self._claim(owner, ask, now)
             return
         pending = self.pending.get(ask.name)
-        if ask.number == owner.newest and not pending:
-            self._answers.append(
-                Answer(ask, owner.view)
-            )  # the first answer was lost, or the member repeats the request
+        if ask.number == owner.newest and not pending:  # the member has not received the view
+            self._answers.append(Answer(ask, owner.view))
             return
         if ask.number <= owner.newest or (pending and ask.number < pending.number):
             self._forget(ask)
@@ -151,7 +150,7 @@ class Membership:
 
     def tick(self, now: float) -> list[Answer]:
         """Return the answers that are due."""
-        self._started = now if self._started is None else self._started
+        self._started = min(self._started, now)
         self._lapse(now)
         view = self._form(now)
         answers, self._answers = self._answers, []
@@ -214,8 +213,8 @@ class Membership:
             self._enough_since = None
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
-        join_seconds = max(ask.join_seconds for ask in self.pending.values())
-        return asking == healthy or now - self._enough_since >= join_seconds
+        gather_seconds = max(ask.gather_seconds for ask in self.pending.values())
+        return asking == healthy or now - self._enough_since >= gather_seconds
 
     def _form(self, now: float) -> Formed | None:
         if not self._is_due(now):

@@ -11,7 +11,7 @@ class Timing:
     """Seconds. The defaults are those of `LAN`."""
 
     heartbeat_seconds: float = 2.0  # silence after which an island is out of the fleet (the coordinator's rule)
-    join_seconds: float = 2.0  # how long the coordinator waits for the others once more than half have asked
+    join_seconds: float = 2.0  # a part of `gather_seconds`, longer than a round trip
     reduce_seconds: float = 5.0  # the limit of one reduce
     grace_seconds: float | None = None  # a round's wait for a member's step; None: the longest step that members report
     max_grace_seconds: float = 10.0  # the limit of the learned grace, and its value before any is learned
@@ -21,6 +21,11 @@ class Timing:
     leave_seconds: float = 20.0  # how long a leaver waits for its last round
     hold_seconds: float = 2.0  # interval in which the coordinator confirms that it still holds a request
     network_seconds: float = 3.0  # the limit of a message to the coordinator and its reply
+
+    @property
+    def gather_seconds(self) -> float:
+        """The coordinator's wait for the others: a member that pauses before it repeats its request must be in a view."""
+        return self.join_seconds + self.retry_seconds
 
     @property
     def ask_seconds(self) -> float:

@@ -73,7 +73,7 @@ class CoordinatorClient:
         """
         timing = self._timing
         request = {"number": next(self._numbers), "needed": needed, "header": header}
-        request |= {"hold_seconds": timing.hold_seconds, "join_seconds": timing.join_seconds}
+        request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held"):
             pass
         if refused := reply.get("refused"):

@@ -88,8 +88,8 @@ class Lighthouse:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
-        join, heartbeat = seconds_of(message, "join_seconds"), seconds_of(message, "heartbeat_seconds")
-        ask, waiting = Ask(name, session, number, {**header, "name": name}, needed, join, heartbeat), Waiting()
+        gather, heartbeat = seconds_of(message, "gather_seconds"), seconds_of(message, "heartbeat_seconds")
+        ask, waiting = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Waiting()
         with self._lock:
             now = self._time()
             self._waiting[ask] = waiting

@@ -30,9 +30,8 @@ def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
     seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
     settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
     text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
-    return to_text(
-        hosts | settings | seconds | text | {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
-    )
+    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    return to_text(hosts | settings | seconds | text | shapes)
 
 
 def shards_of(outer: HostOuter) -> str:
