@@ -246,9 +246,9 @@ class World:
     def _confirm(self, ask: Ask) -> None:
         """The coordinator holds a request; its process repeats it."""
         node = self.nodes[ask.name]
-        if self.up and self.frozen_at is None and node.identity == ask.header.identity:
-            if self.coordinator.pending.get(ask.name) is ask:
-                self.send(COORDINATOR, ask.name, lambda: node.repeat(ask.number))
+        is_held = self.coordinator.pending.get(ask.name) is ask and node.identity == ask.header.identity
+        if self.up and self.frozen_at is None and is_held:
+            self.send(COORDINATOR, ask.name, lambda: node.repeat(ask.number))
 
     def beat(self, node: Node, runs: bool) -> None:
         seconds, beats = self.timing.heartbeat_seconds, node.beats

@@ -206,9 +206,9 @@ class MemberState:
             return f"{silent}; {exchange}" if exchange else silent
         if exchange:
             return exchange
-        if self._waiting_for and self._held_request:
-            return f"{self._held_request}{self._tries()}"
         plan, names = self._plan
+        if self._waiting_for and (self._held_request or not isinstance(plan, Wait)):
+            return f"{self._held_request or 'the coordinator has not formed a view yet'}{self._tries()}"
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._held:

@@ -24,7 +24,7 @@ class Timing:
 
     @property
     def gather_seconds(self) -> float:
-        """The coordinator's wait for the others: a member that pauses before it repeats its request must be in a view."""
+        """The coordinator's wait for other members, which may pause before they repeat their requests."""
         return self.join_seconds + self.retry_seconds
 
     @property
