@@ -46,7 +46,7 @@ class Node:
         self.world, self.name, self.identity = world, name, f"{name}/{session}"
         identity = Identity(name, session, "config", "1", (name,))
         outer, holder, used = (saved.outer, saved.holder, saved.used) if saved else (seed(SEED), "", 0)
-        self.behind = world.rng.uniform(-10, 10)
+        self.behind = -world.rng.uniform(0, 20)
         self.member: Member = world.member_class(identity, outer, world.timing, world.rules, holder, used)
         self.trainer = Trainer(self, world.pace, step_seconds, saved)
         self.alive, self.paused, self.paused_at = True, False, 0.0

@@ -1,15 +1,18 @@
 """Random schedules: some islands, some seconds of faults, then none, and progress within a bound."""
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
+from gregale.islands.protocol.headers import NO_ROUND
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.settings import Timing
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
-from tests.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
+from tests.islands.simulator.world import COORDINATOR, POLL_SECONDS, SLOWEST_STEP, Weather, World, some_timing
 
 FAULT_SECONDS = 10.0
 CALM = 4.0  # limits of a wait after the last fault: some more rounds by then, and all that live have the same state
@@ -39,6 +42,32 @@ def run(number: int, member_class: type[Member] = Member, trace: list[str] | Non
     world.run_until(FAULT_SECONDS)
     _calm(world, names)
     return _demand_progress(world)
+
+
+def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tuple[float, float]:
+    """Runs the beginning of a fleet that needs all its islands; others have died, and the coordinator knows only later.
+
+    Returns the seconds from the arrival of the last island to the state of the fleet in all, and their limit, which
+    `docs/protocol.md` has: a heartbeat timeout, the coordinator's wait and two round trips.
+    """
+    world = World(number)
+    rng, timing = world.rng, timing or some_timing(world.rng)
+    world.timing, world.rules = timing, replace(world.rules, minimum=1, start=islands)
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0, delay)
+    last = rng.uniform(0.0, 30.0)
+    for name in range(islands):
+        world.later(last if name == 0 else rng.uniform(0.0, last), lambda name=name: world.start(f"i{name}"))
+    for name in range(2 * islands):
+        seconds = timing.heartbeat_seconds
+        world.later(last, lambda name=name: world.coordinator.beat(f"dead{name}", "s", seconds, False, world.clock))
+    limit = timing.heartbeat_seconds + timing.gather_seconds + 4 * delay + POLL_SECONDS
+    while world.now < last + limit and not _has_begun(world, islands):
+        world.run_until(world.now + 0.01)
+    return world.now - last if _has_begun(world, islands) else math.inf, limit
+
+
+def _has_begun(world: World, islands: int) -> bool:
+    return sum(state.round > NO_ROUND for state in world.states.values()) >= islands
 
 
 def _fault(world: World, rng: random.Random, names: list[str]) -> None:
@@ -163,7 +192,7 @@ def _calm(world: World, names: list[str]) -> None:
     for name in list(world.nodes):
         world.resume(name)
     for node in world.nodes.values():
-        node.doom = None
+        node.doom, node.reachable_since = None, world.now
     # Who made the last round has to be asked: nobody may go on without one of them while they are there.
     voters = [node.name for node in staying(world) if node.member.header.voter]
     if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:

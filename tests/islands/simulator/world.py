@@ -40,6 +40,7 @@ TIMING = Timing(
 COORDINATOR = "coordinator"
 IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
 SLOWEST_STEP = 0.8  # seconds
+POLL_SECONDS = 0.15  # between two ticks of the coordinator
 SAVES = 0.1  # share of steps after which an island saves
 
 
@@ -270,12 +271,11 @@ class World:
             node = self.nodes[answer.ask.name]
             if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
                 raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
-            pending = self.coordinator.pending.get(answer.ask.name)
-            if answer.view or not (pending and pending.number == answer.ask.number):  # else it was repeated
+            if view or self.coordinator.healthy.get(answer.ask.name) != answer.ask.session:  # else it was repeated
                 self._answer(answer.ask.header, view)
         if self.coordinator.pending and not self.polling:
             self.polling = True
-            self.later(0.15, self._poll)
+            self.later(POLL_SECONDS, self._poll)
 
     def _view(self, formed: Formed) -> View:
         """The members' form of a coordinator's view, which it may give again."""
