@@ -57,10 +57,10 @@ def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tup
     last = rng.uniform(0.0, 30.0)
     for name in range(islands):
         world.later(last if name == 0 else rng.uniform(0.0, last), lambda name=name: world.start(f"i{name}"))
-    for name in range(2 * islands):
-        seconds = timing.heartbeat_seconds
-        world.later(last, lambda name=name: world.coordinator.beat(f"dead{name}", "s", seconds, False, world.clock))
-    limit = timing.heartbeat_seconds + timing.gather_seconds + 4 * delay + POLL_SECONDS
+    heartbeat_seconds = timing.heartbeat_seconds
+    dead = [(f"dead{name}", "s", heartbeat_seconds, False) for name in range(2 * islands)]
+    world.later(last, lambda: [world.coordinator.beat(*each, world.clock) for each in dead])
+    limit = heartbeat_seconds + timing.gather_seconds + 4 * delay + POLL_SECONDS
     while world.now < last + limit and not _has_begun(world, islands):
         world.run_until(world.now + 0.01)
     return world.now - last if _has_begun(world, islands) else math.inf, limit

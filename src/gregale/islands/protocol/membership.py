@@ -29,7 +29,7 @@ coordinator has none of its own.
 """  # noqa: E501
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gregale.distributed.agreement import listed
@@ -68,18 +68,16 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Owner:
-    """A session that owns a name, or claims it (`ask`: with this request, since `since`)."""
+class Session:
+    """A process that the coordinator hears. The oldest of a name owns it."""
 
-    session: str
+    since: float
     heard: float
     heartbeat_seconds: float
     runs: bool = False
+    ask: Ask | None = None  # its pending request
     newest: int = -1  # number of its newest request that a view answered
     view: Formed | None = None  # that view
-    ask: Ask | None = None
-    since: float = 0.0
-    rival: "Owner | None" = None
 
 
 class Membership:
@@ -87,144 +85,114 @@ class Membership:
 
     def __init__(self, first_id: int = 1):
         self._id = first_id - 1
-        self._owners: dict[str, Owner] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}  # by name and session, the oldest first
         self._answers: list[Answer] = []
-        self._enough_since: float | None = None  # when enough names had a request for a view
+        self._enough_since: float | None = None  # when more than half of the names had a request for a view
         self._started = math.inf  # the first tick
-        self.pending: dict[str, Ask] = {}  # by name
         self.last: frozenset[str] | None = None
 
     @property
     def healthy(self) -> dict[str, str]:
         """Sessions by name, as of the last tick."""
-        return {name: owner.session for name, owner in self._owners.items()}
+        return dict(reversed(self._sessions))
+
+    @property
+    def pending(self) -> dict[str, Ask]:
+        """Requests by name."""
+        return {name: owner.ask for name, owner in self._owners().items() if owner.ask}
 
     @property
     def heartbeat_seconds(self) -> float:
         """The longest silence of a healthy name."""
-        return max((owner.heartbeat_seconds for owner in self._owners.values()), default=0.0)
+        return max((each.heartbeat_seconds for each in self._sessions.values()), default=0.0)
 
     def held(self, name: str) -> str:
         """Return why the request of `name` is held; empty if it has none."""
-        if name not in self.pending:
+        if name not in (pending := self.pending):
             return ""
-        if len(self.pending) < (needed := self._needed()):
-            return f"{len(self.pending)} of at least {needed} islands are here ({listed(sorted(self.pending))})"
-        others = sorted(self._owners.keys() - self.pending.keys())
+        if len(pending) < (needed := _needed(pending)):
+            return f"{len(pending)} of at least {needed} islands are here ({listed(sorted(pending))})"
+        others = sorted(self.healthy.keys() - pending.keys())
         return f"the coordinator waits for the requests of {listed(others)}" if others else ""
 
     def beat(self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float) -> None:
-        owner = self._heard(name, session, heartbeat_seconds, now)
-        if owner.session != session:
+        """Record a heartbeat; that of an owner refuses other processes of its name."""
+        self._heard(name, session, heartbeat_seconds, now).runs = runs
+        if self.healthy[name] != session:
             return
-        owner.runs, rival = runs, owner.rival
-        if rival and now - rival.since >= owner.heartbeat_seconds:  # earlier ones may have been sent before the claim
-            owner.rival = None
-            assert rival.ask is not None
-            self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
+        for key, rival in list(self._sessions.items()):
+            # Earlier heartbeats of the owner may have been sent before the other process began.
+            if key[0] == name and key[1] != session and rival.ask and now - rival.since >= heartbeat_seconds:
+                del self._sessions[key]
+                self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
 
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
-        owner = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
-        if owner.session != ask.session:
-            self._claim(owner, ask, now)
-            return
-        pending = self.pending.get(ask.name)
-        if ask.number == owner.newest and not pending:  # the member has not received the view
-            self._answers.append(Answer(ask, owner.view))
-            return
-        if ask.number <= owner.newest or (pending and ask.number < pending.number):
-            self._forget(ask)
-            return
-        if pending:
-            self._forget(pending)
-        self.pending[ask.name] = ask
+        session = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
+        if ask.number == session.newest and not session.ask:  # the member has not received the view
+            self._answers.append(Answer(ask, session.view))
+        elif ask.number <= session.newest or (session.ask and ask.number < session.ask.number):
+            self._answers.append(Answer(ask))
+        else:
+            self._drop_ask(session)
+            session.ask = ask
 
     def leave(self, name: str, session: str) -> None:
-        """Record the end of a process; a session that claims its name becomes the owner."""
-        owner = self._owners.get(name)
-        if owner and owner.session == session:
-            self._end(name, owner)
-        elif owner and owner.rival and owner.rival.session == session:
-            owner.rival = None
+        """Record the end of a process; the next oldest of the name becomes the owner."""
+        if found := self._sessions.pop((name, session), None):
+            self._drop_ask(found)
 
     def tick(self, now: float) -> list[Answer]:
         """Return the answers that are due."""
         self._started = min(self._started, now)
-        self._lapse(now)
+        for key, session in list(self._sessions.items()):
+            if now - session.heard >= session.heartbeat_seconds:
+                self.leave(*key)
         view = self._form(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
-    def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Owner:
-        """Update the time of the last heartbeat; return the name's owner, this session if there was none."""
-        owner = self._owners.get(name)
-        if owner is None:
-            owner = self._owners[name] = Owner(session, now, heartbeat_seconds)
-        for each in (owner, owner.rival):
-            if each and each.session == session:
-                each.heard = max(each.heard, now)
-        return owner
+    def _owners(self) -> dict[str, Session]:
+        return {name: session for (name, _), session in reversed(self._sessions.items())}
 
-    def _claim(self, owner: Owner, ask: Ask, now: float) -> None:
-        since = now
-        if (rival := owner.rival) and rival.ask:
-            self._forget(rival.ask)
-            since = rival.since if rival.session == ask.session else now
-        owner.rival = Owner(ask.session, now, ask.heartbeat_seconds, ask=ask, since=since)
+    def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Session:
+        """Record that a process is alive."""
+        found = self._sessions.setdefault((name, session), Session(now, now, heartbeat_seconds))
+        found.heard = max(found.heard, now)
+        return found
 
-    def _forget(self, ask: Ask) -> None:
-        self._answers.append(Answer(ask))
+    def _drop_ask(self, session: Session) -> None:
+        if session.ask:
+            self._answers.append(Answer(session.ask))
 
-    def _lapse(self, now: float) -> None:
-        """Drop silent owners and rivals."""
-        for name, owner in list(self._owners.items()):
-            if (rival := owner.rival) and rival.ask and now - rival.heard >= rival.heartbeat_seconds:
-                self._forget(rival.ask)
-                owner.rival = None
-            if now - owner.heard >= owner.heartbeat_seconds:
-                self._end(name, owner)
-
-    def _end(self, name: str, owner: Owner) -> None:
-        """Remove a name's owner; the session that claims the name becomes the owner."""
-        del self._owners[name]
-        if name in self.pending:
-            self._forget(self.pending.pop(name))
-        if (rival := owner.rival) and rival.ask:
-            self._owners[name] = replace(rival, ask=None)
-            self.pending[name] = rival.ask
-
-    def _needed(self) -> int:
-        return min(ask.needed for ask in self.pending.values())
-
-    def _is_due(self, now: float) -> bool:
+    def _is_due(self, pending: dict[str, Ask], owners: dict[str, Session], now: float) -> bool:
         """Return whether the pending requests make a view."""
-        asking, healthy = len(self.pending), len(self._owners)
-        if not asking or asking < self._needed():
-            self._enough_since = None
-            return False
-        running = {name for name, owner in self._owners.items() if owner.runs}
+        running = {name for name, owner in owners.items() if owner.runs}
         is_early = now - self._started < 2 * self.heartbeat_seconds / BEATS_PER_TIMEOUT
-        if not running & self.pending.keys() and (running or is_early):
-            return False
-        if self.last is not None and self.last <= self.pending.keys():
+        begins = not running & pending.keys()
+        possible = len(pending) >= _needed(pending) and not (begins and (running or is_early))
+        if possible and self.last is not None and self.last <= pending.keys():
             return True
-        if 2 * asking <= healthy:
+        if not possible or 2 * len(pending) <= len(owners):
             self._enough_since = None
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
-        gather_seconds = max(ask.gather_seconds for ask in self.pending.values())
-        return asking == healthy or now - self._enough_since >= gather_seconds
+        gather_seconds = max(ask.gather_seconds for ask in pending.values())
+        return len(pending) == len(owners) or now - self._enough_since >= gather_seconds
 
     def _form(self, now: float) -> Formed | None:
-        if not self._is_due(now):
+        pending, owners = self.pending, self._owners()
+        if not pending or not self._is_due(pending, owners, now):
             return None
-        names = frozenset(self.pending)
+        names, self._enough_since = frozenset(pending), None
         if names != self.last:
             self._id, self.last = self._id + 1, names
-        view = Formed(self._id, tuple(self.pending[name] for name in sorted(names)))
+        view = Formed(self._id, tuple(pending[name] for name in sorted(names)))
         for ask in view.asks:
-            self._owners[ask.name].newest, self._owners[ask.name].view = ask.number, view
-        self.pending.clear()
-        self._enough_since = None
+            owner = owners[ask.name]
+            owner.newest, owner.view, owner.ask = ask.number, view, None
         return view
+
+
+def _needed(pending: dict[str, Ask]) -> int:
+    return min(ask.needed for ask in pending.values())
