@@ -88,17 +88,13 @@ class Lighthouse:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
-        gather, heartbeat = seconds_of(message, "gather_seconds"), seconds_of(message, "heartbeat_seconds")
+        hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
         ask, waiting = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Waiting()
         with self._lock:
-            now = self._time()
             self._waiting[ask] = waiting
-            self._membership.ask(ask, now)
-            round = header.get("round")
-            if type(round) is int and self._membership.healthy.get(name) == session:
-                self._tell(self._news.note(round, now), self._say)
+            self._membership.ask(ask, self._time())
             self._tick()
-        waiting.answered.wait(seconds_of(message, "hold_seconds"))
+        waiting.answered.wait(hold)
         with self._lock:
             return {"held": True} if self._waiting.pop(ask, None) else waiting.reply
 
