@@ -62,7 +62,7 @@ class ViewPoller:
 
     def _request(self, header: Header, needed: int) -> None:
         try:
-            view = self._coordinator.ask(json.loads(header.to_json()), needed)
+            number, headers = self._coordinator.ask(json.loads(header.to_json()), needed)
         except NotAdmitted as error:
             self._refused(str(error))
         except (CoordinatorUnreachable, RequestDropped) as error:
@@ -71,7 +71,7 @@ class ViewPoller:
                 self._failed(str(error))
         else:
             if self._is_newest():
-                self._answered(header, view.id, view.headers)
+                self._answered(header, number, headers)
 
     def _is_newest(self) -> bool:
         """Return whether the current thread has sent the newest request."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import NamedTuple
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
@@ -38,13 +37,6 @@ class RequestDropped(Exception):
     """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
-class View(NamedTuple):
-    """The coordinator's answer, the same for all its members."""
-
-    id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
-    headers: list[dict]  # of all members, sorted by `name`
-
-
 class CoordinatorClient:
     """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
@@ -64,8 +56,10 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, needed: int) -> View:
-        """Send this member's header (JSON; `name` is added) and wait for the view, which has `needed` members or more.
+    def ask(self, header: dict, needed: int) -> tuple[int, list[dict]]:
+        """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
+
+        Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
 
         The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
         and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
@@ -80,7 +74,7 @@ class CoordinatorClient:
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
             raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
-        return View(view["id"], view["headers"])
+        return view["id"], view["headers"]
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""

@@ -8,7 +8,8 @@ Requests without the token are rejected before that.
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
@@ -27,14 +28,6 @@ CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come 
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
-@dataclass(eq=False)
-class Waiting:
-    """The thread of a view request that waits for its answer."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    reply: dict | bytes = field(default_factory=dict)
-
-
 class Lighthouse:
     """A running coordinator. `address` is `host:port` for `CoordinatorClient`.
 
@@ -46,7 +39,7 @@ class Lighthouse:
         self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._waiting: dict[Ask, Waiting] = {}
+        self._waiting: dict[Ask, Future[dict | bytes]] = {}
         self._server = Server(
             bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
         )
@@ -57,9 +50,9 @@ class Lighthouse:
         self._closed.set()
         self._server.close()
         with self._lock:
-            waiting = list(self._waiting.values())
-        for each in waiting:
-            each.answered.set()
+            for answer in self._waiting.values():
+                answer.set_result({})
+            self._waiting.clear()
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
@@ -89,30 +82,29 @@ class Lighthouse:
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
-        ask, waiting = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Waiting()
+        ask, answer = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Future()
         with self._lock:
-            self._waiting[ask] = waiting
+            self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
             self._tick()
-        waiting.answered.wait(hold)
-        with self._lock:
-            return {"held": True} if self._waiting.pop(ask, None) else waiting.reply
+        with suppress(TimeoutError):
+            return answer.result(hold)
+        return {"held": True}
 
     def _tick(self) -> None:
         """Send the answers that are due, and print the resulting lines."""
         now, refused = self._time(), set[str]()
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
-            waiting = self._waiting.pop(answer.ask, None) or Waiting()  # else it is told when it repeats the request
+            reply: dict | bytes = {"refused": answer.refused}
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
                     replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
-                waiting.reply = replies[view]
+                reply = replies[view]
             elif answer.refused:
-                waiting.reply = {"refused": answer.refused}
                 refused.add(answer.ask.name)
-            waiting.answered.set()
+            self._waiting.pop(answer.ask).set_result(reply)
         self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
         heartbeat_seconds = self._membership.heartbeat_seconds
         self._tell(self._news.changes(self._membership.healthy, now, heartbeat_seconds), self._say_change)
