@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event, Thread
 
@@ -17,7 +18,10 @@ def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
 
     A peer that does not answer may be cut off or paused, so it does not count as dead.
     """
-    return frozenset(peer.identity for peer in peers if _is_refused(peer.hosts[0]))
+    asked = list(peers)
+    with ThreadPoolExecutor(max(len(asked), 1)) as threads:
+        refused = threads.map(_is_refused, [peer.hosts[0] for peer in asked])
+        return frozenset(peer.identity for peer, is_refused in zip(asked, refused, strict=True) if is_refused)
 
 
 def _is_refused(address: str) -> bool:

@@ -16,7 +16,7 @@ class Rate:
         self._holds_start = True
 
     def completed(self, tokens: int, now: float) -> None:
-        """Record that another step is complete, with `tokens` tokens. (An island's step number may jump to a peer's.)"""
+        """Record that another step is complete, with `tokens` tokens."""
         _, steps, before = self._marks[-1]
         self._marks.append((now, steps + 1, before + tokens))
         if self._holds_start and len(self._marks) == 3:
