@@ -1,11 +1,11 @@
 """The requests for views to the coordinator: only the answer to the newest one counts."""
 
-import json
 import time
 from collections.abc import Callable
 from threading import Lock, Thread, current_thread
 
-from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, View
+from gregale.islands.protocol.headers import NO_ROUND, Header, View, headers_of
+from gregale.islands.protocol.wire import GarbageError, Packed
 from gregale.islands.transport.coordinator import (
     LAST_REQUEST_SECONDS,
     CoordinatorClient,
@@ -64,7 +64,7 @@ class ViewPoller:
 
     def _request(self, header: Header) -> None:
         try:
-            view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
+            view = self._coordinator.ask(header.to_json(), self._seconds)
         except NotAdmitted as error:
             self._refused(str(error))
         except (CoordinatorUnreachable, CoordinatorTimeout) as error:
@@ -80,7 +80,7 @@ class ViewPoller:
         with self._lock:
             return not self._closed and self._threads[-1] is current_thread()
 
-    def _answered(self, own: Header, number: int, found: list[dict]) -> None:
+    def _answered(self, own: Header, number: int, found: Packed) -> None:
         headers, unreadable = readable(found)
         self._has_peers |= len(headers) > 1
         has_state = any(type(value.get("round")) is int and value["round"] > NO_ROUND for _, value in unreadable)
@@ -100,12 +100,13 @@ class ViewPoller:
         self._complaints = set(complaints)
 
 
-def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[tuple[str, dict]]]:
+def readable(found: Packed) -> tuple[tuple[Header, ...], list[tuple[str, dict]]]:
     """Return the headers that this version can read, and a complaint for each other one."""
     headers, unreadable = [], []
-    for value in found:
-        try:
-            headers.append(Header.from_json(json.dumps(value)))
-        except GarbageError as error:
-            unreadable.append((f"{value.get('name')}: {error}", value))
+    for number, each in enumerate(headers_of(found)):
+        if isinstance(each, GarbageError):
+            value = found.unpacked(number)
+            unreadable.append((f"{value.get('name')}: {each}", value))
+        else:
+            headers.append(each)
     return tuple(headers), unreadable

@@ -70,7 +70,11 @@ def fleet() -> Iterator[Fleet]:
 
 
 def seen(view: View) -> list[tuple[str, int]]:
-    return [(header["name"], header["x"]) for header in view.headers]
+    return [(header["name"], header["x"]) for header in headers_in(view)]
+
+
+def headers_in(view: View) -> list[dict]:
+    return [view.headers.unpacked(number) for number in range(view.headers.count)]
 
 
 def test_all_members_get_the_same_view_with_everybodys_header(fleet):
@@ -86,7 +90,7 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     assert "c has left: 2 islands now." in fleet.said
     fleet.members.pop("b").close()
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
-    assert fleet.members["a"].ask(header, WAIT_SECONDS).headers == [{**header, "name": "a"}]
+    assert headers_in(fleet.members["a"].ask(header, WAIT_SECONDS)) == [{**header, "name": "a"}]
 
 
 def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
@@ -140,7 +144,7 @@ def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
 
 def test_the_name_that_all_lighthouses_have_is_of_no_use_but_for_the_status(fleet):
     greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, WAIT_SECONDS)
-    assert greeting.request("GET", "/status") == {"recipient": fleet.lighthouse._server.recipient}
+    assert greeting.request("GET", "/status") == fleet.lighthouse._status()
     with pytest.raises(PeerUnreachable, match="another token"):
         greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
     greeting.close()
@@ -157,6 +161,33 @@ def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("No round for")
     fleet.members["a"].ask({"round": 6}, WAIT_SECONDS)
     fleet.wait_for("Rounds go on: round 6")
+
+
+def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
+    fleet.join("a")
+    monkeypatch.setattr("gregale.islands.transport.coordinator.MESSAGES", 1)
+    older = fleet.member("b")
+    with pytest.raises(
+        NotAdmitted, match=r"islands\.lighthouse: the lighthouse at .* another version of Gregale, with other"
+    ):
+        older.ask({"x": 9}, WAIT_SECONDS)
+    with pytest.raises(
+        NotAdmitted, match="refuses this island: it has another version of Gregale, with other messages"
+    ):
+        fleet.members["a"].ask({"x": 9}, WAIT_SECONDS)  # an older client does not look at the status
+    older.close()
+
+
+def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, monkeypatch):
+    fleet.join("a")
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.MESSAGES", 3)
+    fleet.restart()
+    reasons = []
+    for _ in range(3):  # the connection that it had breaks first
+        with pytest.raises(CoordinatorUnreachable) as failed:
+            fleet.ask("a").result()
+        reasons.append(str(failed.value))
+    assert "has another version of Gregale" in reasons[-1]
 
 
 def test_invalid_addresses(fleet):

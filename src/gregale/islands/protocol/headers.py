@@ -5,13 +5,12 @@ that view to each member. A header is a promise: its entries about held results 
 request. So a member acts on a view only if the view has the header of its newest request (`asked`).
 """
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.wire import NO_ROUND, GarbageError, decode
+from gregale.islands.protocol.wire import NO_ROUND, GarbageError, Packed, decode, decode_all
 
 
 class Generation(NamedTuple):
@@ -54,13 +53,16 @@ class OuterRecord:
         spans = [*found.ledger.free, *(span for lease in found.ledger.leases for span in lease.spans)]
         if any(start >= stop for start, stop in spans):
             raise GarbageError("a ledger of leases is not one that Gregale writes")
-        _check_sizes(found.sizes)
+        if not all(map(_is_positive, found.sizes)):
+            raise GarbageError(WRONG_SIZE)
         return found
 
 
-def _check_sizes(sizes: tuple[Size, ...]) -> None:
-    if not all(size.norm > 0 and size.weight > 0 for size in sizes):
-        raise GarbageError("the size of a message is not two numbers above 0")
+WRONG_SIZE = "the size of a message is not two numbers above 0"
+
+
+def _is_positive(size: Size) -> bool:
+    return size.norm > 0 and size.weight > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +117,23 @@ class Header:
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Header":
-        """Return the header of `to_json`; raise `GarbageError` with the reason for anything else."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise GarbageError("a header is not JSON") from None
-        found: Header = decode(cls, value, "header")
-        _check_sizes((found.usual,) if found.usual else ())
-        return found
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, for a request."""
+        return asdict(self)
 
     @property
     def identity(self) -> str:
         return f"{self.name}/{self.session}"
+
+
+def headers_of(packed: Packed) -> list[Header | GarbageError]:
+    """Return the headers of an answer of the coordinator, or the reason why this version cannot read one."""
+    return [
+        each
+        if isinstance(each, GarbageError) or not each.usual or _is_positive(each.usual)
+        else GarbageError(WRONG_SIZE)
+        for each in decode_all(Header, packed, "header")
+    ]
 
 
 @dataclass(frozen=True, slots=True)

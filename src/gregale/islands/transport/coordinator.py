@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
-from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.protocol.wire import MESSAGES, NO_ROUND, Packed
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
-from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
+from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_MESSAGES
 
 CONNECT_SECONDS = 2.0
 NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
@@ -40,7 +40,7 @@ class View(NamedTuple):
     """The coordinator's answer, the same for all its members."""
 
     id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
-    headers: list[dict]  # of all members, sorted by `name`
+    headers: Packed  # of all members, sorted by `name`
 
 
 class CoordinatorClient:
@@ -67,13 +67,13 @@ class CoordinatorClient:
         Raises CoordinatorUnreachable or CoordinatorTimeout, both of which may be retried, and NotAdmitted. A newer
         request of this member ends an older one with CoordinatorTimeout.
         """
-        request = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
+        request = {"messages": MESSAGES, "number": next(self._numbers), "seconds": timeout_seconds, "header": header}
         reply = self._send("ask", request, timeout_seconds + NETWORK_SECONDS)
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
             raise CoordinatorTimeout(f"The lighthouse at {self.address} has not answered in time.")
-        return View(view["id"], view["headers"])
+        return View(view["id"], Packed(*view["headers"]))
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
@@ -154,7 +154,12 @@ class ConnectionPool:
         if recipient is None:
             self.close()
             # The random name that the server drew at its start.
-            recipient = str(ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient"))
+            status = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
+            if status.get("messages") != MESSAGES:
+                raise (CoordinatorRefuses if self.has_met else NotAdmitted)(
+                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_MESSAGES}"
+                )
+            recipient = str(status.get("recipient"))
             self._recipient, self.has_met = recipient, True
         with self._lock:
             if self._kept:

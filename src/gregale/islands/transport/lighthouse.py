@@ -14,14 +14,17 @@ from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
+from gregale.islands.protocol.wire import MESSAGES, pack
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
+BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
 LONGEST_NAME, LONGEST_REASON, LONGEST_WAIT_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
+OTHER_MESSAGES = "another version of Gregale, with other messages: install the same one everywhere"
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -51,11 +54,9 @@ class Lighthouse:
         )
         self._news, self._say = News(quorum.heartbeat_seconds), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(
-            bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
-        )
+        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -66,6 +67,9 @@ class Lighthouse:
             waiting = list(self._waiting.values())
         for each in waiting:
             each.answered.set()
+
+    def _status(self) -> dict:
+        return {"recipient": self._server.recipient, "messages": MESSAGES}
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
@@ -80,7 +84,6 @@ class Lighthouse:
                 self._news.leave(name)
             else:
                 raise RequestRejected("unknown message")
-            self._tick()
         return {}
 
     def _report(self, name: str, session: str, message: dict) -> None:
@@ -89,6 +92,8 @@ class Lighthouse:
             self._tell(self._news.report(name, round, stalled, time.monotonic()), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
+        if message.get("messages") != MESSAGES:
+            return {"refused": f"it has {OTHER_MESSAGES}"}
         number, seconds, header = message.get("number"), message.get("seconds"), message.get("header")
         if not (isinstance(number, int) and isinstance(seconds, int | float) and isinstance(header, dict)):
             raise RequestRejected("a question has a number, a header and seconds")
@@ -102,7 +107,7 @@ class Lighthouse:
             round = header.get("round")
             if type(round) is int and self._membership.healthy.get(name) == session:
                 self._tell(self._news.note(round, now), self._say)
-            self._tick()
+        self._asked.set()
         waiting.answered.wait()
         return waiting.reply
 
@@ -115,7 +120,7 @@ class Lighthouse:
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
-                    replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
+                    replies[view] = canonical({"view": {"id": view.id, "headers": pack(headers)}})
                 waiting.reply = replies[view]
             elif answer.refused:
                 waiting.reply = {"refused": answer.refused}
@@ -130,7 +135,9 @@ class Lighthouse:
             say(line)
 
     def _run(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
+        while not self._closed.wait(BURST_SECONDS):
+            self._asked.wait(TICK_SECONDS)
+            self._asked.clear()
             with self._lock:
                 self._tick()
 
