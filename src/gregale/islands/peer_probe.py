@@ -1,6 +1,7 @@
 """Liveness checks of peers, because a group's sockets do not report a cut-off peer; and short messages to peers."""
 
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +12,7 @@ from gregale.islands.transport.client import PeerUnreachable, RequestRejected, a
 
 FIND_SECONDS = 2.0
 TELL_SECONDS = 2.0
+PAUSE_SECONDS = 0.1  # between two probes of a peer that refuses connections
 
 
 def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
@@ -38,14 +40,15 @@ def _is_refused(address: str) -> bool:
 class PeerProbe:
     """A `with` block that probes peers, and calls `drop` if one is silent for `seconds`.
 
-    The first probe is sent after half of that time, when most rounds are over.
+    A busy server answers late, or closes a connection that has waited too long. So a probe is repeated until it has
+    taken three quarters of `seconds`. The first probes are sent during the first quarter, one after the other.
 
     - `peers`: addresses by name
     - `silent`: the names of the peers that did not answer
     """
 
     def __init__(self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None]):
-        self._peers, self._token, self._half, self._drop = peers, token, seconds / 2, drop
+        self._peers, self._token, self._quarter, self._drop = peers, token, seconds / 4, drop
         self._over = Event()
         self.silent: list[str] = []
 
@@ -54,24 +57,35 @@ class PeerProbe:
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> "PeerProbe":
-        for name, address in self._peers.items():
-            Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
+        for place, (name, address) in enumerate(self._peers.items(), 1):
+            first = self._quarter * place / len(self._peers)
+            Thread(target=self._watch, args=(name, address, first), daemon=True, name=f"watching-{name}").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _watch(self, name: str, address: str) -> None:
-        while not self._over.wait(self._half):
-            try:
-                ask_status(address, self._token, self._half)
-            except PeerUnreachable:
+    def _watch(self, name: str, address: str, pause: float) -> None:
+        while not self._over.wait(pause):
+            if not self._answers(address):
                 if not self._over.is_set():
                     self.silent.append(name)
                     self._drop()
                 return
+            pause = self._quarter
+
+    def _answers(self, address: str) -> bool:
+        until = time.monotonic() + 3 * self._quarter
+        while (left := until - time.monotonic()) > 0:
+            try:
+                ask_status(address, self._token, left)
+                return True
             except RequestRejected:
-                return  # the peer is alive
+                return True  # the peer is alive
+            except PeerUnreachable:
+                if self._over.wait(min(left, PAUSE_SECONDS)):
+                    return True
+        return False
 
 
 def announce(address: str, token: bytes, number: int) -> None:
