@@ -132,7 +132,7 @@ def started(
     folder.mkdir()
     shutil.copytree(home / "text", folder / "text")
     shutil.copy(home / "fleet.yaml", folder)
-    seconds = Seconds(options.heartbeat, options.reduce, options.join)
+    seconds = Seconds(options.heartbeat, options.reduce)
     arguments = ("--islands.min_members_to_start", str(len(paces)), "--sync.period", str(options.period))
     fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True, network)
     for name, pace in paces.items():

@@ -139,7 +139,6 @@ def main() -> int:
     parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)
-    parser.add_argument("--join", type=float, default=0.5, help="of --soak: the lighthouse's join_seconds")
     parser.add_argument("--pace", type=float, default=0.03)
     parser.add_argument("--period", type=int, default=60, help="of --soak: steps between two rounds of a fragment")
     parser.add_argument("--allowance", type=float, default=3.0, help="seconds beyond the heartbeat")

@@ -28,7 +28,7 @@ from tests.namespaces import Network, Site, rate_limited, run
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "two_sites.md"
 NAMES = ("oslo", "turin")
 LIGHTHOUSE, SERVERS = "10.8.0.1:29510", ("10.8.0.1:29511", "10.8.0.2:29511")
-WAN, PACE_SECONDS = Seconds(heartbeat=10.0, reduce=60.0, join=3.0), 0.1
+WAN, PACE_SECONDS = Seconds(heartbeat=10.0, reduce=60.0), 0.1
 ROUNDS, ROUND_TRIP_SECONDS = 10, 0.1  # a packet and its answer pass four links
 OUTER = """table inet outer {
   chain input { type filter hook input priority -10; iifname eth0 jump count; }
@@ -78,9 +78,9 @@ class Tunnelled(Fleet):
 
     def start_lighthouse(self) -> subprocess.Popen:
         assert self.network
-        self.address, heartbeat, join = LIGHTHOUSE, str(self.seconds.heartbeat), str(self.seconds.join)
+        self.address = LIGHTHOUSE
         command = [*self.network.sites[0].command, *GREGALE, "lighthouse", "--bind", LIGHTHOUSE]
-        command += ["--token_file", str(self.token), "--heartbeat_seconds", heartbeat, "--join_seconds", join]
+        command += ["--token_file", str(self.token)]
         self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})
         return self.lighthouse
 

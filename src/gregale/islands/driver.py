@@ -24,6 +24,7 @@ from gregale.islands.peer_probe import announce, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.stalls import Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_log import RoundLog
@@ -62,7 +63,8 @@ class Driver:
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic(), self.steps)
+        self._time, self._heartbeat = RunningTime(), protocol.Heartbeat()
+        self._trainer = TrainerSide(self.pace, self.member.handover, self._time(), self.steps)
         self.stalls = Stalls(self.member, self._trainer)
         self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
@@ -71,7 +73,6 @@ class Driver:
         self._copied_step = 0
         self._asking = ViewPoller(
             self.coordinator,
-            self.member.timing.ask_seconds,
             seen=lambda view: self.post(protocol.ViewReceived(view)),
             failed=lambda reason: self.post(protocol.ViewFailed(reason)),
             complain=lambda complaint: self.report(complaint, True),
@@ -112,7 +113,7 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order(starved)
-                waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
+                waits = self._leaving or self._trainer.must_wait(self.round, self._time())
                 if order is not None or not (waits or (starved and self.leases.is_empty())):
                     break
                 if self.stop_asked() and not self._leaving:
@@ -152,7 +153,7 @@ class Driver:
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
-            count = self._trainer.message_sent(number, self.round, time.monotonic())
+            count = self._trainer.message_sent(number, self.round, self._time())
             self._log.begin()
 
         def down() -> None:
@@ -160,7 +161,7 @@ class Driver:
             self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
-                    seconds = self._trainer.step_seconds(time.monotonic())
+                    seconds = self._trainer.step_seconds(self._time())
                     self.post(protocol.MessageReady(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
@@ -226,7 +227,7 @@ class Driver:
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
             return commands.Finish(complete)
-        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
+        return trainer.message(number, self._time(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
     # Events and actions.
 
@@ -238,14 +239,14 @@ class Driver:
                 self._changed.notify_all()
 
     def _handle(self, event: protocol.Event) -> None:
-        for each in (protocol.Tick(time.monotonic()), event):
+        for each in (protocol.Tick(self._time()), event):
             for action in self.member.handle(each):
                 self._carry_out(action)
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case protocol.RequestView(header):
-                self._asking.ask(header)
+            case protocol.RequestView(header, needed):
+                self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
                     self._announcing.submit(address, partial(announce, address, self.token, number))
@@ -287,9 +288,9 @@ class Driver:
     def _ended(self, outer: OuterRecord, arrival: commands.Arrival, weight: float, healed: bool = False) -> None:
         """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
-        self._trainer.round_decided(arrival, time.monotonic())
+        self._trainer.round_decided(arrival, self._time())
         self._log.end(outer, weight, healed)
-        if text := self.stalls.went_on(time.monotonic(), outer, healed):
+        if text := self.stalls.went_on(self._time(), outer, healed):
             self._tell_stalled(text, False)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
@@ -300,7 +301,7 @@ class Driver:
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
-            self._trainer.round_decided(commands.LoadOuterState(self.round, inherits), time.monotonic())
+            self._trainer.round_decided(commands.LoadOuterState(self.round, inherits), self._time())
             self._changed.notify_all()
 
     def _take_over(self, outer: OuterRecord) -> None:
@@ -324,11 +325,13 @@ class Driver:
 
     def _tick(self) -> None:
         while not self._closed:
-            self.post(protocol.Tick(time.monotonic()))
             with self._lock:
-                if text := self.stalls.look(time.monotonic()):
+                before, self._heartbeat = self._heartbeat, self.coordinator.last_heartbeat
+                self.post(protocol.Tick(self._time()) if before is self._heartbeat else self._heartbeat)
+                if text := self.stalls.look(self._time(), self._time.stopped):
                     self._tell_stalled(text, True)
-            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
+                due = self.member.next_tick() - self._time()
+            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, due)))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run `work`; an error in a thread ends the run, because otherwise the run would wait forever."""

@@ -10,9 +10,9 @@ from gregale.islands.transport.coordinator import (
     LAST_REQUEST_SECONDS,
     CoordinatorClient,
     CoordinatorRefuses,
-    CoordinatorTimeout,
     CoordinatorUnreachable,
     NotAdmitted,
+    RequestDropped,
 )
 
 
@@ -22,7 +22,6 @@ class ViewPoller:
     A new request does not wait for the answer to the previous one, which is ignored: the coordinator drops the old
     request. Otherwise the next view would contain the outdated header of a healed member.
 
-    - `seconds`: the time after which a request is abandoned
     - `complain`: receives one line for each unreadable member of a view, and one for a coordinator that refuses
     - `refused`: receives the reason why this island ends. Either the coordinator does not admit it, or it has no state
       but an unreadable member has one: then it would start a second fleet.
@@ -31,24 +30,23 @@ class ViewPoller:
     def __init__(
         self,
         coordinator: CoordinatorClient,
-        seconds: float,
         seen: Callable[[View], None],
         failed: Callable[[str], None],
         complain: Callable[[str], None],
         refused: Callable[[str], None],
     ):
-        self._coordinator, self._seconds = coordinator, seconds
+        self._coordinator = coordinator
         self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
         self._complaints: set[str] = set()  # of the last answer
         self._has_peers = False
         self._threads: list[Thread] = []  # the newest is the last
         self._lock, self._closed = Lock(), False
 
-    def ask(self, header: Header) -> None:
+    def ask(self, header: Header, needed: int) -> None:
         with self._lock:
             if self._closed:
                 return
-            thread = Thread(target=self._request, args=(header,), daemon=True, name="asking")
+            thread = Thread(target=self._request, args=(header, needed), daemon=True, name="asking")
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
@@ -62,12 +60,12 @@ class ViewPoller:
             if thread is not current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
 
-    def _request(self, header: Header) -> None:
+    def _request(self, header: Header, needed: int) -> None:
         try:
-            view = self._coordinator.ask(header.to_json(), self._seconds)
+            view = self._coordinator.ask(header.to_json(), needed)
         except NotAdmitted as error:
             self._refused(str(error))
-        except (CoordinatorUnreachable, CoordinatorTimeout) as error:
+        except (CoordinatorUnreachable, RequestDropped) as error:
             if self._is_newest():
                 self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})
                 self._failed(str(error))

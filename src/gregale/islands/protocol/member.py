@@ -101,8 +101,13 @@ class Member(MemberState):
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.
-        self._waiting_for, self._seen, self._view_error = False, 0, event.reason
+        self._waiting_for, self._seen, self._error = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
+
+    def _on_heartbeat(self, event: m.Heartbeat) -> None:
+        self._error, self._held_request = event.error, event.held
+        if not event.error:
+            self._heard_at = self._now
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self._reducing is None or self._reducing[0].key != event.key:
@@ -177,7 +182,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._view_at, self._view_error = self._now, ""
+        self._heard_at, self._error, self._held_request = self._now, "", ""
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -338,6 +343,6 @@ class Member(MemberState):
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
             self._asked += 1
-            self._view_at = self._now if math.isnan(self._view_at) else self._view_at
+            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
-            self._do(m.RequestView(self.header))
+            self._do(m.RequestView(self.header, self._needed()))

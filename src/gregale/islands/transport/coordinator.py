@@ -3,18 +3,20 @@
 import itertools
 import secrets
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
+from gregale.islands.protocol.messages import Heartbeat
+from gregale.islands.protocol.settings import Timing
 from gregale.islands.protocol.wire import MESSAGES, NO_ROUND, Packed
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_MESSAGES
 
 CONNECT_SECONDS = 2.0
-NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
 MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
@@ -32,8 +34,8 @@ class NotAdmitted(Exception):
     """The coordinator does not admit this member: another token, a wrong clock, or a duplicate name."""
 
 
-class CoordinatorTimeout(Exception):
-    """The coordinator has not answered within the timeout, because it waits for other members."""
+class RequestDropped(Exception):
+    """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
 class View(NamedTuple):
@@ -47,32 +49,37 @@ class CoordinatorClient:
     """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
     - `name`: of the member, unique in the fleet
+    - `timing`: the coordinator takes its seconds from it
     - `session`: of this process; by default a new one
+    - `last_heartbeat`: the result of the newest heartbeat
     """
 
-    def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float, session: str | None = None):
-        self.address, self.name = address, name
-        self._session = session or secrets.token_hex(8)
+    def __init__(self, address: str, name: str, token: bytes, timing: Timing, session: str | None = None):
+        self.address, self.name, self.last_heartbeat = address, name, Heartbeat()
+        self._session, self._timing = session or secrets.token_hex(8), timing
         self._pool = ConnectionPool(address, token)
-        self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, timeout_seconds: float) -> View:
-        """Send this member's header (JSON; `name` is added) and wait for the view.
+    def ask(self, header: dict, needed: int) -> View:
+        """Send this member's header (JSON; `name` is added) and wait for the view, which has `needed` members or more.
 
-        Raises CoordinatorUnreachable or CoordinatorTimeout, both of which may be retried, and NotAdmitted. A newer
-        request of this member ends an older one with CoordinatorTimeout.
+        The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
+        and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
+        RequestDropped and NotAdmitted.
         """
-        request = {"messages": MESSAGES, "number": next(self._numbers), "seconds": timeout_seconds, "header": header}
-        reply = self._send("ask", request, timeout_seconds + NETWORK_SECONDS)
+        timing = self._timing
+        request = {"messages": MESSAGES, "number": next(self._numbers), "needed": needed, "header": header}
+        request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
+        while (reply := self._send("ask", request, timing.ask_seconds)).get("held"):
+            pass
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
-            raise CoordinatorTimeout(f"The lighthouse at {self.address} has not answered in time.")
+            raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
         return View(view["id"], Packed(*view["headers"]))
 
     def report(self, round: int, stalled: str | None) -> None:
@@ -90,17 +97,21 @@ class CoordinatorClient:
         self._pool.close()
 
     def _beat(self) -> None:
-        while not self._closed.wait(self._interval_seconds):
-            self._say("beat", self._status)
+        interval = wait = self._timing.heartbeat_seconds / BEATS_PER_TIMEOUT
+        while not self._closed.wait(max(wait, 0.0)):
+            began = time.monotonic()
+            self.last_heartbeat = self._say("beat", self._status)
+            wait = interval - (time.monotonic() - began)
 
-    def _say(self, kind: str, content: dict) -> None:
+    def _say(self, kind: str, content: dict) -> Heartbeat:
         try:
-            self._send(kind, content, CONNECT_SECONDS)
-        except (CoordinatorUnreachable, NotAdmitted):
-            return  # the next view request raises
+            return Heartbeat(held=str(self._send(kind, content, self._timing.network_seconds).get("held", "")))
+        except (CoordinatorUnreachable, NotAdmitted) as error:
+            return Heartbeat(str(error))
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
-        message = {"kind": kind, "name": self.name, "session": self._session, **content}
+        seconds = {"heartbeat_seconds": self._timing.heartbeat_seconds}
+        message = {"kind": kind, "name": self.name, "session": self._session, **seconds, **content}
         return self._pool.request(message, wait_seconds)
 
 

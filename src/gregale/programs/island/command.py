@@ -241,9 +241,7 @@ def join(
     rounds = lines_at(run.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
-        coordinator=CoordinatorClient(
-            str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session
-        ),
+        coordinator=CoordinatorClient(str(islands.lighthouse), islands.own_name, token, timing, session),
         worker=hosts,
         leases=DataLeases(islands.own_name, holder, config.batch.size, used),
         pace=pace,
