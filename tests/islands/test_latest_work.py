@@ -13,7 +13,7 @@ from gregale.islands.latest_work import LatestWork
 def work() -> Iterator[LatestWork]:
     work = LatestWork(2, "test")
     yield work
-    work.close()
+    work.shutdown(wait=False, cancel_futures=True)
 
 
 def test_the_newest_replaces_what_waits_for_a_silent_peer(work):
@@ -24,15 +24,15 @@ def test_the_newest_replaces_what_waits_for_a_silent_peer(work):
         answers.wait()
         told.put(0)
 
-    work.submit("cut", first)
+    work.put("cut", first)
     started.wait()
     for number in range(1, 100):
-        work.submit("cut", lambda number=number: told.put(number))
-    work.submit("other", lambda: told.put("other"))
+        work.put("cut", lambda number=number: told.put(number))
+    work.put("other", lambda: told.put("other"))
     assert told.get() == "other", "it does not wait behind the announcements to the silent peer"
     answers.set()
     assert [told.get(), told.get()] == [0, 99]
-    work.submit("cut", lambda: told.put("again"))
+    work.put("cut", lambda: told.put("again"))
     assert told.get() == "again"
     assert told.empty()
 
@@ -46,14 +46,14 @@ def test_work_that_fails_does_not_block_its_key(work):
         fails.wait()
         raise ValueError
 
-    work.submit("a", failing)
+    work.put("a", failing)
     started.wait()
-    work.submit("a", lambda: told.put("next"))
+    work.put("a", lambda: told.put("next"))
     fails.set()
     assert told.get() == "next"
 
 
-def test_nothing_starts_after_close(work):
+def test_nothing_starts_after_shutdown(work):
     started, goes_on, told = Event(), Event(), Queue()
 
     def first() -> None:
@@ -61,12 +61,11 @@ def test_nothing_starts_after_close(work):
         goes_on.wait()
         told.put("first")
 
-    work.submit("a", first)
+    work.put("a", first)
     started.wait()
-    work.submit("a", lambda: told.put("second"))
-    work.close()
-    work.submit("b", lambda: told.put("third"))
+    work.put("a", lambda: told.put("second"))
+    work.shutdown(wait=False, cancel_futures=True)
     goes_on.set()
     assert told.get() == "first"
-    work._threads.shutdown(wait=True)
+    work.shutdown(wait=True)
     assert told.empty()

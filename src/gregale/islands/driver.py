@@ -210,9 +210,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for work in (self._announcing, self._telling):
-            work.close()
-        for threads in (self._exchange, self._healing):
+        for threads in (self._announcing, self._telling, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
@@ -249,7 +247,7 @@ class Driver:
                 self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
-                    self._announcing.submit(address, partial(announce, address, self.token, number))
+                    self._announcing.put(address, partial(announce, address, self.token, number))
             case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
@@ -262,7 +260,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._telling.submit("probe", lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._telling.put("probe", lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -297,7 +295,7 @@ class Driver:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, self.stalls.reason)
-        self._telling.submit("stalled", partial(self.note_stalled, text if stalled else None))
+        self._telling.put("stalled", partial(self.note_stalled, text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:

@@ -22,7 +22,7 @@ def exchanged(
     own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
     place, count = [peer.name for peer in action.members].index(own), len(action.members)
     # A round that has failed is tried again with probes of all members, because the protocol leaves silent ones out.
-    probed = range(1, count) if member.failures else distances(count)
+    probed = range(1, count) if member.header.failures else distances(count)
     others = {peer.name: peer.hosts[0] for peer in (action.members[(place + each) % count] for each in probed)}
     watch = PeerProbe(others, token, heartbeat, worker.drop_group)
     try:

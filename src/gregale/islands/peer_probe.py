@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import compress
 from threading import Event, Thread
 
 from gregale.islands.protocol.headers import Peer
@@ -21,9 +22,9 @@ def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
     A peer that does not answer may be cut off or paused, so it does not count as dead.
     """
     asked = list(peers)
-    with ThreadPoolExecutor(max(len(asked), 1)) as threads:
+    with ThreadPoolExecutor(len(asked) or 1) as threads:
         refused = threads.map(_is_refused, [peer.hosts[0] for peer in asked])
-        return frozenset(peer.identity for peer, is_refused in zip(asked, refused, strict=True) if is_refused)
+        return frozenset(compress((peer.identity for peer in asked), refused))
 
 
 def _is_refused(address: str) -> bool:
@@ -66,26 +67,19 @@ class PeerProbe:
         self._over.set()
 
     def _watch(self, name: str, address: str, pause: float) -> None:
+        silent_at = None  # the end of the current probe, once a try has failed
         while not self._over.wait(pause):
-            if not self._answers(address):
-                if not self._over.is_set():
+            until = silent_at or time.monotonic() + 3 * self._quarter
+            try:
+                with suppress(RequestRejected):  # the peer is alive
+                    ask_status(address, self._token, max(until - time.monotonic(), PAUSE_SECONDS))
+                silent_at, pause = None, self._quarter
+            except PeerUnreachable:
+                silent_at, pause = until, PAUSE_SECONDS
+                if time.monotonic() >= until and not self._over.is_set():
                     self.silent.append(name)
                     self._drop()
-                return
-            pause = self._quarter
-
-    def _answers(self, address: str) -> bool:
-        until = time.monotonic() + 3 * self._quarter
-        while (left := until - time.monotonic()) > 0:
-            try:
-                ask_status(address, self._token, left)
-                return True
-            except RequestRejected:
-                return True  # the peer is alive
-            except PeerUnreachable:
-                if self._over.wait(min(left, PAUSE_SECONDS)):
-                    return True
-        return False
+                    return
 
 
 def announce(address: str, token: bytes, number: int) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.transport.client import PeerClient, PeerUnreachable
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
     CoordinatorUnreachable,
     NotAdmitted,
     RequestDropped,
-    View,
 )
 from gregale.islands.transport.lighthouse import ALIAS, serve
 from tests.islands.transport.conftest import TOKEN
@@ -57,10 +57,10 @@ class Fleet:
             assert time.monotonic() < until
             time.sleep(0.02)
 
-    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[View]:
+    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns]]:
         return self.threads.submit(self.members[name].ask, {"x": x}, needed)
 
-    def ask_all(self, names: str, x: int = 0) -> list[View]:
+    def ask_all(self, names: str, x: int = 0) -> list[tuple[int, Columns]]:
         return [asked.result() for asked in [self.ask(name, x, len(names)) for name in names]]
 
     def restart(self, token: bytes = TOKEN) -> None:
@@ -77,12 +77,13 @@ def fleet() -> Iterator[Fleet]:
     fleet.lighthouse.close()
 
 
-def seen(view: View) -> list[tuple[str, int]]:
+def seen(view: tuple[int, Columns]) -> list[tuple[str, int]]:
     return [(header["name"], header["x"]) for header in headers_in(view)]
 
 
-def headers_in(view: View) -> list[dict]:
-    return [view.headers.unpacked(number) for number in range(view.headers.count)]
+def headers_in(view: tuple[int, Columns]) -> list[dict]:
+    keys = list(view[1])
+    return [dict(zip(keys, row, strict=True)) for row in zip(*(unpack(view[1], key) for key in keys), strict=True)]
 
 
 def test_all_members_get_the_same_view_with_everybodys_header(fleet):
@@ -107,7 +108,7 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
 
 def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
     fleet.join("a", "b")
-    former = fleet.ask_all("ab")[0]
+    former, _ = fleet.ask_all("ab")[0]
     waiting = fleet.ask("a")
     fleet.said.clear()
     fleet.lighthouse.close()
@@ -117,7 +118,7 @@ def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
         fleet.members["b"].ask({"x": 0}, 1)
     fleet.restart()
     fleet.wait_for("a joined", "b joined")
-    assert abs(fleet.ask_all("ab", 5)[0].id - former.id) > 1
+    assert abs(fleet.ask_all("ab", 5)[0][0] - former) > 1
 
 
 def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_continues(fleet):
@@ -169,15 +170,11 @@ def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
     fleet.members["a"].report(5, None)
     fleet.wait_for("Rounds go on: round 5")
-    fleet.said.clear()
-    fleet.wait_for("No round for")
-    fleet.members["a"].ask({"round": 6}, 1)
-    fleet.wait_for("Rounds go on: round 6")
 
 
 def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
     fleet.join("a")
-    monkeypatch.setattr("gregale.islands.transport.coordinator.MESSAGES", 1)
+    monkeypatch.setattr("gregale.islands.transport.coordinator.FORMAT", 1)
     older = fleet.member("b")
     with pytest.raises(
         NotAdmitted, match=r"islands\.lighthouse: the lighthouse at .* another version of Gregale, with other"
@@ -192,7 +189,7 @@ def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
 
 def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, monkeypatch):
     fleet.join("a")
-    monkeypatch.setattr("gregale.islands.transport.lighthouse.MESSAGES", 3)
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.FORMAT", 3)
     fleet.restart()
     reasons = []
     for _ in range(3):  # the connection that it had breaks first

@@ -31,11 +31,6 @@ with an id that no member has seen, so no earlier id makes a witness.
 The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more
 rounds wins, and the others heal from it. Every generation still has one state for each round; only such a wait can lose
 a round.
-
-Two simpler rules fail: "commit a result if all members of its group in the view hold it", and "continue a view if a
-member saw the previous one". A member that returns alone, or two after a restart of the coordinator, drop a result that
-an absent member committed. A healed member counts as a witness of rounds in which it took no part. An abandoned request
-may have been in a view that its member never saw.
 """
 
 from collections import Counter

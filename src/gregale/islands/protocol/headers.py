@@ -5,12 +5,12 @@ that view to each member. A header is a promise: its entries about held results 
 request. So a member acts on a view only if the view has the header of its newest request (`asked`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.wire import NO_ROUND, GarbageError, Packed, decode, decode_all
+from gregale.islands.protocol.wire import NO_ROUND, GarbageError, decode
 
 
 class Generation(NamedTuple):
@@ -53,16 +53,7 @@ class OuterRecord:
         spans = [*found.ledger.free, *(span for lease in found.ledger.leases for span in lease.spans)]
         if any(start >= stop for start, stop in spans):
             raise GarbageError("a ledger of leases is not one that Gregale writes")
-        if not all(map(_is_positive, found.sizes)):
-            raise GarbageError(WRONG_SIZE)
         return found
-
-
-WRONG_SIZE = "the size of a message is not two numbers above 0"
-
-
-def _is_positive(size: Size) -> bool:
-    return size.norm > 0 and size.weight > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +117,8 @@ class Header:
         return f"{self.name}/{self.session}"
 
 
-def headers_of(packed: Packed) -> list[Header | GarbageError]:
-    """Return the headers of an answer of the coordinator, or the reason why this version cannot read one."""
-    return [
-        each
-        if isinstance(each, GarbageError) or not each.usual or _is_positive(each.usual)
-        else GarbageError(WRONG_SIZE)
-        for each in decode_all(Header, packed, "header")
-    ]
+# The format of requests and views, in which islands and the coordinator must agree; the number counts other changes.
+FORMAT = digest_of(1, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)

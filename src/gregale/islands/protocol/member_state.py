@@ -168,11 +168,6 @@ class MemberState:
         return self._done
 
     @property
-    def failures(self) -> int:
-        """The number of failed reduces of the current round here."""
-        return self._failures
-
-    @property
     def leaving(self) -> bool:
         """Whether the member was told to leave: the next message may be the final one."""
         return self._leave_by is not None

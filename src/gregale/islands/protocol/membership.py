@@ -1,8 +1,10 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
-A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or a request within
-its `heartbeat_seconds`; after that it has no owner. A request is held until a view answers it, and every view has all
-pending requests. A tick forms a view if at least `needed` names have a request, in two cases:
+A name belongs to a session of a process, the oldest that is *healthy*: it sent a heartbeat or a request within its
+`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time. A
+request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
+leaves. If it is repeated, it gets its view again. Every view has all pending requests. A tick forms a view if at least
+`needed` names have a request, in two cases:
 
 - fast: all names of the last view have one;
 - slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
@@ -12,21 +14,9 @@ A name *runs* if it has reported a round. A view without such a name may begin a
 is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
 
 The islands give these numbers with their requests: the smallest `needed`, and the largest `gather_seconds`. The
-coordinator has none of its own.
-
-| event | rule |
-|---|---|
-| a view forms | all pending requests are answered; the id increases by one only if the set of names has changed |
-| the only name of the last view sends a request | it is answered at once; other requests of that moment are in the view too |
-| a healthy name sends no request | the others are answered after `gather_seconds`, if they are more than half |
-| a session sends another request | the request with the higher number replaces the other, which is dropped |
-| a request arrives late or twice | a request with a number that was replaced is dropped; the newest one gets its view again |
-| a member gives up a request | the request can be in a view until the next one of the member arrives |
-| a process dies | its name is healthy for `heartbeat_seconds`, and its pending request can be in a view until then |
-| a process leaves | its name is not healthy any more |
-| another session uses a name that has an owner | it waits. If the owner sends a heartbeat, it is refused; if the owner is silent for `heartbeat_seconds`, it becomes the owner |
-| the coordinator restarts | it has no members; its first id is one that no member has seen (`first_id`) |
-"""  # noqa: E501
+coordinator has none of its own. The id of a view increases by one only if the set of names has changed. The first id
+(`first_id`) is one that no member has seen, so that a restarted coordinator repeats none.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The packing of JSON values of peers, and the check by which they become the protocol's types, or are rejected.
 
-The headers of a view have most values in common, so a view has them in columns: for each key the different values, and
-for each header the index of its value. Each value is then sent and checked once.
+The headers of a view have most values in common. So a view has columns: for each key the different values, and for each
+header the index of its value. Each value is sent and checked once.
 """
 
 import json
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 NO_ROUND = -1
-MESSAGES = 2  # the version of the messages between islands and coordinator
+Columns = Mapping[str, tuple[list[Any], list[int]]]
 _hints = cache(get_type_hints)
 
 
@@ -20,40 +20,33 @@ class GarbageError(ValueError):
     """A header or record of a peer does not have the format of this version."""
 
 
-Column = tuple[list[Any], list[int | None]]
-"""Different values, and for each object the index of its value (None: it lacks the key); without indices all have the
-only value."""
-
-
-class Packed(NamedTuple):
-    """JSON objects as columns by key."""
-
-    count: int
-    columns: Mapping[str, Column]
-
-    def unpacked(self, number: int) -> dict[str, Any]:
-        places = ((key, values, indices[number] if indices else 0) for key, (values, indices) in self.columns.items())
-        return {key: values[place] for key, values, place in places if place is not None}
-
-
-def pack(objects: Sequence[Mapping[str, Any]]) -> Packed:
-    """Return JSON objects as columns."""
-    columns: dict[str, Column] = {}
+def pack(objects: Sequence[Mapping[str, Any]]) -> Columns:
+    """Return JSON objects as columns; an absent key counts as null."""
+    columns = {}
     for key in dict.fromkeys(key for each in objects for key in each):
-        places: dict[Any, int] = {}
-        values, indices = columns[key] = [], []
-        for each in objects:
-            if key not in each:
-                indices.append(None)
-                continue
-            value = each[key]
-            mark = json.dumps(value) if isinstance(value, list | tuple | dict) else (type(value), value)
-            indices.append(places.setdefault(mark, len(values)))
-            if len(places) > len(values):
-                values.append(value)
-        if indices.count(0) == len(objects):
-            indices.clear()
-    return Packed(len(objects), columns)
+        values = [each.get(key) for each in objects]
+        marks = [json.dumps(each) if isinstance(each, list | dict) else (type(each), each) for each in values]
+        different = dict(zip(marks, values, strict=True))
+        places = {mark: place for place, mark in enumerate(different)}
+        columns[key] = list(different.values()), [places[mark] for mark in marks]
+    return columns
+
+
+def unpack(columns: Columns, key: str) -> list[Any]:
+    """Return the value of a key in each object."""
+    values, places = columns[key]
+    return [values[place] for place in places]
+
+
+def decode_all(kind: Any, columns: Columns, what: str) -> list[Any]:
+    """Return each packed object as `decode` does, or its `GarbageError`; ignore other keys."""
+    fields = []
+    for name, hint in _hints(kind).items():
+        values, places = columns[name]
+        checked = [_checked(hint, each, name, what) for each in values]
+        fields.append([checked[place] for place in places])
+    rows = zip(*fields, strict=True)
+    return [next((each for each in row if isinstance(each, GarbageError)), None) or kind(*row) for row in rows]
 
 
 def decode(kind: Any, value: object, what: str) -> Any:
@@ -61,26 +54,17 @@ def decode(kind: Any, value: object, what: str) -> Any:
 
     Named tuples are JSON lists. Numbers are not negative, except that `round` may be `NO_ROUND`.
     """
-    [found] = decode_all(kind, pack([value if isinstance(value, dict) else {}]), what)
+    hints = _hints(kind)
+    if not isinstance(value, dict) or value.keys() != hints.keys():
+        raise GarbageError(f"a {what} does not have the fields of this version of Gregale")
+    [found] = decode_all(kind, {name: ([each], [0]) for name, each in value.items()}, what)
     if isinstance(found, GarbageError):
         raise found
     return found
 
 
-def decode_all(kind: Any, packed: Packed, what: str) -> list[Any]:
-    """Return each packed object as `decode` does, or the `GarbageError` that rejects it."""
-    hints, columns = _hints(kind), []
-    other_fields = GarbageError(f"a {what} does not have the fields of this version of Gregale")
-    for name in {**hints, **packed.columns}:
-        values, indices = packed.columns.get(name, ([], [None] * packed.count))
-        decoded = [_checked(hints[name], each, name, what) if name in hints else other_fields for each in values]
-        absent = other_fields if name in hints else None
-        columns.append([absent if place is None else decoded[place] for place in indices or [0] * packed.count])
-    rows = zip(*columns, strict=True)
-    return [next((x for x in row if isinstance(x, GarbageError)), None) or kind(*row[: len(hints)]) for row in rows]
-
-
 def _checked(kind: Any, value: Any, name: str, what: str) -> Any:
+    """Return a field's value as type `kind`, or the `GarbageError` that rejects it."""
     try:
         return _value(kind, value, name)
     except TypeError:

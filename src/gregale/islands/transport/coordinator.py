@@ -6,15 +6,15 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import NamedTuple
 
 from gregale.distributed.signing import canonical
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
-from gregale.islands.protocol.wire import MESSAGES, NO_ROUND, Packed
+from gregale.islands.protocol.wire import NO_ROUND, Columns
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
-from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_MESSAGES
+from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_FORMAT
 
 CONNECT_SECONDS = 2.0
 MAX_KEPT = 2
@@ -38,13 +38,6 @@ class RequestDropped(Exception):
     """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
-class View(NamedTuple):
-    """The coordinator's answer, the same for all its members."""
-
-    id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
-    headers: Packed  # of all members, sorted by `name`
-
-
 class CoordinatorClient:
     """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
@@ -64,15 +57,17 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, needed: int) -> View:
-        """Send this member's header (JSON; `name` is added) and wait for the view, which has `needed` members or more.
+    def ask(self, header: dict, needed: int) -> tuple[int, Columns]:
+        """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
+
+        Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
 
         The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
         and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
         RequestDropped and NotAdmitted.
         """
         timing = self._timing
-        request = {"messages": MESSAGES, "number": next(self._numbers), "needed": needed, "header": header}
+        request = {"format": FORMAT, "number": next(self._numbers), "needed": needed, "header": header}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held"):
             pass
@@ -80,7 +75,7 @@ class CoordinatorClient:
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
             raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
-        return View(view["id"], Packed(*view["headers"]))
+        return view["id"], view["headers"]
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
@@ -166,9 +161,9 @@ class ConnectionPool:
             self.close()
             # The random name that the server drew at its start.
             status = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
-            if status.get("messages") != MESSAGES:
+            if status.get("format") != FORMAT:
                 raise (CoordinatorRefuses if self.has_met else NotAdmitted)(
-                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_MESSAGES}"
+                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_FORMAT}"
                 )
             recipient = str(status.get("recipient"))
             self._recipient, self.has_met = recipient, True

@@ -8,14 +8,16 @@ Requests without the token are rejected before that.
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.wire import MESSAGES, NO_ROUND, pack
+from gregale.islands.protocol.wire import NO_ROUND, pack
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
@@ -25,16 +27,8 @@ TICK_SECONDS = 0.05
 BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
-OTHER_MESSAGES = "another version of Gregale, with other messages: install the same one everywhere"
+OTHER_FORMAT = "another version of Gregale, with other messages: install the same one everywhere"
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
-
-
-@dataclass(eq=False)
-class Waiting:
-    """The thread of a view request that waits for its answer."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    reply: dict | bytes = field(default_factory=dict)
 
 
 class Lighthouse:
@@ -48,7 +42,7 @@ class Lighthouse:
         self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
-        self._waiting: dict[Ask, Waiting] = {}
+        self._waiting: dict[Ask, Future[dict | bytes]] = {}
         self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
@@ -57,12 +51,12 @@ class Lighthouse:
         self._closed.set()
         self._server.close()
         with self._lock:
-            waiting = list(self._waiting.values())
-        for each in waiting:
-            each.answered.set()
+            for answer in self._waiting.values():
+                answer.set_result({})
+            self._waiting.clear()
 
     def _status(self) -> dict:
-        return {"recipient": self._server.recipient, "messages": MESSAGES}
+        return {"recipient": self._server.recipient, "format": FORMAT}
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
@@ -88,40 +82,35 @@ class Lighthouse:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
-        if message.get("messages") != MESSAGES:
-            return {"refused": f"it has {OTHER_MESSAGES}"}
+        if message.get("format") != FORMAT:
+            return {"refused": f"it has {OTHER_FORMAT}"}
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
-        gather, heartbeat = seconds_of(message, "gather_seconds"), seconds_of(message, "heartbeat_seconds")
-        ask, waiting = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Waiting()
+        hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
+        ask, answer = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Future()
         with self._lock:
-            now = self._time()
-            self._waiting[ask] = waiting
-            self._membership.ask(ask, now)
-            round = header.get("round")
-            if type(round) is int and self._membership.healthy.get(name) == session:
-                self._tell(self._news.note(round, now), self._say)
+            self._waiting[ask] = answer
+            self._membership.ask(ask, self._time())
         self._asked.set()
-        waiting.answered.wait(seconds_of(message, "hold_seconds"))
-        with self._lock:
-            return {"held": True} if self._waiting.pop(ask, None) else waiting.reply
+        with suppress(TimeoutError):
+            return answer.result(hold)
+        return {"held": True}
 
     def _tick(self) -> None:
         """Send the answers that are due, and print the resulting lines."""
         now, refused = self._time(), set[str]()
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
-            waiting = self._waiting.pop(answer.ask, None) or Waiting()  # else it is told when it repeats the request
+            reply: dict | bytes = {"refused": answer.refused}
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
                     replies[view] = canonical({"view": {"id": view.id, "headers": pack(headers)}})
-                waiting.reply = replies[view]
+                reply = replies[view]
             elif answer.refused:
-                waiting.reply = {"refused": answer.refused}
                 refused.add(answer.ask.name)
-            waiting.answered.set()
+            self._waiting.pop(answer.ask).set_result(reply)
         self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
         heartbeat_seconds = self._membership.heartbeat_seconds
         self._tell(self._news.changes(self._membership.healthy, now, heartbeat_seconds), self._say_change)
