@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from queue import Queue
 
 import pytest
@@ -69,7 +69,7 @@ def test_an_unreadable_header_is_left_out_and_reported_once(lighthouse, member, 
     poller, told = member("a")
     for number in (1, 2):
         poller.ask(header("a", asked=number), 2)
-        other.ask(header("other").to_json() | {"round": "7"}, 2)
+        other.ask(asdict(header("other")) | {"round": "7"}, 2)
         if number == 1:
             assert told.get(timeout=PATIENCE) == "other: a header has no usable 'round'"
         view = told.get(timeout=PATIENCE)

@@ -17,10 +17,8 @@ class DataLeases:
     def __init__(self, name: str, holder: str, batch: int, used: int = 0):
         self.name, self.holder, self._batch = name, holder, batch
         self._lease: Lease | None = None
-        self._taken = used
-        self._counted = 0  # batches whose examples are in `_used`
-        self._used = used
-        self._later: deque[int] = deque()  # the number of examples used after each further batch
+        self._taken = self._used = used
+        self._counted, self._later = 0, deque[int]()  # the batches in `_used`; the examples used after each later one
         self._lock = Lock()
 
     def update(self, ledger: Ledger, holder: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock
+from typing import Any
 
 
 class LatestWork(ThreadPoolExecutor):
@@ -12,7 +13,7 @@ class LatestWork(ThreadPoolExecutor):
     def __init__(self, threads: int, name: str):
         super().__init__(threads, name)
         self._guard = Lock()
-        self._latest: dict[str, Callable[[], object] | None] = {}  # by each key that has work; None: it runs
+        self._latest: dict[str, Any] = {}  # the work that waits, by each key that has work; None: the only one runs
 
     def put(self, key: str, work: Callable[[], object]) -> None:
         with self._guard:
@@ -24,7 +25,6 @@ class LatestWork(ThreadPoolExecutor):
         with self._guard:
             work, self._latest[key] = self._latest[key], None
         try:
-            assert work is not None
             work()
         finally:
             with self._guard, suppress(RuntimeError):  # after `shutdown`

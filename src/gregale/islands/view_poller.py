@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from threading import Lock, Thread, current_thread
 
 from gregale.islands.protocol.headers import Header, View
@@ -60,7 +61,7 @@ class ViewPoller:
 
     def _request(self, header: Header, needed: int) -> None:
         try:
-            number, columns = self._coordinator.ask(header.to_json(), needed)
+            number, columns = self._coordinator.ask(asdict(header), needed)
         except NotAdmitted as error:
             self._refused(str(error))
         except (CoordinatorUnreachable, RequestDropped) as error:

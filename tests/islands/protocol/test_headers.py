@@ -1,6 +1,7 @@
 """Headers and records survive the wire; garbage is refused with one clear error."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_headers_survive_their_way_through_the_coordinator(header):
         [header("a"), header("b", held=held, unreachable=("a",)), header("c", held=held, usual=Size(0.5, 2.0))],
         [header(name, weight=number / 3, seen=1, failures=1) for number, name in enumerate("abcd")],
     ):
-        assert sent(*(each.to_json() for each in headers)) == headers
+        assert sent(*(asdict(each) for each in headers)) == headers
 
 
 def test_a_view_has_common_values_once(header):
@@ -32,13 +33,13 @@ def test_a_view_has_common_values_once(header):
     headers = [
         header(each, held=held, agreement="x" * 3000, weight=1.0 + place / 3) for place, each in enumerate(identities)
     ]
-    assert len(json.dumps(headers[0].to_json())) > 14_000
-    assert len(json.dumps(pack([each.to_json() for each in headers]))) < 100_000
+    assert len(json.dumps(asdict(headers[0]))) > 14_000
+    assert len(json.dumps(pack([asdict(each) for each in headers]))) < 100_000
 
 
 def test_only_the_header_with_a_wrong_field_is_garbage(header):
     headers = [header(name) for name in "abc"]
-    values = [each.to_json() for each in headers]
+    values = [asdict(each) for each in headers]
     for change in ({"voter": 1}, {"usual": [0.0]}, {"held": {"key": "k"}}):
         first, second, third = sent(values[0], values[1] | change, values[2])
         assert [first, third] == headers[::2]
@@ -64,7 +65,7 @@ def test_a_record_survives_json():
     ],
 )  # fmt: skip
 def test_a_header_with_a_wrong_field_is_garbage(header, change):
-    [found] = sent(header("a").to_json() | change)
+    [found] = sent(asdict(header("a")) | change)
     assert isinstance(found, GarbageError)
 
 

@@ -108,10 +108,6 @@ class Header:
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values, for a request."""
-        return asdict(self)
-
     @property
     def identity(self) -> str:
         return f"{self.name}/{self.session}"
