@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, seed
+from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
@@ -62,7 +62,7 @@ class Node:
         self.reducing: str | None = None
         self._wake_at = math.inf
         self._heartbeat, self._answered = m.Heartbeat(), 0
-        self.in_fleet = False  # it has reported a round
+        self.in_fleet_since = math.inf
         self._beat()
 
     @property
@@ -149,7 +149,7 @@ class Node:
         if not self.paused:
             self.beats += 1
             beats = self.beats
-            self.world.beat(self, self.member.outer.round > NO_ROUND and self.in_fleet)
+            self.world.beat(self, self.in_fleet_since <= self.world.now)
             if beats % BEATS_PER_TIMEOUT == 0:
                 self.world.later(self.member.timing.network_seconds, lambda: self._missed(beats))
         self.world.later(self.member.timing.heartbeat_seconds / BEATS_PER_TIMEOUT, self._beat)
@@ -212,7 +212,7 @@ class Node:
         self.trainer.decided(LoadOuterState(self.member.outer.round))
 
     def _take_over(self, outer: OuterRecord) -> None:
-        self.in_fleet = True
+        self.in_fleet_since = min(self.in_fleet_since, self.world.now)
         self.trainer.leased(outer, self.member.holder)
 
     def _do_probe_peers(self, action: m.ProbePeers) -> None:

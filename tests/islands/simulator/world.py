@@ -107,7 +107,7 @@ class World:
         self.is_silent = rng.random() < 0.2
         self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
         self.invariants = Invariants()
-        self.up, self.polling, self.up_since = True, False, 0.0
+        self.up, self.polling = True, False
         self.frozen_at: float | None = None  # when the coordinator was stopped, if it is
         self.behind = 0.0  # seconds for which it was stopped
         self.kept: list[Callable[[], None]] = []  # what it receives meanwhile
@@ -282,6 +282,8 @@ class World:
         if formed not in self.views:
             view = self.views[formed] = View(formed.id, tuple(ask.header for ask in formed.asks))
             self.log(f"view {view.id}: {', '.join(header.identity for header in view.headers)}")
+            if isinstance(decide(view, self.rules).plan, StartFleet) and (heard := self._heard()):
+                raise BrokenError(f"a fleet begins beside {heard}, which the coordinator hears")
         return self.views[formed]
 
     def _poll(self) -> None:
@@ -303,7 +305,7 @@ class World:
     def start_coordinator(self) -> None:
         if not self.up:
             self.log("the coordinator starts")
-            self.up, self.up_since = True, self.now
+            self.up = True
             self.coordinator = Membership(1 + IDS * self.restarts)
 
     def freeze_coordinator(self) -> None:
@@ -316,7 +318,7 @@ class World:
         if self.frozen_at is not None:
             self.log("the coordinator goes on")
             self.behind += self.now - self.frozen_at
-            self.frozen_at, self.up_since = None, self.now
+            self.frozen_at = None
             kept, self.kept = self.kept, []
             for message in kept:
                 message()
@@ -419,22 +421,23 @@ class World:
         if isinstance(plan, NewGeneration) and decision.top:
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
         elif isinstance(plan, StartFleet):
-            living = [node for node in self.nodes.values() if node.alive and self._has_state(node)]
-            if beside := [node.name for node in living if self._is_heard(node)]:
-                raise BrokenError(f"a fleet begins beside {beside}, which the coordinator hears")
-            self.invariants.begin(plan.generation, bool(living or self.disks))
+            living = any(node.alive and self._has_state(node) for node in self.nodes.values())
+            self.invariants.begin(plan.generation, living or bool(self.disks))
 
     def _sound(self, plan: FormGroup) -> list[str]:
         """Members whose message is left out, and that have not diverged, as far as their process lives."""
         left_out = {member.identity for member in plan.members if member.name in plan.left_out}
         return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]
 
+    def _heard(self) -> list[str]:
+        """The islands in a fleet of which the coordinator certainly knows, also if it has just started."""
+        is_late = self.weather.lost or self.weather.late or self.weather.delay > self.timing.heartbeat_seconds / 5
+        return [] if is_late else [node.name for node in self.nodes.values() if self._is_heard(node)]
+
     def _is_heard(self, node: Node) -> bool:
-        """Whether the coordinator certainly knows that a process is in a fleet."""
-        since = max(node.reachable_since, self.up_since)
-        is_reachable = self.connected(node.name, COORDINATOR) and not node.paused
-        is_long = self.now - since > self.timing.heartbeat_seconds and not self.weather.lost
-        return is_reachable and is_long and node.in_fleet and self.states[node.identity].round > NO_ROUND
+        is_reachable = self.connected(node.name, COORDINATOR) and node.hears
+        since = max(node.reachable_since, node.in_fleet_since)
+        return is_reachable and self.now - since > self.timing.heartbeat_seconds
 
     def _has_state(self, node: Node) -> bool:
         """Whether a process has a fleet's state, or will have it when it goes on."""

@@ -187,9 +187,8 @@ class MemberState:
 
     def _note_plan(self, decision: Decision) -> None:
         plan = decision.plan
-        waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
-        names = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
-        self._plan = plan, names or (plan.names if isinstance(plan, Wait) else ())
+        missing = tuple(peer.name for peer in decision.missing(self._group))
+        self._plan = plan, (plan.names or missing) if isinstance(plan, Wait) else ()
 
     def _note_asks(self, decision: Decision) -> bool:
         """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""

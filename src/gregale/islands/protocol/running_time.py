@@ -8,12 +8,10 @@ CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first also 
 
 
 class RunningTime:
-    """Seconds for which this process ran; a thread reads them at least every 0.1 s.
+    """Seconds for which this process ran; `stopped`: for which it did not. Read it every 0.1 s, under one lock.
 
-    A longer gap between two readings means that the process was stopped (SIGSTOP), or its machine suspended. So nobody
-    else was silent then, and no wait for another process is over. Use one lock for all readings.
-
-    - `stopped`: the sum of these gaps
+    A long gap between two readings means that the process was stopped (SIGSTOP), or its machine suspended. So nobody
+    else was silent then, and no wait for another process is over.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(CLOCK)):

@@ -69,7 +69,7 @@ class CoordinatorClient:
         timing = self._timing
         request = {"format": FORMAT, "number": next(self._numbers), "needed": needed, "header": header}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
-        while (reply := self._send("ask", request, timing.ask_seconds)).get("held"):
+        while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
