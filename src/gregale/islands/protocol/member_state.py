@@ -54,7 +54,8 @@ class MemberState:
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
-        self._peers, self._pings = (), 0  # addresses in the newest view; the number of announcements so far
+        self._peers: tuple[str, ...] = ()  # addresses in the newest view
+        self._pings = 0  # announcements so far
         self._slowest = 0.0
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
