@@ -6,6 +6,7 @@ devices; of the shapes of one the TPU compiler says whether it is to be believed
 
 from dataclasses import dataclass, replace
 
+import draccus
 import pytest
 
 from gregale.audit.chips import GIB, chip
@@ -23,7 +24,8 @@ from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
-from gregale.runs.parsing import load
+from gregale.runs.history import flat
+from gregale.runs.parsing import load, read_yaml
 from tests.programs.plans import CONFIGS
 
 ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_8b_131k": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
@@ -70,6 +72,12 @@ def test_every_example_is_here():
         first, *rest = path.read_text().splitlines()
         assert first.startswith("# "), path
         assert any("#" in line and not line.startswith("#") for line in rest), path
+
+
+def test_no_example_has_an_earlier_key():
+    for path in CONFIGS.glob("*.yaml"):
+        given, present = flat(read_yaml(path)[0]), flat(draccus.encode(config_of(path.stem)))
+        assert given.keys() <= present.keys(), path
 
 
 @pytest.mark.parametrize("name", ["llama_8b_two_slices", pytest.param("llama_7b_512", marks=pytest.mark.soak)])

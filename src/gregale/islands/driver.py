@@ -19,6 +19,7 @@ from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.latest_work import LatestWork
 from gregale.islands.peer_probe import announce, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
@@ -33,7 +34,7 @@ from gregale.islands.view_poller import ViewPoller
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
-TELLING_THREADS = 8  # for short messages to peers
+ANNOUNCING_THREADS, TELLING_THREADS = 8, 2  # the latter for probes of missing peers, and for stall lines
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Driver:
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = ThreadPoolExecutor(TELLING_THREADS, "telling")
+        self._announcing = LatestWork(ANNOUNCING_THREADS, "announcing")
+        self._telling = LatestWork(TELLING_THREADS, "telling")
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: OuterRecord | None = None
 
@@ -208,7 +210,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for threads in (self._telling, self._exchange, self._healing):
+        for threads in (self._announcing, self._telling, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
@@ -245,7 +247,7 @@ class Driver:
                 self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
-                    self._telling.submit(announce, address, self.token, number)
+                    self._announcing.put(address, partial(announce, address, self.token, number))
             case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
@@ -258,7 +260,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._telling.submit(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._telling.put("probe", lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -293,7 +295,7 @@ class Driver:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, self.stalls.reason)
-        self._telling.submit(self.note_stalled, text if stalled else None)
+        self._telling.put("stalled", partial(self.note_stalled, text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:

@@ -55,7 +55,7 @@ def test_a_round_of_two():
     a, b = begun(member("a"), member("b"))
     assert a.handle(m.RoundDue(-1)) == [], "a late announcement"
     assert kinds(a.handle(m.RoundDue())) == ["AnnounceRound", "RequestMessage"]
-    assert kinds(b.handle(m.RoundDue(0))) == ["RequestMessage"]
+    assert kinds(b.handle(m.RoundDue(0))) == ["AnnounceRound", "RequestMessage"], "it passes the announcement on"
     assert kinds(b.handle(m.MessageReady(0, 0.0, 0))) == ["RequestView"]
     assert kinds(a.handle(m.MessageReady(0, 8.0, 2))) == ["RequestView"]
     (reduce,) = {only(actions, m.Reduce) for actions in all_see(a, b)}

@@ -12,6 +12,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.transport.client import PeerClient, PeerUnreachable
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
@@ -56,10 +57,10 @@ class Fleet:
             assert time.monotonic() < until
             time.sleep(0.02)
 
-    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, list[dict]]]:
+    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns]]:
         return self.threads.submit(self.members[name].ask, {"x": x}, needed)
 
-    def ask_all(self, names: str, x: int = 0) -> list[tuple[int, list[dict]]]:
+    def ask_all(self, names: str, x: int = 0) -> list[tuple[int, Columns]]:
         return [asked.result() for asked in [self.ask(name, x, len(names)) for name in names]]
 
     def restart(self, token: bytes = TOKEN) -> None:
@@ -76,8 +77,13 @@ def fleet() -> Iterator[Fleet]:
     fleet.lighthouse.close()
 
 
-def seen(view: tuple[int, list[dict]]) -> list[tuple[str, int]]:
-    return [(header["name"], header["x"]) for header in view[1]]
+def seen(view: tuple[int, Columns]) -> list[tuple[str, int]]:
+    return [(header["name"], header["x"]) for header in headers_in(view)]
+
+
+def headers_in(view: tuple[int, Columns]) -> list[dict]:
+    keys = list(view[1])
+    return [dict(zip(keys, row, strict=True)) for row in zip(*(unpack(view[1], key) for key in keys), strict=True)]
 
 
 def test_all_members_get_the_same_view_with_everybodys_header(fleet):
@@ -97,7 +103,7 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
     assert "c has left: 2 islands now." in fleet.said
     fleet.members.pop("b").close()
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
-    assert fleet.members["a"].ask(header, 1)[1] == [{**header, "name": "a"}]
+    assert headers_in(fleet.members["a"].ask(header, 1)) == [{**header, "name": "a"}]
 
 
 def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
@@ -151,7 +157,7 @@ def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):
 
 def test_the_name_that_all_lighthouses_have_is_of_no_use_but_for_the_status(fleet):
     greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, WAIT_SECONDS)
-    assert greeting.request("GET", "/status") == {"recipient": fleet.lighthouse._server.recipient}
+    assert greeting.request("GET", "/status") == fleet.lighthouse._status()
     with pytest.raises(PeerUnreachable, match="another token"):
         greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
     greeting.close()
@@ -164,6 +170,33 @@ def test_reports_of_islands_are_printed_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
     fleet.members["a"].report(5, None)
     fleet.wait_for("Rounds go on: round 5")
+
+
+def test_an_island_with_other_messages_ends_in_one_line(fleet, monkeypatch):
+    fleet.join("a")
+    monkeypatch.setattr("gregale.islands.transport.coordinator.FORMAT", 1)
+    older = fleet.member("b")
+    with pytest.raises(
+        NotAdmitted, match=r"islands\.lighthouse: the lighthouse at .* another version of Gregale, with other"
+    ):
+        older.ask({"x": 9}, 1)
+    with pytest.raises(
+        NotAdmitted, match="refuses this island: it has another version of Gregale, with other messages"
+    ):
+        fleet.members["a"].ask({"x": 9}, 1)  # an older client does not look at the status
+    older.close()
+
+
+def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, monkeypatch):
+    fleet.join("a")
+    monkeypatch.setattr("gregale.islands.transport.lighthouse.FORMAT", 3)
+    fleet.restart()
+    reasons = []
+    for _ in range(3):  # the connection that it had breaks first
+        with pytest.raises(CoordinatorUnreachable) as failed:
+            fleet.ask("a").result()
+        reasons.append(str(failed.value))
+    assert "has another version of Gregale" in reasons[-1]
 
 
 def test_invalid_addresses(fleet):

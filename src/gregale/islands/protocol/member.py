@@ -17,6 +17,7 @@ from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.member_state import MemberState, PendingCommit
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
+from gregale.islands.protocol.spread import recipients
 
 HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
 
@@ -46,15 +47,15 @@ class Member(MemberState):
         if self._reducing and self._now >= self._reducing[1]:
             self._do(m.DropGroup())
             self._reduce_failed(())
-        if self.handover.own and not self._reducing and self._now >= self._ping_at:
+        if self.handover.due and not self._reducing and self._now >= self._ping_at:
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
             self._leave(clean=False)
 
     def _ping(self) -> None:
-        self._ping_at = self._now + self.timing.ping_seconds
-        peers = tuple(address for address in self._peers if address not in self.identity.hosts)
-        if peers:
+        self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
+        if len(self._peers) > 1:
+            peers = recipients(self._peers, self.identity.hosts[0], self._pings)
             self._do(m.AnnounceRound(peers, self.outer.round))
 
     def _on_round_due(self, event: m.RoundDue) -> None:
@@ -66,10 +67,9 @@ class Member(MemberState):
     def _begin_round(self, own: bool) -> None:
         if own and self.handover.sent:
             self.handover.old = True
-        if own and not self.handover.own:
-            self.handover.own = True
-            self._ping()
+        self.handover.own = self.handover.own or own
         if not self.handover.due:
+            self._ping()
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:

@@ -54,7 +54,8 @@ class MemberState:
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
-        self._peers: tuple[str, ...] = ()
+        self._peers: tuple[str, ...] = ()  # addresses in the newest view
+        self._pings = 0  # announcements so far
         self._slowest = 0.0
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
@@ -240,7 +241,7 @@ class MemberState:
         if self._reducing:
             times.append(self._reducing[1])
         else:
-            if self.handover.own:
+            if self.handover.due:
                 times.append(self._ping_at)
             if not self._waiting_for and (self.handover.due or self._held or self._needs_view):
                 times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))

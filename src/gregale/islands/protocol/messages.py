@@ -149,7 +149,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceRound:
-    """Announce to these addresses (of hosts 0) that the round after `round` is due; delivery is optional."""
+    """Announce to these addresses (of hosts 0) that the round after `round` is due; delivery is optional.
+
+    They are few of the members, which announce it in turn.
+    """
 
     addresses: tuple[str, ...]
     round: int

@@ -8,12 +8,13 @@ from collections import deque
 from contextlib import suppress
 
 from gregale.distributed.signing import canonical
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
-from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.protocol.wire import NO_ROUND, Columns
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
-from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
+from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_FORMAT
 
 CONNECT_SECONDS = 2.0
 MAX_KEPT = 2
@@ -56,7 +57,7 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, needed: int) -> tuple[int, list[dict]]:
+    def ask(self, header: dict, needed: int) -> tuple[int, Columns]:
         """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
 
         Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
@@ -66,7 +67,7 @@ class CoordinatorClient:
         RequestDropped and NotAdmitted.
         """
         timing = self._timing
-        request = {"number": next(self._numbers), "needed": needed, "header": header}
+        request = {"format": FORMAT, "number": next(self._numbers), "needed": needed, "header": header}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
@@ -159,7 +160,12 @@ class ConnectionPool:
         if recipient is None:
             self.close()
             # The random name that the server drew at its start.
-            recipient = str(ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient"))
+            status = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
+            if status.get("format") != FORMAT:
+                raise (CoordinatorRefuses if self.has_met else NotAdmitted)(
+                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_FORMAT}"
+                )
+            recipient = str(status.get("recipient"))
             self._recipient, self.has_met = recipient, True
         with self._lock:
             if self._kept:

@@ -13,18 +13,21 @@ from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.wire import NO_ROUND
+from gregale.islands.protocol.wire import NO_ROUND, pack
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
+BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
+OTHER_FORMAT = "another version of Gregale, with other messages: install the same one everywhere"
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -38,11 +41,9 @@ class Lighthouse:
         self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
         self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
-        self._server = Server(
-            bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
-        )
+        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -53,6 +54,9 @@ class Lighthouse:
             for answer in self._waiting.values():
                 answer.set_result({})
             self._waiting.clear()
+
+    def _status(self) -> dict:
+        return {"recipient": self._server.recipient, "format": FORMAT}
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
@@ -78,6 +82,8 @@ class Lighthouse:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
+        if message.get("format") != FORMAT:
+            return {"refused": f"it has {OTHER_FORMAT}"}
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
@@ -86,7 +92,7 @@ class Lighthouse:
         with self._lock:
             self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
-            self._tick()
+        self._asked.set()
         with suppress(TimeoutError):
             return answer.result(hold)
         return {"held": True}
@@ -100,7 +106,7 @@ class Lighthouse:
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
-                    replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
+                    replies[view] = canonical({"view": {"id": view.id, "headers": pack(headers)}})
                 reply = replies[view]
             elif answer.refused:
                 refused.add(answer.ask.name)
@@ -115,7 +121,9 @@ class Lighthouse:
             say(line)
 
     def _run(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
+        while not self._closed.wait(BURST_SECONDS):
+            self._asked.wait(TICK_SECONDS)
+            self._asked.clear()
             with self._lock:
                 self._tick()
 
