@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, call
 from gregale.islands.transport.group import Count, Group, GroupFailed
-from gregale.islands.transport.server import Server
-from gregale.islands.transport.tls import shut
 from tests.islands.transport.conftest import TOKEN, received
+from tests.ports import listening
+from tests.recorder import Recorder
 
 Build = Callable[..., list[Group]]
 SMALL = np.arange(99, dtype=np.uint8)
@@ -187,25 +187,27 @@ def test_only_expected_members_are_admitted_and_once(build, make_server):
 def test_strangers_at_every_port_do_no_harm_and_learn_nothing(make_server):
     """One of them is on the way: it records all bytes, and sends them again."""
     servers = [make_server(), make_server()]
-    with Recorder(servers[1]) as recorder, ExitStack() as stack:
-        hosts = [servers[0].address, recorder.address]
-        groups = [Group("key", rank, hosts, server, ["oslo", "turin"]) for rank, server in enumerate(servers)]
+    with Recorder(servers[1].host, servers[1].port) as recorder, ExitStack() as stack:
+        hosts = [servers[0].address, f"{recorder.address}/{servers[1].recipient}"]
+        groups = [Group("key", rank, hosts, server) for rank, server in enumerate(servers)]
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda group: group.connect(20.0), groups))
         secret = np.frombuffer(b"weights of the model" * 50, np.uint8)
         assert_carries(groups, secret)
-        assert listening() >= {(server.host, server.port) for server in servers}
         answers = []
-        for server in servers:
-            for content in (bytes(recorder.recorded), os.urandom(4096), b"POST /message HTTP/1.1\r\n\r\n", b"\x16\x03"):
-                stranger = stack.enter_context(socket.create_connection((server.host, server.port), 5.0))
-                stranger.sendall(content)
-                answers.append(stranger)
+        doors = {(server.host, server.port) for server in servers}
+        assert listening() >= doors
+        for door in doors:
+            for content in (*map(bytes, recorder.recorded), os.urandom(4096), b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03"):
+                answers.append(stack.enter_context(socket.create_connection(door, 5.0)))
+                answers[-1].sendall(content)
             with pytest.raises(PeerUnreachable, match="it has another token"):
-                call(server.address, b"another token here", {}, 5.0)
+                call(f"{door[0]}:{door[1]}", b"another token here", {}, 5.0)
             for _ in range(100):
-                stack.enter_context(socket.create_connection((server.host, server.port), 5.0))
-        learnt = bytes(recorder.recorded) + b"".join(received(stranger) for stranger in answers)
+                stack.enter_context(socket.create_connection(door, 5.0))
+        learnt = b"".join([*recorder.recorded, *map(received, answers)])
+        assert len(recorder.recorded) == 2
+        assert len(learnt) > len(secret)
         for word in (bytes(secret[:20]), b"HTTP", b"stream", TOKEN):
             assert word not in learnt
         assert_carries(groups, secret)
@@ -221,54 +223,3 @@ def assert_carries(groups: list[Group], message: np.ndarray = SMALL) -> None:
         sender.send(receiver.rank, message, tag=7).wait(20.0)
         work.wait(20.0)
         assert np.array_equal(buffer, message)
-
-
-class Recorder:
-    """A port that passes all bytes on to a server, and keeps those of one direction; `address`: as of the server."""
-
-    def __init__(self, server: Server):
-        self.recorded = bytearray()
-        self._server, self._sockets = server, [socket.create_server(("127.0.0.1", 0))]
-        self.address = f"127.0.0.1:{self._sockets[0].getsockname()[1]}/{server.recipient}"
-
-    def __enter__(self) -> "Recorder":
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._sockets:
-            shut(each)
-            each.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._sockets[0].accept()
-                far = socket.create_connection((self._server.host, self._server.port))
-                self._sockets += [near, far]
-                for ends in ((near, far, self.recorded), (far, near, bytearray())):
-                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, recorded: bytearray) -> None:
-        with suppress(OSError):
-            while content := source.recv(1 << 16):
-                recorded += content
-                target.sendall(content)
-        shut(target)
-
-
-def listening() -> set[tuple[str, int]]:
-    """Addresses that this process listens at."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue
-    found = set()
-    with open("/proc/self/net/tcp") as table:
-        for fields in (line.split() for line in list(table)[1:]):
-            address, port = fields[1].split(":")
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return found

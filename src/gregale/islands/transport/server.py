@@ -43,6 +43,7 @@ class Server:
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
     - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
+    - `address`: HOST:PORT at which peers reach the server; default: `bind`
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Server:
         complain: Callable[[str], None] = lambda line: None,
         key: str = "islands.bind",
         alias: str | None = None,
+        address: str | None = None,
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
@@ -66,7 +68,7 @@ class Server:
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
-        self.address = f"{self.host}:{self.port}/{self.recipient}"
+        self.address = f"{address or f'{self.host}:{self.port}'}/{self.recipient}"
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
