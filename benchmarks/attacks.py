@@ -193,11 +193,9 @@ def attacked(options: argparse.Namespace, folder: Path) -> int:
     print("\n| attack | connections | rounds | reduces tried again | stalls |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| {row.attack} | {row.connections:,} | {row.rounds} | {row.tried_again} | {row.stalls} |")
-    recorded = sum(map(len, on_the_way)) / 1e6
+    recorded, answers = (sum(map(len, contents)) / 1e6 for contents in (on_the_way, learnt))
     print(f"\n{same} rounds are the same on all islands; rounds that are missing: {sorted(missing) or 'none'}.")
-    print(
-        f"Recorded {recorded:.1f} MB on the way, got {sum(map(len, learnt)) / 1e6:.2f} MB of answers; in them: {found or 'nothing'}."
-    )
+    print(f"{recorded:.1f} MB were recorded on the way, {answers:.2f} MB of answers: {found or 'nothing'} was learnt.")
     return int(bool(missing or found or not lives))
 
 

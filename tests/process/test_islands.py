@@ -1,4 +1,4 @@
-"""Real islands over the real lighthouse and Gloo: what they compute, and what a fleet does when some go or die."""
+"""Real islands over a real lighthouse: what they compute, and what a fleet does when some go or die."""
 
 import os
 import secrets

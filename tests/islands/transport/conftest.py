@@ -2,20 +2,12 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import pytest
 
 from gregale.islands.transport.server import Server
 
 TOKEN = b"a token of the fleet"
-
-
-@pytest.fixture(autouse=True)
-def the_extra() -> None:
-    """Skip without `cryptography`."""
-    if find_spec("cryptography") is None:
-        pytest.skip("needs the extra `islands`")
 
 
 @pytest.fixture

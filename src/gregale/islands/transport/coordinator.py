@@ -1,4 +1,4 @@
-"""The client of the coordinator (`lighthouse`): signed requests and heartbeats; `protocol.membership` has its rules."""
+"""The client of the coordinator (`lighthouse`): requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
 import secrets

@@ -1,7 +1,7 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-Clients (`coordinator`) send signed requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
-answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
+Clients (`coordinator`) send requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
+answered at once; a view request waits in its thread for its view. Nobody without the token gets that far.
 """
 
 import secrets
