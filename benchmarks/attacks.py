@@ -30,7 +30,7 @@ from tests.ports import free_port, listening
 from tests.recorder import Recorder
 
 NAMES = ("a", "b", "c")
-Door = tuple[str, int]
+Address = tuple[str, int]
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # how a TLS handshake begins
 PROTOCOL_WORDS = (b"HTTP/1", b"X-Recipient", b'"digest"', b'"manifest"', b"application")
 WINDOW_BYTES, WINDOWS = 16, 300
@@ -39,21 +39,21 @@ WINDOW_BYTES, WINDOWS = 16, 300
 class Attack:
     """The attackers' means; `learnt` has all bytes that a server sent to them."""
 
-    def __init__(self, doors: list[Door], recorders: list[Recorder]):
-        self.doors, self.connections, self.learnt = doors, 0, bytearray()
+    def __init__(self, addresses: list[Address], recorders: list[Recorder]):
+        self.addresses, self.connections, self.learnt = addresses, 0, bytearray()
         self.over = threading.Event()
         self._recorders = recorders
 
-    def knock(self, door: Door, content: bytes, seconds: float = 0.2) -> None:
+    def exchange(self, address: Address, content: bytes, seconds: float = 0.2) -> None:
         """Send bytes, and take the answer."""
         self.connections += 1
-        with suppress(OSError), socket.create_connection(door, 5.0) as connection:
+        with suppress(OSError), socket.create_connection(address, 5.0) as connection:
             connection.sendall(content)
             connection.settimeout(seconds)
             while answer := connection.recv(1 << 16):
                 self.learnt += answer
 
-    def garbage(self, door: Door) -> None:
+    def garbage(self, address: Address) -> None:
         contents = [
             os.urandom(4096),
             b"POST /message HTTP/1.1\r\n\r\n",
@@ -61,26 +61,26 @@ class Attack:
             b"\x17\x03\x03\xff\xff",
         ]
         while not self.over.is_set():
-            self.knock(door, random.choice(contents))
+            self.exchange(address, random.choice(contents))
 
-    def half_open(self, door: Door, count: int = 1000) -> None:
+    def half_open(self, address: Address, count: int = 1000) -> None:
         """Keep `count` connections; open another for each that the server ends."""
         held: list[socket.socket] = []
         while not self.over.wait(0.001):
             self.connections += 1
             with suppress(OSError):
-                held.append(socket.create_connection(door, 5.0))
+                held.append(socket.create_connection(address, 5.0))
                 held[-1].sendall(HELLO[: len(held) % 8])
             if len(held) > count:
                 held.pop(0).close()
         for connection in held:
             connection.close()
 
-    def slow(self, door: Door) -> None:
+    def slow(self, address: Address) -> None:
         def send() -> None:
             while not self.over.is_set():
                 self.connections += 1
-                with suppress(OSError), socket.create_connection(door, 5.0) as connection:
+                with suppress(OSError), socket.create_connection(address, 5.0) as connection:
                     for byte in HELLO + bytes(500):
                         connection.sendall(bytes([byte]))
                         if self.over.wait(0.05):
@@ -88,16 +88,16 @@ class Attack:
 
         in_threads([send] * 20)
 
-    def replay(self, door: Door) -> None:
+    def replay(self, address: Address) -> None:
         """Send what was recorded of each connection until now, whole or its beginning."""
         while not self.over.wait(0.01):
             recorded = random.choice([each for recorder in self._recorders for each in list(recorder.recorded)])
-            self.knock(door, bytes(recorded[: random.choice([600, 1 << 20])]))
+            self.exchange(address, bytes(recorded[: random.choice([600, 1 << 20])]))
 
-    def wrong_token(self, door: Door) -> None:
+    def wrong_token(self, address: Address) -> None:
         while not self.over.wait(0.01):
             self.connections += 1
-            with closing(PeerClient(f"{door[0]}:{door[1]}/x", os.urandom(8) + b"a wrong token", 5.0)) as client:
+            with closing(PeerClient(f"{address[0]}:{address[1]}/x", os.urandom(8) + b"a wrong token", 5.0)) as client:
                 try:
                     self.learnt += repr(client.request("GET", "/status")).encode()
                 except PeerUnreachable:
@@ -126,11 +126,10 @@ def said(fleet: Fleet, text: str) -> int:
 
 
 def measured(name: str, fleet: Fleet, attack: Attack, seconds: float) -> Row:
-    """Attack all doors at once for some seconds."""
+    """Attack all ports at once for some seconds."""
     before, lines = fleet.newest(), [said(fleet, text) for text in ("is tried again", "No round for")]
-    attackers = [
-        threading.Thread(target=getattr(attack, name), args=(door,)) for door in attack.doors if name != "none"
-    ]
+    jobs = [(getattr(attack, name), address) for address in attack.addresses] if name != "none" else []
+    attackers = [threading.Thread(target=job, args=(address,)) for job, address in jobs]
     for each in attackers:
         each.start()
     time.sleep(seconds)
@@ -175,11 +174,11 @@ def attacked(options: argparse.Namespace, folder: Path) -> int:
         fleet.wait_for_members(NAMES, 300.0)
         fleet.wait(lambda: fleet.newest() >= 10, 300.0, "ten rounds")
         processes = [fleet.lighthouse, *(island.process for island in fleet.islands.values())]
-        doors = sorted(set().union(*(listening(process.pid) for process in processes)))
-        print(f"The fleet listens at {len(doors)} ports of {len(processes)} processes.", flush=True)
+        addresses = sorted(set().union(*(listening(process.pid) for process in processes)))
+        print(f"The fleet listens at {len(addresses)} ports of {len(processes)} processes.", flush=True)
         rows, learnt = [], list[bytes]()
         for name in ("none", "garbage", "half_open", "slow", "replay", "wrong_token"):
-            attack = Attack(doors, recorders)
+            attack = Attack(addresses, recorders)
             rows.append(measured(name, fleet, attack, options.seconds))
             learnt.append(bytes(attack.learnt))
             print(rows[-1], flush=True)

@@ -195,16 +195,16 @@ def test_strangers_at_every_port_do_no_harm_and_learn_nothing(make_server):
         secret = np.frombuffer(b"weights of the model" * 50, np.uint8)
         assert_carries(groups, secret)
         answers = []
-        doors = {(server.host, server.port) for server in servers}
-        assert listening() >= doors
-        for door in doors:
+        addresses = {(server.host, server.port) for server in servers}
+        assert listening() >= addresses
+        for address in addresses:
             for content in (*map(bytes, recorder.recorded), os.urandom(4096), b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03"):
-                answers.append(stack.enter_context(socket.create_connection(door, 5.0)))
+                answers.append(stack.enter_context(socket.create_connection(address, 5.0)))
                 answers[-1].sendall(content)
             with pytest.raises(PeerUnreachable, match="it has another token"):
-                call(f"{door[0]}:{door[1]}", b"another token here", {}, 5.0)
+                call(f"{address[0]}:{address[1]}", b"another token here", {}, 5.0)
             for _ in range(100):
-                stack.enter_context(socket.create_connection(door, 5.0))
+                stack.enter_context(socket.create_connection(address, 5.0))
         learnt = b"".join([*recorder.recorded, *map(received, answers)])
         assert len(recorder.recorded) == 2
         assert len(learnt) > len(secret)

@@ -1,7 +1,7 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
 Clients (`coordinator`) send requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
-answered at once; a view request waits in its thread for its view. Nobody without the token gets that far.
+answered at once; a view request waits in its thread for its view. The TLS handshake refuses everybody else.
 """
 
 import secrets
