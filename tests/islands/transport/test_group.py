@@ -152,6 +152,14 @@ def test_a_dropped_group_leaves_no_sockets_or_threads(build):
 def test_a_member_that_does_not_exist_or_does_not_join(build, make_server):
     with pytest.raises(GroupFailed, match=r"The group of 3 has not come together: .*cannot be reached: .*refused"):
         build(3, absent=(1,), timeout_seconds=0.3)
+    servers = [make_server() for _ in range(3)]
+    servers[1].close()
+    hosts = [server.address for server in servers]
+    first, last = (Group("three", rank, hosts, servers[rank]) for rank in (0, 2))
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(first.connect, 0.3), threads.submit(last.connect, 60.0)]
+    for wait in waits:  # the second sees the end of its connection to the first, which is not the cause
+        assert f"{servers[1].host}:{servers[1].port} cannot be reached" in str(wait.exception())
     one, other = make_server(), make_server()
     late = rf"has not come together: {other.address.partition('/')[0]} did not come within 0.2 s"
     with pytest.raises(GroupFailed, match=late):

@@ -106,11 +106,12 @@ class Group:
             self._changed.wait_for(lambda: self.failure or self._streams.keys() == wanted, timeout_seconds)
             missing = sorted(peer for _, peer in wanted - self._streams.keys())
         if missing:
-            late = f"{self._names[missing[0]]} did not come within {timeout_seconds:g} s"
-            self.fail(next((self._faults[peer] for peer in missing if peer in self._faults), late))
+            self.fail(f"{self._names[missing[0]]} did not come within {timeout_seconds:g} s")
         if self.failure:
             self.drop()
-            raise GroupFailed(f"The group of {self.size} has not come together: {self.failure}")
+            # A member that gives up earlier ends its connections: those are not the cause.
+            reason = next((self._faults[peer] for peer in missing if peer in self._faults), self.failure)
+            raise GroupFailed(f"The group of {self.size} has not come together: {reason}")
 
     def send(self, peer: int, data: np.ndarray, tag: int = 0) -> Work:
         """Send a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
