@@ -1,4 +1,4 @@
-"""Real islands over the real lighthouse and Gloo: what they compute, and what a fleet does when some go or die."""
+"""Real islands over a real lighthouse: what they compute, and what a fleet does when some go or die."""
 
 import os
 import secrets
@@ -160,7 +160,7 @@ def who_does_not_belong_to_the_fleet_is_refused(fleet: Fleet) -> None:
     assert "Traceback" not in lonely.said() + seeded.said()
     (error,) = [line for line in seeded.said().splitlines() if "error" in line]
     assert error.startswith("gregale: error: seed is 0 in the fleet, but 5 in this island; this island ends")
-    assert "does not speak HTTP" in fleet.islands["x"].said()
+    assert "does not speak TLS" in fleet.islands["x"].said()
     assert fleet.islands["x"].lives
     assert fleet.islands["y"].lives
     for name in ("seeded", "lonely"):

@@ -24,7 +24,7 @@ class LighthouseOptions(Settings):
 def main(options: LighthouseOptions) -> int:
     if options.token_file is None:
         raise UserError(
-            "token_file is not set: a lighthouse takes requests of its own fleet only, which are signed with a secret. "
+            "token_file is not set: a lighthouse takes requests of its own fleet only, which shares a secret. "
             "Give --token_file and the file that the islands have as islands.token_file. "
             "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )

@@ -1,4 +1,4 @@
-"""The client of the coordinator (`lighthouse`): signed requests and heartbeats; `protocol.membership` has its rules."""
+"""The client of the coordinator (`lighthouse`): requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
 import secrets
@@ -13,7 +13,7 @@ from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
 from gregale.islands.protocol.wire import NO_ROUND, Columns
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_FORMAT
 
 CONNECT_SECONDS = 2.0
@@ -130,7 +130,7 @@ class ConnectionPool:
         body = canonical(message)
         try:
             if self._recipient is not None:
-                with suppress(Unsigned):  # it has restarted and has another name
+                with suppress(WrongServer):  # it has restarted and has another name
                     return self._exchange(body, wait_seconds)
                 self._recipient = None
             return self._exchange(body, wait_seconds)
@@ -180,7 +180,7 @@ class ConnectionPool:
         peer.close()
 
     def _failure(self, error: Exception) -> Exception:
-        if not isinstance(error, Unsigned | RequestRejected):
+        if not isinstance(error, WrongServer | RequestRejected):
             return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
             return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")

@@ -1,8 +1,8 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-Clients (`coordinator`) send signed requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
+Clients (`coordinator`) send requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
 answered at once. A view request waits in its thread for its view, or for the time after which the client repeats it.
-Requests without the token are rejected before that.
+The TLS handshake refuses everybody else.
 """
 
 import secrets

@@ -202,7 +202,14 @@ def join(
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
-    server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
+    server = Server(
+        islands.bind,
+        token,
+        status.on_message,
+        status.status,
+        lambda line: say(f"refused: {line}"),
+        address=islands.address,
+    )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
         record = run_on_all(lambda: restore(outer, folder, saved["round"]))
