@@ -33,6 +33,11 @@ def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
     return theta - own
 
 
+def weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return weight values; 0 with weight 0, even if the values are not finite."""
+    return jnp.where(weight > 0, weight * values, 0)
+
+
 def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
     """Return theta + outer(g) and the optimizer's state after the outer step, of the same part as the gradient."""
     updates, state = optimizer.update(gradient, state, theta)
@@ -74,7 +79,7 @@ class ExactOuter:
         theta = outer.parameters
 
         def weighed(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda own: own * weight.array, own)
+            return jax.tree.map(lambda own: weighted(own, weight.array), own)
 
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
@@ -134,7 +139,7 @@ class QuantisedOuter:
         theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda theta, own: pseudo_gradient(theta, own) * weight.array, theta, own)
+            return jax.tree.map(lambda theta, own: weighted(pseudo_gradient(theta, own), weight.array), theta, own)
 
         sums = _by_replica(differences, self.reducer)(own, weights)
         gradient, error = self.reducer.reduce(sums, weight, outer.error)

@@ -2,6 +2,8 @@
 
 import math
 
+from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.errors import UserError
@@ -45,6 +47,8 @@ class IslandSaving(Saving):
         outer, moment = resources.controller.side
         if outer is None or pause.step == 0:
             return {}
+        if not island.ended and not_finite(pause.state.method) and self._is_replaced():
+            return {}
 
         def save_outer() -> None:
             outer_checkpoint.keep_only(resources.folder, rounds_of(self._checkpoints) | {outer.round})
@@ -61,6 +65,10 @@ class IslandSaving(Saving):
         }
         self._save(pause, {"islands": counted}, save_outer)
         return {}
+
+    def _is_replaced(self) -> bool:
+        """Return whether the next command replaces a state that is not finite, on all hosts: the island has peers."""
+        return first_message("replaced" if self._resources.controller.diverged() else None) is not None
 
 
 def rounds_of(checkpoints: Checkpoints) -> set[int]:
