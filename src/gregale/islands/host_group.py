@@ -239,29 +239,29 @@ class Recovery:
 
     - `restart(inherits)`: restarts the trainer with the inherited inner optimizer, or with its own
     - `in_thread`: runs slow work in a thread
-    - `has_inherited`: whether it has begun with peers since the island last contributed
     """
 
     def __init__(
         self, worker: HostGroup, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
     ):
         self._worker, self._restart, self._in_thread = worker, restart, in_thread
-        self.has_inherited = False
+        self._has_inherited = False
 
     def contributed(self) -> None:
         """Note that the island has contributed to a round: its message was no outlier."""
-        self.has_inherited = False
+        self._has_inherited = False
 
-    def begin(self, peers: Sequence[Peer]) -> None:
+    def begin(self, peers: Sequence[Peer]) -> bool:
         """Restart the island, which has diverged, from the state of `peers`, which have not.
 
-        The island inherits only once before its next contribution, because each copy interrupts a peer.
+        The island inherits only once before its next contribution, because each copy interrupts a peer. Returns whether
+        it inherits.
         """
         self._restart(False)
-        if peers and not self.has_inherited:
-            self.has_inherited = True
-            self._worker.wants_inner = True
+        if inherits := bool(peers) and not self._has_inherited:
+            self._has_inherited = self._worker.wants_inner = True
             self._in_thread(lambda: self._inherit(peers))
+        return inherits
 
     def _inherit(self, peers: Sequence[Peer]) -> None:
         self._worker.inherit(peers)

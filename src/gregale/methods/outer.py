@@ -33,11 +33,6 @@ def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
     return theta - own
 
 
-def weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return weight values; 0 with weight 0, even if the values are not finite."""
-    return jnp.where(weight > 0, weight * values, 0)
-
-
 def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
     """Return theta + outer(g) and the optimizer's state after the outer step, of the same part as the gradient."""
     updates, state = optimizer.update(gradient, state, theta)
@@ -78,8 +73,8 @@ class ExactOuter:
         """
         theta = outer.parameters
 
-        def weighed(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda own: weighted(own, weight.array), own)
+        def weighed(own: Tree, weight: NamedArray) -> Tree:  # weight 0: none of it, even if it is not finite
+            return jax.tree.map(lambda own: jnp.where(weight.array > 0, own * weight.array, 0), own)
 
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
@@ -139,7 +134,8 @@ class QuantisedOuter:
         theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda theta, own: weighted(pseudo_gradient(theta, own), weight.array), theta, own)
+            taken = jax.tree.map(lambda theta, own: jnp.where(weight.array > 0, own, theta), theta, own)
+            return jax.tree.map(lambda theta, own: pseudo_gradient(theta, own) * weight.array, theta, taken)
 
         sums = _by_replica(differences, self.reducer)(own, weights)
         gradient, error = self.reducer.reduce(sums, weight, outer.error)

@@ -47,8 +47,9 @@ class IslandSaving(Saving):
         outer, moment = resources.controller.side
         if outer is None or pause.step == 0:
             return {}
-        if not island.ended and not_finite(pause.state.method) and self._is_replaced():
-            return {}
+        is_broken = not island.ended and not_finite(pause.state.method)
+        if is_broken and first_message("it has peers" if resources.controller.diverged() else None):
+            return {}  # the next command replaces the state on all hosts
 
         def save_outer() -> None:
             outer_checkpoint.keep_only(resources.folder, rounds_of(self._checkpoints) | {outer.round})
@@ -65,10 +66,6 @@ class IslandSaving(Saving):
         }
         self._save(pause, {"islands": counted}, save_outer)
         return {}
-
-    def _is_replaced(self) -> bool:
-        """Return whether the next command replaces a state that is not finite, on all hosts: the island has peers."""
-        return first_message("replaced" if self._resources.controller.diverged() else None) is not None
 
 
 def rounds_of(checkpoints: Checkpoints) -> set[int]:

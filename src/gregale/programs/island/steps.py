@@ -145,23 +145,18 @@ class IslandSteps(Steps):
         self._examples.close()
 
     def _with_outer_parameters(self, state: TrainState, inner: InnerOptimizerState | None = None) -> TrainState:
-        """Return the state with the outer parameters and a peer's inner optimizer, if given, and all of it finite."""
+        """Return the state with the outer parameters, a peer's inner optimizer and step if given, and all finite."""
         for index in range(self._island.schedule.fragments):
             state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
         if inner is not None:
-            state = self._taken_over(state, inner)
+            self.step, psdp = inner.step, taken_over(state.method.psdp, inner.arrays)
+            step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
+            state = state._replace(step=step, method=state.method._replace(psdp=psdp))
         return state._replace(method=without_nonfinite(state.method))
 
     def seen(self) -> list[float]:
         """Return the tokens by fragment since this island last contributed to it; wait for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
-
-    def _taken_over(self, state: TrainState, inner: InnerOptimizerState) -> TrainState:
-        """Return the state with a peer's inner optimizer and step count."""
-        self.step = inner.step
-        psdp = taken_over(state.method.psdp, inner.arrays)
-        step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
-        return state._replace(step=step, method=state.method._replace(psdp=psdp))
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
