@@ -14,11 +14,14 @@ from haliax import Axis
 
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.store import Checkpoints
+from gregale.islands.host_worker import OuterSnapshot
+from gregale.islands.protocol.headers import seed
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState, SendMessage
+from gregale.methods.island_outer import HostOuter
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
 from gregale.programs.island.resources import IslandResources
-from gregale.programs.island.saving import CheckpointStagger, rounds_of
+from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
 from gregale.programs.island.steps import IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.train.resume import Start
@@ -26,6 +29,7 @@ from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
 from gregale.storage.jsonl_reader import read_entries
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.tracking.callback import Pause
 from gregale.training.state import StepReport
 from tests.mesh.support import layout_of
 from tests.methods.islands import Fleet, on_one_device
@@ -135,9 +139,10 @@ def test_a_missed_or_moved_turn_is_late_and_taken_once():
 class Controller:
     """Gives the commands `orders`; `asked`: after how many steps the outer parameters were asked for."""
 
-    side = SimpleNamespace(moment=None)
+    pace = SimpleNamespace(schedule=SCHEDULE)
 
-    def __init__(self):
+    def __init__(self, outer: HostOuter):
+        self.side = OuterSnapshot(seed(""), outer.now())
         self.orders, self.asked, self._steps = [], [], 0
 
     def order(self, starved: bool) -> Any:
@@ -158,6 +163,9 @@ class Controller:
 
     def take(self) -> None: ...
 
+    def to_save(self, batches: int) -> dict[str, Any]:
+        return {"used": batches}
+
 
 @pytest.fixture
 def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
@@ -165,7 +173,7 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
 
     def make(counts: list[int]) -> tuple[IslandSteps, Controller]:
         (member,) = Fleet.of([on_one_device(Schedule(3))]).members
-        island, controller, left = member.island, Controller(), iter(counts)
+        island, controller, left = member.island, Controller(member.host), iter(counts)
 
         def take(state: Any, batch: Any, step: int) -> tuple[Any, StepReport]:
             del batch, step
@@ -215,6 +223,21 @@ def test_a_state_that_is_replaced_loses_its_reports_and_its_tokens_once(island_s
     steps.take({})
     assert controller.asked == [], "the skipped step was that of the earlier state"
     assert steps.seen() == [8.0]
+
+
+@pytest.mark.parametrize(("is_broken", "has_peers", "saves"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monkeypatch, is_broken, has_peers, saves):
+    steps, controller = island_steps([])
+    monkeypatch.setattr(controller, "diverged", lambda: has_peers)
+    saved = []
+    monkeypatch.setattr(IslandSaving, "_save", lambda _, pause, *__: saved.append(pause.step))
+    setup: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(every=None)))
+    resources: Any = SimpleNamespace(controller=controller)
+    nothing: Any = None
+    saving = IslandSaving(setup, nothing, nothing, nothing, steps, (nothing, nothing), resources)
+    state = broken(steps.state) if is_broken else steps.state
+    saving.after_step(Pause(3, state, steps.method, None, nothing))
+    assert len(saved) == saves, "without peers the save refuses it and ends the run"
 
 
 def test_only_what_is_finite_of_a_diverged_optimizer_stays():
