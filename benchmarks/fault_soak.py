@@ -41,6 +41,7 @@ LASTS_SECONDS = 3.0, 20.0  # a stop or a cut
 REPORTED_WITHIN = 3.0
 EXPLAINS_FOR = 10.0  # seconds for which a fault explains stalls after all victims take part again
 STALL = re.compile(r"No round for [\d.]+ s: (.*)")
+BEGUN = re.compile(r"begins again from the outer parameters of round (\d+)")
 OWN = re.compile(r"^this island (has made|is in the middle|fetches)")  # facts about an island's own work
 
 
@@ -158,7 +159,7 @@ class Disturbance:
         if self.kind == "lighthouse":  # the new coordinator waits until all have found it
             return True
         if is_victim and (self.kind == "stop" or self.kind in CUTS):
-            return False  # it is to blame no other island
+            return "is being reduced by" in reason and "did not answer" not in reason  # it blames no other island
         return any(re.search(rf"\b{name}\b", reason) for name in self.victims)
 
 
@@ -188,6 +189,16 @@ def tokens(fleet: Fleet) -> float:
     return sum(each.weight for each in fleet.observe()) / FRAGMENTS
 
 
+def rounds_to_contribute(fleet: Fleet) -> list[int]:
+    """Return after how many rounds each island that began again contributed to one, in the order of islands."""
+    found = []
+    for island in fleet.islands.values():
+        contributed = [each.round for each in fleet.observe() if each.island == island.name and each.weight > 0]
+        begun = [int(line[1]) for line in BEGUN.finditer(island.said())]
+        found += [min((each - number for each in contributed if each > number), default=-1) for number in begun]
+    return found
+
+
 def loss(fleet: Fleet) -> float:
     """Return the mean of the islands' newest losses."""
     return mean(
@@ -213,7 +224,9 @@ def started(
     shutil.copytree(home / "text", folder / "text")
     shutil.copy(home / "fleet.yaml", folder)
     seconds = Seconds(options.heartbeat, options.reduce, options.join)
+    lease = round(2 * max(LASTS_SECONDS) / options.pace)  # an island that is cut off trains on
     arguments = ("--islands.min_members_to_start", str(len(paces)), "--sync.period", str(options.period))
+    arguments += ("--islands.lease_steps", str(lease))
     fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True, network)
     for name, pace in paces.items():
         fleet.start(name, pace=pace)
@@ -324,6 +337,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         found = Soak(fleet, options)
         found.run()
         compared, trained, disturbed = fleet.check(), tokens(fleet), loss(fleet)
+        rounds = rounds_to_contribute(fleet)
     times, gaps, lines = found.times, found.gaps, found.lines
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found.counts.items()))
     print(
@@ -334,6 +348,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         f"{times.joining / max(1, times.joined):.1f} s after its server answered.",
         f"Longest time without a round: {gaps.longest:.1f} s. Stalls without a line: {len(gaps.unreported)}.",
         f"Stall lines: {lines.count}, of which {len(lines.wrong)} name a wrong cause.",
+        f"Islands that were poisoned contributed after {sorted(rounds)} rounds.",
         f"Processes that ended by themselves: {len(found.ended)}.",
         *gaps.unreported,
         *lines.wrong,
