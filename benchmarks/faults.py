@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults                          # each fault once: a table, exit code 1 if a check fails
     python -m benchmarks.faults --only reduce stop       # some of them
-    python -m benchmarks.faults --soak 20                # a random fault every 20 s, beside an undisturbed fleet
+    python -m benchmarks.faults --soak 20                # a random fault every 20 s, one poisoning a minute
     python -m benchmarks.faults --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
 
 Four islands with a small model; a step takes at least `--pace` seconds, as if the device were not the processor that
@@ -131,9 +131,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=[fault.key for fault in FAULTS])
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument(
-        "--every", type=float, nargs=2, default=(20.0, 20.0), help="of --soak: seconds between two faults"
+        "--every",
+        type=float,
+        nargs=2,
+        default=(20.0, 20.0),
+        help="of --soak: seconds between two faults, from the end of one",
     )
     parser.add_argument("--faults", nargs="+", choices=SOAK_FAULTS, default=SOAK_FAULTS, help="of --soak")
+    parser.add_argument("--poison_every", type=float, default=60.0, help="of --soak: seconds; 0: none")
     parser.add_argument("--bandwidth", help="of --soak: each site's link, as 50mbit; needs root")
     parser.add_argument("--round_trip_ms", type=float, default=0.0, help="of --soak: between two sites; needs root")
     parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")

@@ -166,6 +166,14 @@ class Driver:
 
         self._exchange.submit(self._guarded, down)
 
+    def diverged(self) -> bool:
+        """Restart the trainer, whose state is not finite, from the outer parameters; return False without peers."""
+        with self._lock:
+            if (peers := self.member.others) and self._recovery.begin(peers):
+                what = "this island has diverged (its loss, gradient or state is not finite)"
+                self.report(f"{what}: it begins again from the outer parameters of round {self.round}", True)
+            return bool(peers)
+
     def leave(self) -> None:
         """Request to leave: the current round is finished first; then `order` returns `Finish`."""
         with self._lock:

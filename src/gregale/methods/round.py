@@ -100,8 +100,11 @@ class Round:
 
 
 def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
-    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island."""
-    return jax.tree.map(lambda own, new: keep * own + (1 - keep) * new, own, arrived)
+    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island.
+
+    With keep 0 it is `arrived`, even if `own` is not finite.
+    """
+    return jax.tree.map(lambda own, new: jnp.where(keep == 0, new, keep * own + (1 - keep) * new), own, arrived)
 
 
 def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:

@@ -97,7 +97,7 @@ class Member(MemberState):
         """Set the message's weight to 0, and restart the island from the outer parameters."""
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
-        self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
+        self._do(m.Reset(self.others))
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.

@@ -164,6 +164,11 @@ class MemberState:
         return self._hold_time_before + now
 
     @property
+    def others(self) -> tuple[Peer, ...]:
+        """The other members of the newest round in which this member took part."""
+        return tuple(peer for peer in self._group if peer.identity != self._me)
+
+    @property
     def done(self) -> bool:
         """Whether the member has left or was rejected."""
         return self._done

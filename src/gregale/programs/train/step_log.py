@@ -120,7 +120,8 @@ def measured(report: StepReport) -> dict[str, float]:
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
     total = weights.sum()
-    values = {"loss": float((losses * weights).sum() / total if total else np.nan), "grad_norm": float(norms.mean())}
+    loss = np.sum(losses * weights, where=weights > 0) / total if total else np.nan
+    values = {"loss": float(loss), "grad_norm": float(norms.mean())}
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
         values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}
