@@ -108,6 +108,8 @@ def _jump(world: World, rng: random.Random, name: str, names: list[str]) -> None
         world.nodes[name].behind -= seconds
     else:
         world.behind -= seconds
+        for node in world.nodes.values():
+            node.reachable_since = world.now  # the coordinator takes all for silent
 
 
 def _freeze(world: World, rng: random.Random, name: str, names: list[str]) -> None:
