@@ -73,7 +73,7 @@ def recomputed(jaxpr) -> list[bool]:
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith(("remat", "checkpoint")) and equation.params["differentiated"]:
-            found.append(equation.params["prevent_cse"] is True)
+            found.append(all(equation.params["prevent_cse"]))
         for inner in jax.core.jaxprs_in_params(equation.params):
             found += recomputed(inner)
     return found
