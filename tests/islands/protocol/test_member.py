@@ -404,6 +404,9 @@ def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():
         a.handle(m.Heartbeat(error))
     assert a.stall_reason() == "the coordinator has not answered for 7 s (cannot be reached)"
     a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+    a.handle(m.Tick(10.0))
+    assert a.stall_reason() == "the coordinator has not answered for 1 s", "a heartbeat is on its way for too long"
+    a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
     assert a.stall_reason() == "the coordinator waits for the requests of b"
 
 

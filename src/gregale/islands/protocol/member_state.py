@@ -8,6 +8,7 @@ from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
@@ -206,8 +207,9 @@ class MemberState:
     def stall_reason(self) -> str:
         """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
         exchange = self._exchange_reason()
-        if self._error:
-            silent = f"the coordinator has not answered for {self._now - self._heard_at:.0f} s ({self._error})"
+        silence = self._now - self._heard_at
+        if self._error or silence > 2 * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT:
+            silent = f"the coordinator has not answered for {silence:.0f} s{f' ({self._error})' * bool(self._error)}"
             return f"{silent}; {exchange}" if exchange else silent
         if exchange:
             return exchange
