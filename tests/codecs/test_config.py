@@ -2,11 +2,10 @@
 
 import pytest
 
-from gregale.codecs.blocks import PowersCodec, UniformCodec
+from gregale.codecs.blocks import PowersCodec, RotatedCodec, UniformCodec
 from gregale.codecs.codec import FloatCodec
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.formats import CODECS, wire_format
-from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 
 

@@ -132,7 +132,7 @@ class Checkpoints(Saver):
         found, failed = None, None
         try:
             found = find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count())
-        except UserError as error:  # a failing store or an old format is no damage; other checkpoints would fail too
+        except UserError as error:  # a failing store is no damage; other checkpoints would fail too
             failed = str(error)
         except OSError as error:
             failed = f"The checkpoint of step {step} cannot be read: {os_error_text(error)}."

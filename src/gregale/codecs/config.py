@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gregale.codecs.blocks import PowersCodec, UniformCodec
+from gregale.codecs.blocks import PowersCodec, RotatedCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, WireFormat, wire_format
-from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 from gregale.settings import DECAY, Settings, setting, whole
 

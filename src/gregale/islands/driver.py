@@ -69,7 +69,7 @@ class Driver:
         self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
         self._failure: BaseException | None = None
-        self._left = self._leaving = self._is_copy_wanted = False
+        self._leaving = self._is_copy_wanted = self._closed = False
         self._copied_step = 0
         self._asking = ViewPoller(
             self.coordinator,
@@ -79,7 +79,6 @@ class Driver:
             refused=self._end,
         )
         self._log = RoundLog(self.worker.count, self.record)
-        self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
         self._announcing = LatestWork(ANNOUNCING_THREADS, "announcing")
@@ -231,7 +230,7 @@ class Driver:
         if self._is_copy_wanted:
             return commands.CopyInnerState()
         complete = number >= self.pace.rounds and trainer.all_arrived()
-        if self._left or complete:
+        if self.member.done or complete:
             return commands.Finish(complete)
         return trainer.message(number, self._time(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
@@ -256,8 +255,8 @@ class Driver:
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
                     self._announcing.put(address, partial(announce, address, self.token, number))
-            case protocol.RequestMessage():
-                pass  # `post` wakes the trainer, whose side finds the request in the handover
+            case protocol.RequestMessage() | protocol.LeaveDone():
+                pass  # `post` wakes the trainer: its side finds a request in the handover, and `order` the leave
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -282,8 +281,6 @@ class Driver:
                 self.report(text, loud)
             case protocol.Rejected(text):
                 self._end(text)
-            case protocol.LeaveDone():
-                self._left = True
 
     def _committed(self, outer: OuterRecord, weight: float) -> None:
         save_offset = 0.0 if self.pace.lockstep else self._log.save_offset(self.member.identity.name)

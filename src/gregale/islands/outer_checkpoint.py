@@ -80,8 +80,6 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         outer = OuterRecord.from_json(manifest["outer"])
-        if "parts" not in manifest:
-            raise ValueError("they were saved by an earlier version of Gregale, in another form")
         name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
         starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
@@ -92,8 +90,8 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
             )
             arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
         own = OwnLeaves(
-            {name: arrays.pop(name) for name in manifest.get("own", ())},
-            {int(index): group for index, group in manifest.get("groups", {}).items()},
+            {name: arrays.pop(name) for name in manifest["own"]},
+            {int(index): group for index, group in manifest["groups"].items()},
         )
         return SavedOuterState(
             outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from gregale.distributed.signing import canonical
-from gregale.islands.transport import client, manifest, snapshot_store, transfer
+from gregale.islands.transport import client, snapshot_store, transfer
 from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
 from gregale.islands.transport.server import Handler, Server
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, largest_manifest_bytes, read_manifest
 from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed
 from tests.islands.transport.conftest import TOKEN
 from tests.recorder import Recorder
@@ -29,7 +28,7 @@ SIZE = 10 * CHUNK_BYTES // 4 + 77
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Use chunks of 64 kB, and short timeouts."""
-    for module in (snapshot_store, transfer, manifest):
+    for module in (snapshot_store, transfer):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)

@@ -5,7 +5,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.headers import FORMAT
@@ -13,8 +12,8 @@ from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
 from gregale.islands.protocol.wire import NO_ROUND, Columns
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status
-from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_FORMAT
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer
+from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 
 CONNECT_SECONDS = 2.0
 MAX_KEPT = 2
@@ -67,7 +66,7 @@ class CoordinatorClient:
         RequestDropped and NotAdmitted.
         """
         timing = self._timing
-        request = {"format": FORMAT, "number": next(self._numbers), "needed": needed, "header": header}
+        request = {"number": next(self._numbers), "needed": needed, "header": header}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
@@ -105,8 +104,8 @@ class CoordinatorClient:
             return Heartbeat(str(error))
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
-        seconds = {"heartbeat_seconds": self._timing.heartbeat_seconds}
-        message = {"kind": kind, "name": self.name, "session": self._session, **seconds, **content}
+        message = {"format": FORMAT, "kind": kind, "name": self.name, "session": self._session, **content}
+        message["heartbeat_seconds"] = self._timing.heartbeat_seconds
         return self._pool.request(message, wait_seconds)
 
 
@@ -115,36 +114,27 @@ class ConnectionPool:
 
     So heartbeats keep all of them open, and none has to compete with unidentified connections for a slot.
 
-    - `has_met`: whether the coordinator has ever answered
+    - `has_met`: whether the coordinator has ever accepted a request
     """
 
     def __init__(self, address: str, token: bytes):
         self.has_met = False
         self._address, self._token = address, token
-        self._recipient: str | None = None  # the server's random name, since its last start
         self._kept: deque[PeerClient] = deque()
         self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
         """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
-        body = canonical(message)
+        with self._lock:
+            peer = self._kept.popleft() if self._kept else None
+        peer = peer or PeerClient(f"{self._address}/{NAME}", self._token, CONNECT_SECONDS)
         try:
-            if self._recipient is not None:
-                with suppress(WrongServer):  # it has restarted and has another name
-                    return self._exchange(body, wait_seconds)
-                self._recipient = None
-            return self._exchange(body, wait_seconds)
+            reply = peer.request("POST", "/message", canonical(message), LARGEST_VIEW_BYTES, wait_seconds)
         except (PeerUnreachable, RequestRejected) as error:
-            self._recipient = None
-            raise self._failure(error) from None
-
-    def _exchange(self, body: bytes, wait_seconds: float) -> dict:
-        peer = self._take()
-        try:
-            reply = peer.request("POST", "/message", body, LARGEST_VIEW_BYTES, wait_seconds)
-        except (PeerUnreachable, RequestRejected):
             peer.close()
-            raise
+            self.close()  # the coordinator may have started again, which breaks the others too
+            raise self._failure(error) from None
+        self.has_met = True
         self._keep(peer)
         return reply
 
@@ -154,23 +144,6 @@ class ConnectionPool:
             kept, self._kept = self._kept, deque()
         for peer in kept:
             peer.close()
-
-    def _take(self) -> PeerClient:
-        recipient = self._recipient
-        if recipient is None:
-            self.close()
-            # The random name that the server drew at its start.
-            status = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
-            if status.get("format") != FORMAT:
-                raise (CoordinatorRefuses if self.has_met else NotAdmitted)(
-                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_FORMAT}"
-                )
-            recipient = str(status.get("recipient"))
-            self._recipient, self.has_met = recipient, True
-        with self._lock:
-            if self._kept:
-                return self._kept.popleft()
-        return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:
@@ -184,4 +157,5 @@ class ConnectionPool:
             return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
             return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")
-        return NotAdmitted(f"islands.lighthouse: {error}. See that islands.token_file is the same everywhere.")
+        hint = " See that islands.token_file is the same everywhere." if isinstance(error, WrongServer) else ""
+        return NotAdmitted(f"islands.lighthouse: the lighthouse at {error}.{hint}")

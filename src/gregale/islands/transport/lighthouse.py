@@ -1,8 +1,7 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-Clients (`coordinator`) send requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
-answered at once. A view request waits in its thread for its view, or for the time after which the client repeats it.
-The TLS handshake refuses everybody else.
+Clients (`coordinator`) send requests to the server. A heartbeat is answered at once. A view request waits in its thread
+for its view, or for the time after which the client repeats it. The TLS handshake refuses everybody else.
 """
 
 import secrets
@@ -22,12 +21,12 @@ from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
-ALIAS = "lighthouse"
+NAME = "lighthouse"  # the recipient of requests: any coordinator of the fleet, also one that has started again
 TICK_SECONDS = 0.05
 BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
-OTHER_FORMAT = "another version of Gregale, with other messages: install the same one everywhere"
+OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -43,7 +42,7 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
-        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
+        self._server = Server(bind, token, self._take, complain=say, key="bind", recipient=NAME)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -55,10 +54,9 @@ class Lighthouse:
                 answer.set_result({})
             self._waiting.clear()
 
-    def _status(self) -> dict:
-        return {"recipient": self._server.recipient, "format": FORMAT}
-
     def _take(self, message: dict) -> dict | bytes:
+        if message.get("format") != FORMAT:
+            raise RequestRejected(OTHER_FORMAT)
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
         if message.get("kind") == "ask":
             return self._ask(name, session, message)
@@ -82,8 +80,6 @@ class Lighthouse:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
-        if message.get("format") != FORMAT:
-            return {"refused": f"it has {OTHER_FORMAT}"}
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")

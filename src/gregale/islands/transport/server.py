@@ -3,8 +3,8 @@
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
 
 Only the fleet's members get through the TLS handshake (`tls`), within `IDLE_SECONDS` (`listener`). A request names its
-recipient: the last part of `address`, a word that every server draws at its start. So no server answers in the place
-of another, nor of one that had its port before.
+recipient: the last part of `address`, a word that every island's server draws at its start. So no server answers in the
+place of another, nor of one that had its port before.
 """
 
 import json
@@ -42,7 +42,7 @@ class Server:
     - `status`: called for GET /status
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
-    - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
+    - `recipient`: for clients that do not have the whole address; default: a random word
     - `address`: HOST:PORT at which peers reach the server; default: `bind`
     """
 
@@ -54,14 +54,14 @@ class Server:
         status: Callable[[], dict] = dict,
         complain: Callable[[str], None] = lambda line: None,
         key: str = "islands.bind",
-        alias: str | None = None,
+        recipient: str | None = None,
         address: str | None = None,
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
         self.complain = RateLimitedLines(complain)
-        self.recipient, self.alias = secrets.token_hex(8), alias
+        self.recipient = recipient or secrets.token_hex(8)
         handler, tls = partial(Handler, owner=self), tls_contexts(token).server
         try:
             self._http = Listener((self.host, int(port or 0)), handler, tls, self.complain)
@@ -96,44 +96,34 @@ class Handler(BaseHTTPRequestHandler):
         if not self.server.admit(self.connection):
             raise ConnectionAbortedError("the server has no free connection slot")
 
-    def do_GET(self) -> None:
-        self._answer(
-            {
-                "/manifest": lambda body: self._manifest(self.owner.outer, 0.0),
-                "/manifest/settled": lambda body: self._manifest(self.owner.outer, SETTLE_SECONDS),
-                "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
-                STATUS_PATH: lambda body: self.owner.status(),
-            }
-        )
-
-    def do_POST(self) -> None:
-        self._answer({"/message": self._message})
-
-    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
+    def _answer(self) -> None:
+        outer, inner = self.owner.outer, self.owner.inner
+        routes: dict[str, Callable[[bytes], dict | bytes | None]] = {
+            "GET /manifest": lambda body: self._manifest(outer, 0.0),
+            "GET /manifest/settled": lambda body: self._manifest(outer, SETTLE_SECONDS),
+            "GET /manifest/inner": lambda body: self._manifest(inner, 0.0),
+            f"GET {STATUS_PATH}": lambda body: self.owner.status(),
+            "POST /message": self._message,
+            "POST /pieces": self._send_chunks,
+            f"POST {STREAM_PATH}": self._hand_over,
+        }
         try:
             body = self._read_body()
-            if not self._is_recipient():
+            if self.headers[RECIPIENT] != self.owner.recipient:
                 self._reply(HTTPStatus.MISDIRECTED_REQUEST, b"")
                 return
-            if (self.command, self.path) == ("POST", "/pieces"):
-                self._send_chunks(body)
-                return
-            if (self.command, self.path) == ("POST", STREAM_PATH):
-                self._hand_over(body)
-                return
-            if self.path not in routes:
+            if (route := routes.get(f"{self.command} {self.path}")) is None:
                 raise RequestRejected("there is nothing at this path")
-            reply = routes[self.path](body)
+            reply = route(body)
         except RequestRejected as refusal:
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(HTTPStatus.FORBIDDEN, canonical({"refused": str(refusal)}))
         else:
-            self._reply(HTTPStatus.OK, reply if isinstance(reply, bytes) else canonical(reply))
+            if reply is not None:  # otherwise the route has replied
+                self._reply(HTTPStatus.OK, reply if isinstance(reply, bytes) else canonical(reply))
         self.server.set_deadline(self.connection, IDLE_SECONDS)
 
-    def _is_recipient(self) -> bool:
-        recipient, owner = self.headers[RECIPIENT], self.owner
-        return recipient == owner.recipient or (recipient == owner.alias is not None and self.path == STATUS_PATH)
+    do_GET = do_POST = _answer
 
     def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length", "0")
@@ -180,7 +170,6 @@ class Handler(BaseHTTPRequestHandler):
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
             store.keep(name, arrays[name])
             self._send_all(bytes_of(arrays[name])[start:stop])
-        self.server.set_deadline(self.connection, IDLE_SECONDS)
 
     def _hand_over(self, body: bytes) -> None:
         """Give the connection to a group, for the messages of one member, and return when the group ends."""

@@ -17,8 +17,18 @@ import numpy as np
 
 from gregale.distributed.signing import digest
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
-from gregale.islands.transport.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
-from gregale.islands.transport.snapshot_store import CHUNK_BYTES, bytes_of, chunk_hashes, chunk_span, leaf_hash
+from gregale.islands.transport.snapshot_store import (
+    CHUNK_BYTES,
+    Expected,
+    StateManifest,
+    bytes_of,
+    choose,
+    chunk_hashes,
+    chunk_span,
+    largest_manifest_bytes,
+    leaf_hash,
+    read_manifest,
+)
 
 STREAMS = 2
 STALL_SECONDS = 5.0
