@@ -65,7 +65,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
     Every device keeps its contiguous rows and cuts them into microbatches.
     """
     inner = layout.inside_replica()
-    shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
+    shards = inner.devices((BATCH,), inner.compute)
 
     def cut(array: jax.Array) -> jax.Array:
         rows = rows_per_part(array.shape[0], layout, microbatches)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from itertools import islice
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -121,7 +120,7 @@ class Evaluator:
         """Return the axes of batches of this length, with about as many tokens as those of the run."""
         Batch, Position = self._setup.batch_axes
         layout = self._setup.layout
-        parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((Batch,), layout.compute))
+        parts = layout.devices((Batch,), layout.compute)
         rows = max(1, Batch.size * Position.size // (length * parts)) * parts
         return (Batch, Position) if length == Position.size else (Axis(Batch.name, rows), Axis(Position.name, length))
 

@@ -11,11 +11,13 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Layout, check_divides, is_named, standard_layout
+from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, Layout, check_divides, check_used, is_named
+from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.reduce import further_split
 from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
@@ -150,7 +152,9 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
-    layout = standard_layout(mesh)
+    layout = mapped_layout(mesh, config.mapping)
+    check_mapping(config.mapping, layout)
+    check_messages(config, layout)
     batch = config.batch
     check_divides(
         layout,
@@ -170,6 +174,20 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     return layout
 
 
+def check_messages(config: TrainConfig, layout: Layout) -> None:
+    """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
+    if not config.reduce.quantised and config.islands.lighthouse is None:
+        return
+    for name in layout.opt_state:
+        further = further_split(name, layout)
+        if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
+            raise UserError(
+                f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "
+                f"{'islands' if config.islands.lighthouse else 'reduce.codec'} are a replica's part of a shard of "
+                f"`params`. Split {name} over {more[0]} in params too, or leave it out of opt_state."
+            )
+
+
 def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
     """Raise `UserError` if stages, layers and rows do not divide as the pipeline requires.
 
@@ -183,6 +201,12 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
                 "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
             )
         return
+    for mapping in (config.mapping.compute, config.mapping.params, config.mapping.opt_state):
+        if own := [name for name in (BATCH, EMBED) if name in mapping]:
+            raise UserError(
+                f"mapping has {own[0]} of its own, but there is a pipeline, whose stages pass rows on in the default "
+                "order of `batch` and `embed`. Leave these two out of mapping, or remove the pipeline."
+            )
     schedule = config.pipeline.schedule(stages)
     if (layers := getattr(config.model, "layers", None)) is not None:
         schedule.layers_per_stage(layers)
@@ -216,7 +240,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
         model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
-    check_own_axes(config, layout, model)
+    check_axes(config, layout, model)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
@@ -237,14 +261,18 @@ def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Cal
     return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
 
 
-def check_own_axes(config: TrainConfig, layout: Layout, model) -> None:
-    """Raise `UserError` if the mesh does not divide an axis of the parameters of a plugin's model."""
-    if type(config.model).__module__.startswith("gregale."):
-        return
-    named = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
-    axes = {axis.name: axis for leaf in named for axis in leaf.axes}
-    found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
-    check_divides(layout, {"batch.size": ("the sequences of a step", Axis(BATCH, config.batch.size)), **found})
+def check_axes(config: TrainConfig, layout: Layout, model) -> None:
+    """Raise `UserError` if the mesh does not divide an axis of the parameters, or `mapping` does not suit them.
+
+    The axes of Gregale's own models are checked by their keys, see `checked_layout`.
+    """
+    named = [leaf.axes for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
+    check_arrays(config.mapping, layout, [[axis.name for axis in axes] for axes in named])
+    axes = {axis.name: axis for each in named for axis in each}
+    if not type(config.model).__module__.startswith("gregale.") or not config.mapping.is_default:
+        found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
+        check_divides(layout, found)
+    check_used(layout, (BATCH, POSITION, *axes))
 
 
 def check_parameters(model) -> None:
