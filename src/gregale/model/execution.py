@@ -81,6 +81,7 @@ class Execution:
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
+    evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned

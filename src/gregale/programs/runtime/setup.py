@@ -26,10 +26,12 @@ from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import layers_apart
 from gregale.model.llama import parameter_count
+from gregale.model.losses import Losses, losses_of
 from gregale.programs.runtime.shared_sequences import check_context
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
+from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -135,7 +137,7 @@ class Setup:
         - `layout`: layout of the computation; default: the layout of this setup
         """
         inside = execution(self.config.compute, self.layout, self.config.model)
-        return Execution(**{**vars(inside), "layout": layout or self.layout, "remat": "none"})
+        return replace(inside, layout=layout or self.layout, remat="none", evaluates=True)
 
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
@@ -317,7 +319,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: own_loss(config.model, model, batch, in_loop),
+        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
@@ -340,17 +342,26 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     return layers_apart(kinds) if tpus and joined and scanned else 0
 
 
-def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of a model; raise `UserError` if a plugin's model does not return two scalars."""
+def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
     what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
     with naming_own_code(what, type(model)):
         found = model.loss(batch, run)
-    if not isinstance(found, tuple) or [jnp.shape(each) for each in found if is_array(each)] != [(), ()]:
+    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
+    if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(
             f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
-            "(`hax.sum(...).scalar()`)."
+            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
         )
-    return found
+    losses = losses_of(found)
+    if twice := losses.auxiliary.keys() & losses.metrics.keys():
+        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
+    for name, value in losses.named.items():
+        if metric_of(name) is not None:
+            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
+        if jnp.shape(value) != ():
+            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
+    return losses
 
 
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
