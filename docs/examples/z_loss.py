@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import haliax as hax
-import jax.numpy as jnp
 
 from gregale.model.base import ModelConfig
 from gregale.model.config import LlamaConfig
@@ -30,5 +29,5 @@ class ZLlama(Llama):
             return loss, weight
         z = hax.nn.logsumexp(self.logits(batch, execution), axis="vocab")
         z_loss = self.config.z_loss * hax.sum(hax.square(z) * batch["loss_mask"]).scalar()
-        norms = hax.sum(jnp.abs(z) * batch["loss_mask"]).scalar()
+        norms = hax.sum(hax.abs(z) * batch["loss_mask"]).scalar()
         return Losses(loss, weight, auxiliary={"z_loss": z_loss}, metrics={"abs_log_z": norms})

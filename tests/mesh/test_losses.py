@@ -24,10 +24,15 @@ from tests.plugins import EXAMPLES, plugins_from
 COEFFICIENT = 0.1  # large, so that gradients show it
 
 
-@cache
-def z_config():
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
     with plugins_from(EXAMPLES):
-        from z_loss import ZLlamaConfig  # type: ignore[import-not-found]
+        yield
+
+
+def z_config():
+    from z_loss import ZLlamaConfig  # type: ignore[import-not-found]
+
     return ZLlamaConfig(**vars(ONE.model), z_loss=COEFFICIENT)
 
 
