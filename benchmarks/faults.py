@@ -1,8 +1,8 @@
-"""What a fleet does when something breaks: real islands on this machine, disturbed in every way that DESIGN names.
+"""What a fleet does when something breaks: real islands on this machine, disturbed as in docs/islands.md, "Faults".
 
     python -m benchmarks.faults                          # each fault once: a table, exit code 1 if a check fails
     python -m benchmarks.faults --only reduce stop       # some of them
-    python -m benchmarks.faults --soak 20                # a random fault every 20 s, beside an undisturbed fleet
+    python -m benchmarks.faults --soak 20                # a random fault every 20 s, one poisoning a minute
     python -m benchmarks.faults --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
 
 Four islands with a small model; a step takes at least `--pace` seconds, as if the device were not the processor that
@@ -131,15 +131,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=[fault.key for fault in FAULTS])
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument(
-        "--every", type=float, nargs=2, default=(20.0, 20.0), help="of --soak: seconds between two faults"
+        "--every",
+        type=float,
+        nargs=2,
+        default=(20.0, 20.0),
+        help="of --soak: seconds between two faults, from the end of one",
     )
     parser.add_argument("--faults", nargs="+", choices=SOAK_FAULTS, default=SOAK_FAULTS, help="of --soak")
+    parser.add_argument("--poison_every", type=float, default=60.0, help="of --soak: seconds; 0: none")
     parser.add_argument("--bandwidth", help="of --soak: each site's link, as 50mbit; needs root")
     parser.add_argument("--round_trip_ms", type=float, default=0.0, help="of --soak: between two sites; needs root")
     parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)
-    parser.add_argument("--join", type=float, default=0.5, help="of --soak: the lighthouse's join_seconds")
     parser.add_argument("--pace", type=float, default=0.03)
     parser.add_argument("--period", type=int, default=60, help="of --soak: steps between two rounds of a fragment")
     parser.add_argument("--allowance", type=float, default=3.0, help="seconds beyond the heartbeat")

@@ -15,13 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import numpy as np
 
 from benchmarks.latency import delayed
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.transfer import fetch
+from gregale.islands.transport.transfer import Fetcher
 from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"
@@ -59,7 +60,8 @@ def join(sources: list[list[str]], megabytes: float, arrays: int, times: int) ->
     fetched, plain = [], []
     for _ in range(times):
         began = time.monotonic()
-        fetch([source[0] for source in sources], TOKEN, expected, 600.0)
+        with closing(Fetcher(TOKEN, expected)) as fetcher:
+            fetcher.fetch([source[0] for source in sources], 600.0)
         fetched.append(time.monotonic() - began)
         began = time.monotonic()
         host, port = sources[0][1].split(":")

@@ -37,7 +37,8 @@ class DelayedNetwork(Network):
 
     def link(self, name: str) -> None:
         outside = tap(name)
-        command = ("ip", "netns", "exec", name, sys.executable, __file__, str(outside), str(self._seconds))
+        forwarder = (sys.executable, "-m", "benchmarks.latency", str(outside), str(self._seconds))
+        command = ("ip", "netns", "exec", name, *forwarder)
         self._forwarders.append(subprocess.Popen(command, pass_fds=[outside], stdout=subprocess.PIPE))
         os.close(outside)
         ready = self._forwarders[-1].stdout

@@ -1,86 +1,60 @@
-"""The recipe for two sites of `docs/two_sites.md` in network namespaces (as root, with wireguard-go and nftables).
+"""The recipe for two sites of `docs/two_sites.md` in network namespaces (as root, with nftables).
 
-    python -m benchmarks.two_sites FOLDER                         # commits rounds through the tunnel, counts packets
+    python -m benchmarks.two_sites FOLDER                         # commits rounds, counts packets
     python -m benchmarks.two_sites FOLDER --minimum 2 --cut 30    # cuts the link for 30 s, prints what the islands did
 
-The page's WireGuard and nftables files are used as they are, but for keys and names. A second table of nftables counts
-the outer link's packets, and drops all but WireGuard's in both directions.
+The page's nftables file is used as it is. A second table of nftables counts the packets, and drops all but those of the
+page's ports in both directions.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.faults import write_inputs
 from benchmarks.latency import delayed
 from tests.fleet import GREGALE, Fleet, Seconds
-from tests.namespaces import Network, Site, rate_limited, run
+from tests.namespaces import Network, rate_limited, run
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "two_sites.md"
 NAMES = ("oslo", "turin")
-LIGHTHOUSE, SERVERS = "10.8.0.1:29510", ("10.8.0.1:29511", "10.8.0.2:29511")
-WAN, PACE_SECONDS = Seconds(heartbeat=10.0, reduce=60.0, join=3.0), 0.1
+LIGHTHOUSE_PORT, ISLAND_PORT = 29510, 29511
+WAN, PACE_SECONDS = Seconds(heartbeat=10.0, reduce=60.0), 0.1
 ROUNDS, ROUND_TRIP_SECONDS = 10, 0.1  # a packet and its answer pass four links
 OUTER = """table inet outer {
   chain input { type filter hook input priority -10; iifname eth0 jump count; }
   chain output { type filter hook output priority -10; oifname eth0 jump count; }
-  chain count { udp dport 51820 counter accept; counter drop; }
+  chain count {
+    tcp dport { 29510, 29511 } counter accept; tcp sport { 29510, 29511 } counter accept; counter drop;
+  }
 }
 """
 
 
-def filled(text: str, network: Network, keys: dict[str, str]) -> str:
-    """A file of the page with real keys and addresses."""
-    for name, site in zip(NAMES, network.sites, strict=True):
-        text = text.replace(f"{name}.example.org", site.address)
-        public = subprocess.run(["wg", "pubkey"], input=keys[name], capture_output=True, text=True, check=True).stdout
-        text = text.replace(f"{name.upper()}_PRIVATE_KEY", keys[name]).replace(f"{name.upper()}_PUBLIC_KEY", public)
-    return text
-
-
-@contextmanager
-def tunnel(network: Network, folder: Path) -> Iterator[None]:
-    """Bring up the firewall and WireGuard on both sites, by the page's files."""
-    page = PAGE.read_text(encoding="utf-8")
-    (rules,), configs = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("nft", "ini"))
-    keys = {name: run("wg", "genkey") for name in NAMES}
-    try:
-        for site, name, config in zip(network.sites, NAMES, configs, strict=True):
-            (own := folder / name).mkdir()
-            (config_file := own / "gregale.conf").touch(0o600)
-            config_file.write_text(filled(config, network, keys))
-            (own / "gregale.nft").write_text(rules)
-            run(*site.command, "sysctl", "-w", "net.ipv6.conf.all.disable_ipv6=1")
-            run(*site.command, "nft", "-f", str(own / "gregale.nft"))
-            up = f"mkdir -p /run/wireguard && mount -t tmpfs none /run/wireguard && wg-quick up {config_file}"
-            run(*site.command, "sh", "-c", up)
-        (counting := folder / "outer.nft").write_text(OUTER)
+def use_firewall(network: Network, folder: Path) -> None:
+    """Bring up the page's firewall and the counters on both sites."""
+    (rules,) = re.findall(r"```nft\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    for name, text in (("gregale.nft", rules), ("outer.nft", OUTER)):
+        (file := folder / name).write_text(text, encoding="utf-8")
         for site in network.sites:
-            run(*site.command, "nft", "-f", str(counting))
-        yield
-    finally:
-        for site in network.sites:
-            for process in run("ip", "netns", "pids", site.command[-1]).split():  # wireguard-go
-                os.kill(int(process), signal.SIGKILL)
+            run(*site.command, "nft", "-f", str(file))
 
 
-class Tunnelled(Fleet):
+class Sites(Fleet):
     """A fleet whose lighthouse is at the first site."""
 
     def start_lighthouse(self) -> subprocess.Popen:
         assert self.network
-        self.address, heartbeat, join = LIGHTHOUSE, str(self.seconds.heartbeat), str(self.seconds.join)
-        command = [*self.network.sites[0].command, *GREGALE, "lighthouse", "--bind", LIGHTHOUSE]
-        command += ["--token_file", str(self.token), "--heartbeat_seconds", heartbeat, "--join_seconds", join]
+        site = self.network.sites[0]
+        self.address = f"{site.address}:{LIGHTHOUSE_PORT}"
+        command = [*site.command, *GREGALE, "lighthouse", "--bind", f"0.0.0.0:{LIGHTHOUSE_PORT}"]
+        command += ["--token_file", str(self.token)]
         self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})
         return self.lighthouse
 
@@ -109,8 +83,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     write_inputs(options.folder)
     links = delayed(ROUND_TRIP_SECONDS / 4)
-    with rate_limited(2, None, make=links) as network, tunnel(network, options.folder.resolve()):
-        network.sites[:] = [Site(site.command, server) for site, server in zip(network.sites, SERVERS, strict=True)]
+    with rate_limited(2, None, make=links) as network:
+        use_firewall(network, options.folder)
         arguments = (
             "--islands.network",
             "wan",
@@ -119,9 +93,10 @@ def main() -> int:
             "--islands.min_members",
             str(options.minimum),
         )
-        with Tunnelled(options.folder.resolve(), "fleet.yaml", WAN, arguments, True, network, PACE_SECONDS) as fleet:
-            for name in NAMES:
-                fleet.start(name)
+        with Sites(options.folder.resolve(), "fleet.yaml", WAN, arguments, True, network, PACE_SECONDS) as fleet:
+            for name, site in zip(NAMES, network.sites, strict=True):
+                own = f"{site.address}:{ISLAND_PORT}"
+                fleet.start(name, "--islands.bind", f"0.0.0.0:{ISLAND_PORT}", "--islands.address", own)
             fleet.wait(lambda: fleet.newest() >= ROUNDS, 300, f"{ROUNDS} rounds")
             if options.cut:
                 cut(fleet, network, options.cut)

@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -60,6 +61,8 @@ SLOW = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """The user's cache directory is one of the tests', here and in every process that they start."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:  # a shell that inherits this cannot catch the signal
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user_cache"))  # type: ignore[union-attr]
     config.addinivalue_line("markers", "slow: takes long; `make quick` leaves it out")
     config.addinivalue_line("markers", "soak: takes minutes; only `make soak` runs it")

@@ -1,4 +1,4 @@
-"""`gregale` as it is, in a process that kills itself at a moment that no signal from outside could hit.
+"""`gregale` as it is, in a process that kills or poisons itself at a moment that no signal from outside could hit.
 
     DOOM=FILE python tests/doomed.py island CONFIG ...
 
@@ -9,6 +9,10 @@ As long as there is no FILE nothing happens. Once there is, the word in it says 
     step           in the middle of the inner phase
     healing-other  when a part of the state was sent to an island that heals
     healing        when a part of a peer's state has arrived
+
+or lives on, with NaN in all parameters and in the inner optimizer:
+
+    poison         after an inner step
 
 The file is removed first, so that the next process of that island lives. With PACE=SECONDS in the environment a step
 takes at least so long, as if the device were not this machine's processor, for which all islands compete.
@@ -22,12 +26,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from gregale.cli import main
 from gregale.islands.driver import Driver
 from gregale.islands.host_worker import HostWorker
 from gregale.islands.transport.group import Group
 from gregale.islands.transport.server import Handler
 from gregale.islands.transport.transfer import Assembly
+from gregale.programs.island.steps import IslandSteps
 
 DOOM = Path(os.environ["DOOM"])
 POINTS = {
@@ -39,15 +47,28 @@ POINTS = {
 }
 
 
-def dies_after(owner: Any, name: str, point: str) -> None:
-    """After the next call of a method the process dies, if that is its doom."""
+def dies(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_poisoned(steps: IslandSteps) -> None:
+    def broken(array: jax.Array) -> jax.Array:
+        return array * jnp.nan if jnp.issubdtype(array.dtype, jnp.inexact) else array
+
+    method = steps.state.method
+    method = method._replace(psdp=jax.tree.map(broken, method.psdp))
+    steps.state = steps.state._replace(method=method)
+
+
+def happens_after(owner: Any, name: str, point: str, doom: Callable[[Any], None]) -> None:
+    """After the next call of a method its object meets its doom, if the file says so."""
     method: Callable = getattr(owner, name)
 
     def doomed(*arguments: Any, **named: Any) -> Any:
         result = method(*arguments, **named)
         if DOOM.exists() and DOOM.read_text() == point:
             DOOM.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+            doom(arguments[0])
         return result
 
     setattr(owner, name, doomed)
@@ -67,7 +88,8 @@ def pace(seconds: float) -> None:
 
 if __name__ == "__main__":
     for point, (owner, name) in POINTS.items():
-        dies_after(owner, name, point)
+        happens_after(owner, name, point, dies)
+    happens_after(IslandSteps, "take", "poison", is_poisoned)
     if float(os.environ.get("PACE", "0")) > 0:
         pace(float(os.environ["PACE"]))
     sys.argv[0] = "gregale"

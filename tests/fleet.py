@@ -47,7 +47,6 @@ class Seconds(NamedTuple):
 
     heartbeat: float = 2.0
     reduce: float = 5.0
-    join: float = 0.5
 
 
 class Seen(NamedTuple):
@@ -144,7 +143,6 @@ class Fleet:
     def start_lighthouse(self) -> subprocess.Popen:
         """Starts the coordinator, at the address that it had."""
         command = [*GREGALE, "lighthouse", "--bind", self.address, "--token_file", str(self.token)]
-        command += ["--heartbeat_seconds", str(self.seconds.heartbeat), "--join_seconds", str(self.seconds.join)]
         self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})
         return self.lighthouse
 

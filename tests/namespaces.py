@@ -4,7 +4,7 @@
         network.coordinator                    # address of the bridge: where the coordinator listens
         for site in network.sites:
             subprocess.Popen([*site.command, "gregale", "island", ...])    # site.address: its own address
-        network.cut(1); network.restore(1); network.limit(1, "50mbit")
+        network.cut(1); network.restore(1); network.cut(1, "sends"); network.limit(1, "50mbit")
 
 A bridge, and for each site a namespace whose only link ends in the bridge. Both ends of the link have a token bucket
 (`tc ... tbf`): one limits what the site sends, the other what it receives. All names have the number of the process
@@ -31,6 +31,7 @@ BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 BURST_SECONDS = 0.004
 SMALLEST_BURST_BYTES = 64 << 10
 QUEUE = "50ms"
+NOTHING = ("rate", "8bit", "burst", "1", "limit", "1")  # every packet is larger than the bucket, and vanishes
 
 
 class NoNetworkError(RuntimeError):
@@ -49,6 +50,7 @@ class Network:
     def __init__(self, count: int, bandwidth: str | None, subnet: str):
         self.coordinator = f"{subnet}.1"
         self.sites: list[Site] = []
+        self._bandwidths: list[str | None] = []  # by site
         self._bridge = f"{PREFIX}{os.getpid()}"
         run("ip", "link", "add", self._bridge, "type", "bridge")
         run("ip", "address", "add", f"{self.coordinator}/24", "dev", self._bridge)
@@ -56,15 +58,25 @@ class Network:
         for index in range(count):
             self._add(index, f"{subnet}.{index + 2}", bandwidth)
 
-    def cut(self, index: int) -> None:
-        """Takes a site's link out of the bridge: packets vanish, nobody is told."""
-        run("ip", "link", "set", self._name(index), "nomaster")
+    def cut(self, index: int, direction: str = "both") -> None:
+        """Cuts a site's link: packets vanish, nobody is told.
+
+        - `direction`: both; `sends`: what the site sends; `receives`: what it receives
+        """
+        if direction == "both":
+            run("ip", "link", "set", self._name(index), "nomaster")
+        else:
+            inside = ("tc", "-netns", self._name(index)), "eth0"
+            command, device = inside if direction == "sends" else (("tc",), self._name(index))
+            run(*command, "qdisc", "replace", "dev", device, "root", "tbf", *NOTHING)
 
     def restore(self, index: int) -> None:
         run("ip", "link", "set", self._name(index), "master", self._bridge)
+        self.limit(index, self._bandwidths[index])
 
     def limit(self, index: int, bandwidth: str | None) -> None:
         """Lets a site's link carry so much in each direction from now on; None: as much as this machine can."""
+        self._bandwidths[index] = bandwidth
         outside, inside = ("tc",), ("tc", "-netns", self._name(index))
         for command, device in ((outside, self._name(index)), (inside, "eth0")):
             if bandwidth is None:
@@ -93,6 +105,7 @@ class Network:
         run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             run("ip", "-netns", name, "link", "set", device, "up")
+        self._bandwidths.append(bandwidth)
         self.limit(index, bandwidth)
         hosts = HOSTS_FOLDER / name / "hosts"
         hosts.parent.mkdir(parents=True, exist_ok=True)

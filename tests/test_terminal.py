@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gregale.streams import ResilientStream, printable, say
+from gregale.tables import print_table
 from gregale.terminal import Console
 from gregale.tracking.console import Console as Tracker
 
@@ -35,6 +36,17 @@ def test_only_the_consoles_own_codes_reach_a_terminal(monkeypatch):
     assert SHOWN in shown
     assert "\x1b[31ma\\x1b[2J" in shown, "a colour, and the text in it"
     assert not [code for code in ("\x1b[2J", "\u202e", "\x9b") if code in shown]
+
+
+@pytest.mark.parametrize("file", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_only_a_terminal_wraps_lines(monkeypatch, file):
+    monkeypatch.setenv("COLUMNS", "80")
+    cell = "word " * 1000 + "end"
+    console = Console(file=file)
+    console.print(cell)
+    print_table(console, "Title", ("", "heading"), [("row", cell)])
+    whole = [line for line in file.getvalue().splitlines() if cell in line]
+    assert len(whole) == (0 if file.isatty() else 2)
 
 
 def test_a_notebook_gets_text(monkeypatch):

@@ -14,9 +14,8 @@ usage() {
 usage: infra/k8s/train.sh COMMAND [OPTIONS]
 
 commands:
-  image IMAGE --for cpu|cuda|tpu [--base IMAGE] [--torch-index URL] [--push]
-                                                           build the image from infra/Dockerfile, and push it; with
-                                                           PyTorch's index of CPU builds it is gigabytes smaller
+  image IMAGE --for cpu|cuda|tpu [--base IMAGE] [--push]
+                                                           build the image from infra/Dockerfile, and push it
   up CONFIG --image IMAGE --accelerator KIND ...           write the JobSet of a run and apply it; `jobset.py --help`
                                                            lists the options; keys to override come after --
   status NAME   the JobSet and its pods
@@ -49,7 +48,6 @@ image() {
     case $1 in
       --for) target=$(value_of "$@") && shift 2 ;;
       --base) arguments+=(--build-arg "BASE=$(value_of "$@")") && shift 2 ;;
-      --torch-index) arguments+=(--build-arg "TORCH_INDEX=$(value_of "$@")") && shift 2 ;;
       --push) push=yes && shift ;;
       *) fail "'$1' is no option of image" ;;
     esac

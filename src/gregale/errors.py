@@ -91,10 +91,16 @@ def _raised(error: Exception, frame: traceback.FrameSummary | None) -> str:
 def install_hint(extra: str) -> str:
     """Return a sentence with the command that installs an extra into the environment of this process.
 
-    The command installs from the clone. A package index has no release of Gregale, and anyone may register its name
-    there.
+    The command installs from the clone, or the packages of the extra if Gregale was installed from a wheel. A package
+    index has no release of Gregale, and anyone may register its name there.
     """
     clone, python = Path(__file__).parents[2], Path(sys.executable)
+    if not (clone / "pyproject.toml").is_file():
+        from importlib.metadata import requires  # late, because most processes need no hint
+
+        split = [each.replace("'", '"').partition(f'; extra == "{extra}"') for each in requires("gregale") or []]
+        packages = [package for package, marker, _ in split if marker]
+        return f"Run `{shlex.join([str(python), '-m', 'pip', 'install', *packages])}`."
     if python.is_relative_to(clone):
         python = python.relative_to(clone)
     command = [str(python), "-m", "pip", "install", "--constraint", "constraints.txt", "--editable", f".[{extra}]"]

@@ -1,6 +1,7 @@
 """Functions that format numbers and settings as text for people."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.filesize import decimal
@@ -39,6 +40,13 @@ def format_precise_duration(seconds: float) -> str:
     if 0 < seconds < 0.1:
         return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
     return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
+
+
+def listed(words: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Format as `a, b and c`, or `a, b and 3 more`: at most `most` words, and the number of the others."""
+    more = [f"{len(words) - most:,} more"] if len(words) > most else []
+    *first, last = [*words[:most], *more]
+    return f"{separator.join(first)} and {last}" if first else last
 
 
 def format_setting(value: Any) -> str:

@@ -110,9 +110,11 @@ def test_keys_go_to_the_options_or_the_configuration(calls, config, arguments, o
 
 def test_words_fill_the_options_in_order(calls):
     calls.main("sample", "runs/a", "once: upon, [a]", "--temperature", "0.5")
+    calls.main("sample", "runs/a", "")
     calls.main("sample", "--run=runs/a")
     assert calls.main("bare") == 3
-    assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),), (NoOptions(),)]
+    sampled = SampleOptions("runs/a", "once: upon, [a]", 0.5), *[SampleOptions("runs/a")] * 2
+    assert calls == [(each,) for each in (*sampled, NoOptions())]
 
 
 def test_the_last_words_fill_a_list(calls, capsys):
@@ -133,6 +135,9 @@ def test_the_last_words_fill_a_list(calls, capsys):
         (["train", "{config}", "--frehs"], "`frehs` (on the command line) is not a valid key"),
         (["sample"], "RUN is missing. Usage: gregale sample RUN [PROMPT] [--key value ...]"),
         (["sample", "a", "--run", "b"], "run is given twice"),
+        (["sample", ""], "RUN is empty. Usage: gregale sample RUN [PROMPT] [--key value ...]"),
+        (["train", ""], "CONFIG is empty. Usage: gregale train CONFIG"),
+        (["many", "here", "a", ""], "RUNS is empty. Usage: gregale many WHERE [RUNS] ..."),
         (["fail"], "steps is 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -160,6 +165,7 @@ def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
 def test_an_interrupt_while_python_ends_shows_no_traceback():
     program = (
         "import atexit, os, signal, sys; from gregale.cli import main; sys.argv = ['gregale', '--version']; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # as where nobody ignores it, unlike `nohup`
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); sys.exit(main())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

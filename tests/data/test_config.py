@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from gregale.data.config import DataConfig
-from gregale.data.parts import json_sha256
 from gregale.data.preparation import build_stores, prepare
 from gregale.data.progress import progress_bars, silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
@@ -116,7 +115,7 @@ def test_a_mistake_in_a_source_is_named_with_the_source_and_writes_nothing(confi
 
 
 def test_sources_that_train_no_bpe_are_refused(config, tmp_path):
-    types = "jsonl, csv, tsv, huggingface, parquet, text, tokens"
+    types = "csv, tsv, huggingface, jsonl, parquet, text, tokens"
     with pytest.raises(UserError, match=rf"data\.sources: empty; .*types are: {types}"):
         prepare(DataConfig(), 16, 0)
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
@@ -229,20 +228,6 @@ def test_too_little_text_is_refused_with_the_arithmetic(config, tmp_path):
     corpus = prepare(config, 50, 0)
     assert (corpus.held_out, corpus.held_out_tokens, corpus.training_tokens) == (None, 0, 61)
     assert not config.evaluates
-
-
-def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
-    corpus = prepare(config, 16, 0)
-    store = corpus.stores["sources.books"]
-    older = store.folder.with_name(json_sha256([1, store.manifest["source"], store.manifest["tokenizer"]])[:24])
-    store.folder.rename(older)
-    again = prepare(config, 16, 0)
-    assert again.fingerprint == corpus.fingerprint
-    (note,) = again.notes
-    assert note == (
-        f"data.sources.books: {older} is a token store of an older version of Gregale and not used any more: the "
-        f"tokens were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
-    )
 
 
 def test_bars_are_drawn_on_standard_error(capsys):

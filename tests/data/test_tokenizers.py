@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from gregale.data.special import taken_as_text
+from gregale.data.special import counter_of_names, taken_as_text
 from gregale.data.tokenizers import (
     BpeConfig,
     BytesConfig,
@@ -79,11 +79,13 @@ def test_names_of_special_tokens_are_the_tokens_in_prompts_that_ask_for_it():
     assert parsing.encode(text).tolist() == library.encode(text).ids
     assert parsing.encode(text).tolist().count(BPE.end_of_document) == 1
     assert BPE.end_of_document not in BPE.encode(text)
-    said = taken_as_text([text, "b"], BPE, "prompts")
-    assert said.startswith("Names of special tokens are plain text in 1 of 2 prompts, as in documents: <|end_of_doc")
-    assert not taken_as_text([text], parsing, "prompts")
-    assert not taken_as_text(["<|end_of_documen|>"], BPE, "prompts")
-    assert not taken_as_text([text], BytesTokenizer(), "prompts")
+    found = counter_of_names(BPE)([text, "b"])
+    assert taken_as_text(found, "the prompts", "parse_special") == (
+        "1 names of special tokens in the prompts are encoded as characters, most often <|end_of_document|> (1). With "
+        "parse_special they are the tokens."
+    )
+    for texts, tokenizer in (([text], parsing), (["<|end_of_documen|>"], BPE), ([text], BytesTokenizer())):
+        assert not taken_as_text(counter_of_names(tokenizer)(texts), "the prompts", "parse_special")
 
 
 @EVERY

@@ -32,3 +32,12 @@ def test_a_retired_name_is_found():
 def test_no_page_has_a_retired_word():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         assert RETIRED_WORDS.findall(page.read_text()) == [], page
+
+
+def test_sections_that_the_code_names_are_headings_of_pages():
+    """The code names pages of the repository only, a section as `docs/design.md, "Heading"`."""
+    for path in (*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        text = path.read_text()
+        assert "DESIGN" not in text, path
+        for page, heading in re.findall(r'(docs/\w+\.md), "([^"]+)"', text):
+            assert re.search(rf"^#+ {re.escape(heading)}$", (ROOT / page).read_text(), re.MULTILINE), (path, heading)

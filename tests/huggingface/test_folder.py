@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from gregale.cli import main
 from gregale.errors import UserError
-from gregale.huggingface.folder import made_whole, open_folder
+from gregale.huggingface.folder import check_files, made_whole, open_folder
 from gregale.huggingface.hub import model_folder
+from gregale.programs.runtime.trained_model import find_run
 from tests.huggingface.hub import SIZES
 
 CONFIG = json.dumps({**SIZES, "model_type": "llama"})
@@ -66,8 +68,57 @@ def test_a_named_pipe_is_refused_unread(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name} is a named pipe, and no file"):
+    with pytest.raises(UserError, match=f"{name} is a folder, a pipe or a device"):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "merges.txt", "tokenizer.json", "1.safetensors"])
+def test_a_link_out_of_the_folder_is_refused_unread(tmp_path, name, capsys):
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("{}")
+    (folder / "config.json").write_text(CONFIG)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../secret")
+    assert main(["import", str(folder), str(tmp_path / "mine")]) == 2
+    assert f"{folder / name} is a link out of {folder}, to {secret}." in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "mine").exists()
+
+
+def test_only_the_hub_caches_own_blobs_may_lie_outside(tmp_path):
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0a1b", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "c0ffee").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/c0ffee")
+    (snapshot / "copy").symlink_to("config.json")
+    check_files(snapshot, ("config.json", "copy"))
+    (tmp_path / "linked").symlink_to(snapshot)
+    check_files(tmp_path / "linked", ("config.json",))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0a1b")
+    (blobs / "away").symlink_to(cache / "refs" / "main")
+    for target in ("../../refs/main", "../../blobs/away", "../../blobs/below/c0ffee", "/dev/null"):
+        (snapshot / "merges.txt").unlink(missing_ok=True)
+        (snapshot / "merges.txt").symlink_to(target)
+        with pytest.raises(UserError, match=r"merges.txt is a link out of"):
+            check_files(snapshot, ("merges.txt",))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "huggingface/merges.txt", "huggingface"])
+def test_a_run_whose_model_has_a_link_out_of_it_is_refused(tmp_path, name):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    for folder in (run, outside):
+        folder.mkdir()
+        (folder / "config.yaml").write_text("")
+    (outside / "merges.txt").write_text("secret")
+    if "/" in name:
+        (run / "huggingface").mkdir()
+    (run / name).symlink_to(outside if name == "huggingface" else outside / "merges.txt")
+    with pytest.raises(UserError, match=rf"is a link out of {run}, to {outside / 'merges.txt'}"):
+        find_run(str(run))
 
 
 def test_a_place_on_this_machine_never_asks_the_network(tmp_path, monkeypatch):

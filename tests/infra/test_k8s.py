@@ -172,7 +172,7 @@ def test_up_applies_what_its_dry_run_shows(cluster):
 @pytest.mark.parametrize(
     "words",
     [
-        ("image", "gregale:1", "--for", "tpu", "--torch-index", "https://packages.example/cpu", "--push"),
+        ("image", "gregale:1", "--for", "tpu", "--push"),
         ("status", "llama", "--context", "ours"),
         ("log", "llama"),
         ("stop", "llama"),

@@ -1,6 +1,7 @@
 """The examples that an island takes are those of its leases, each once, whatever the rounds bring."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -26,6 +27,14 @@ def test_batches_are_taken_in_the_order_of_the_lease():
     assert leases.used_after(2) == 2 * BATCH
     short = leased(BATCH + 1)
     assert [short.take() for _ in range(2)] == [0, None], "a rest too short for a batch is skipped"
+
+
+def test_counts_that_are_not_asked_for_again_are_forgotten():
+    leases = leased(100 * BATCH)
+    for batch in range(1, 101):
+        assert leases.take() is not None
+        assert leases.used_after(batch) == batch * BATCH
+    assert sum(len(value) for value in vars(leases).values() if isinstance(value, list | deque)) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

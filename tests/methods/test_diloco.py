@@ -219,6 +219,7 @@ def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
 
 
 def test_a_replica_that_is_left_out_goes_on_from_its_own():
+    """And changes no other, even if its parameters are not finite."""
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, outer=optax.sgd(1.0), dropout=0.5, seed=3)
     fragment = Fragment.at(schedule, 0, 2)
@@ -226,11 +227,23 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
     assert 0 < took_part.sum() < 4
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
+    broken, *_ = np.flatnonzero(~took_part)
+    parameters = jax.tree.map(lambda each: each.at[broken].set(jnp.nan), state.inner.parameters)
+    state = state._replace(inner=state.inner._replace(parameters=parameters))
     before = values_of(state.inner.parameters)
     reached = values_of(jax.jit(method.synchronise)(state, fragment)[0].inner.parameters)
     np.testing.assert_array_equal(reached[~took_part], before[~took_part])
     for own in reached[took_part]:
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
+    schedule = Schedule(2)
+    method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
+    taking_part = jax.jit(method.round.taking_part)
+    drawn = np.array([taking_part(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)])  # [64, replica]
+    assert len(np.unique(drawn, axis=0)) > 8, "of 16 possible"
+    assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
 
 
 def test_psdp_becomes_diloco_and_back():

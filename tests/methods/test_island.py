@@ -119,6 +119,17 @@ def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
     assert far(late.parameters, late.theta) == 0, "as after healing"
 
 
+def test_the_outer_parameters_replace_parameters_that_are_not_finite():
+    (member,) = Fleet.of([on_one_device(*CASES["diloco"][:2])]).members
+    inner = member.state.method.psdp
+    broken = jax.tree.map(lambda array: array * np.nan, inner.parameters)
+    member.state = member.state._replace(method=member.state.method._replace(psdp=inner._replace(parameters=broken)))
+    member.errors[0] = None
+    member.arrive(0, keep=0.0)
+    for own, outer in zip(member.parameters, member.theta, strict=True):
+        np.testing.assert_array_equal(own, outer)
+
+
 def test_the_norm_is_that_of_the_whole_fragment_and_tells_what_is_not_finite():
     island = on_one_device(Schedule(4, 3, 0, LAYERS))
     (member,) = Fleet.of([island]).members

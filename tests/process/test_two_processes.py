@@ -25,6 +25,17 @@ def test_both_write_what_their_devices_have_into_the_same_files(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+def test_another_environment_is_refused_by_both_with_its_name(tmp_path):
+    inputs = write_inputs(tmp_path / "inputs")
+    common = ("--cpu_devices", "2", "--mesh.replica", "1", "--mesh.model", "1", "--runs", "refused")
+    found = gregale_in_two(inputs, "train", "tiny.yaml", *common, variables={"JAX_ENABLE_X64": "1"})
+    assert [code for code, _, _ in found] == [2, 2], found
+    errors = [[line for line in err.splitlines() if "error" in line] for _, _, err in found]
+    assert errors[0] == errors[1], "both give the same reason"
+    assert "jax_enable_x64 is false in process 0 (" in errors[0][0]
+    assert "), but true in process 1 (" in errors[0][0]
+
+
 def test_what_has_to_be_equal_is_refused_by_both_before_the_first_step(tmp_path):
     inputs = write_inputs(tmp_path / "inputs")
     common = ("--cpu_devices", "2", "--mesh.replica", "1", "--mesh.model", "1", "--runs", "refused")

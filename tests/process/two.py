@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.forked import Popen
 from tests.ports import free_port
@@ -36,12 +38,20 @@ def run_two(program: str, *arguments: str, devices: int = 2) -> list[str]:
 
 
 def gregale_in_two(
-    folder: Path, *words: str, different: tuple[str, ...] = (), flags: str = FAST_TO_COMPILE
+    folder: Path,
+    *words: str,
+    different: tuple[str, ...] = (),
+    flags: str = FAST_TO_COMPILE,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of `gregale WORDS` in both; the second has different options too."""
+    """Return exit code, output and errors of `gregale WORDS` in both; the second has different options too.
+
+    - `variables`: of the second's environment
+    """
     join = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
-    own = (["--distributed.process", "0"], ["--distributed.process", "1", *different])
-    return all_finished([start(folder, *words, *join, *each, flags=flags) for each in own])
+    first = start(folder, *words, *join, "--distributed.process", "0", flags=flags)
+    options = ["--distributed.process", "1", *different]
+    return all_finished([first, start(folder, *words, *join, *options, flags=flags, variables=variables)])
 
 
 def all_finished(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:

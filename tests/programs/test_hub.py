@@ -27,7 +27,7 @@ from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import Llama3Scaling, YarnScaling
 from gregale.programs.command import Command
-from gregale.programs.exporting import Exported, write_beside
+from gregale.programs.exporting import Exported, rounded, write_beside
 from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, opened, set_up_run
 from gregale.programs.tokenize import TokenizeOptions
 from gregale.programs.train.resume import origin_of
@@ -101,7 +101,13 @@ def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, capsys
     if dtypes == "both":
         assert gregale("export", tmp_path / "mine", tmp_path / "small", "--dtype", "bfloat16") == 0
         floats = sum("norm" in name or ".1." in name for name in tensors(tmp_path / "hub"))
-        assert f"rounded: {floats} of 25 tensors from float32 to bfloat16. `--dtype float32`" in capsys.readouterr().out
+        assert f"rounded: {floats} of 25 tensors from float32 to bfloat16; `--dtype float32`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("written", "advice"), [("float32", "export writes no wider dtype"), ("float16", "`--dtype")])
+def test_a_note_of_rounding_advises_no_dtype_that_was_written(written, advice):
+    note = rounded({"a": np.dtype(written)}, {"a": np.dtype(np.float64)})
+    assert note.startswith(f"rounded: 1 of 1 tensors from float64 to {written}; {advice}")
 
 
 def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale, hub, imported, capsys):
@@ -109,7 +115,7 @@ def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale,
     capsys.readouterr()
     assert gregale(*arguments) == 0
     assert (
-        "Names of special tokens are plain text in 1 of 1 prompts, as in documents: <|end_of_document|>. With "
+        "1 names of special tokens in the prompts are encoded as characters, most often <|end_of_document|> (1). With "
         "parse_special they are the tokens."
     ) in capsys.readouterr().err
     assert gregale(*arguments, "--parse_special", "true") == 0
@@ -175,6 +181,7 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
 def test_another_method_in_stages_with_a_split_vocabulary_starts_from_it_too(gregale, inputs, on_from_it):
     options = ["--sync.type=streaming_diloco", "--sync.period=2", "--sync.fragments=2", "--sync.delay=1"]
     options += ["--mesh={replica: 2, stage: 2, data: 1, model: 2}", "--pipeline.repeats=1", "--model.row_multiple=8"]
+    options += ["--data.tokenizer.parse_special=true"]  # the text has no name, and the tokens are the same
     name = "other"
     assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
     assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)

@@ -133,7 +133,7 @@ def test_a_step_does_not_help_what_joins_the_replicas(plans):
     huge = replace(plan.programs["synchronise"].memory, temporaries=10 * plan.memory.peak)
     programs = plan.programs | {"synchronise": replace(plan.programs["synchronise"], memory=huge)}
     found = remedies(replace(plan, programs=programs), 257)
-    assert {each.change.split(":")[0] for each in found} <= {"mesh.replica", "mesh.data"}
+    assert {each.change.split()[0] for each in found} <= {"--mesh.replica", "--mesh.data"}
 
 
 def test_link_bytes_are_spread_over_the_period():

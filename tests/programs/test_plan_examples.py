@@ -6,10 +6,14 @@ devices; of the shapes of one the TPU compiler says whether it is to be believed
 
 from dataclasses import dataclass, replace
 
+import draccus
 import pytest
 
 from gregale.audit.chips import GIB, chip
+from gregale.audit.device_axes import INSIDE
+from gregale.audit.hlo import parse
 from gregale.audit.memory import Estimate
+from gregale.audit.overlap import ends
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.axes.mesh import make_mesh
 from gregale.data.tokenizers import BpeConfig
@@ -20,7 +24,8 @@ from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
-from gregale.runs.parsing import load
+from gregale.runs.history import flat
+from gregale.runs.parsing import load, read_yaml
 from tests.programs.plans import CONFIGS
 
 ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_8b_131k": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
@@ -69,6 +74,12 @@ def test_every_example_is_here():
         assert any("#" in line and not line.startswith("#") for line in rest), path
 
 
+def test_no_example_has_an_earlier_key():
+    for path in CONFIGS.glob("*.yaml"):
+        given, present = flat(read_yaml(path)[0]), flat(draccus.encode(config_of(path.stem)))
+        assert given.keys() <= present.keys(), path
+
+
 @pytest.mark.parametrize("name", ["llama_8b_two_slices", pytest.param("llama_7b_512", marks=pytest.mark.soak)])
 def test_an_example_for_tpus_fits(name):
     plan = compiled(name, *ON_TPU[name])
@@ -79,6 +90,10 @@ def test_an_example_for_tpus_fits(name):
     sent, closed = plan.step.audit.over("replica"), [each for each in plan.step.expected if "replica" in each.axes]
     total = sum(each.bytes * each.times for each in closed)
     assert sum(each.bytes * each.times for each in sent) == pytest.approx(total, rel=1e-3), "nothing is padded"
+    hidden = ends(parse(plan.step.text))
+    inside = [each for each in plan.step.audit.collectives if each.loops and each.link == INSIDE]
+    waited_for = [each.bytes for each in inside if each.name not in hidden]
+    assert max(waited_for) <= 32 * 2**20, "sums of gradients are not merged into one that is waited for"
 
 
 @pytest.mark.parametrize("name", ON_GPU)
@@ -93,7 +108,7 @@ def test_devices_that_share_sequences_are_a_remedy():
     config = replace(config, batch=replace(config.batch, microbatches=1))
     devices = [Device(number, "gpu") for number in range(64)]
     meshes = dict(_mesh(set_up(config, tokens_in(config), make_mesh(config.mesh, devices))))
-    shared = meshes["mesh.data: 4, mesh.context: 16"]
+    shared = meshes["--mesh.data 4 --mesh.context 16"]
     peaks = []
     for each in (config, replace(shared, batch=replace(config.batch, microbatches=16))):
         setup = set_up(each, tokens_in(each), make_mesh(each.mesh, devices))

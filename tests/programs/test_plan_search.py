@@ -132,7 +132,14 @@ def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
         "uncertain",
         "-",
     ]
-    remedy = {"change": "key", "peak_bytes": 100, "range": (85, 117), "fits": False, "compiled": False, "step_time": 1}
+    remedy = {
+        "change": "--key 2",
+        "peak_bytes": 100,
+        "range": (85, 117),
+        "fits": False,
+        "compiled": False,
+        "step_time": 1,
+    }
     for memory, changes, text in (
         (84, {}, "does not fit"),
         (90, {}, "uncertain (85 B to 117 B)"),
@@ -142,7 +149,8 @@ def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
     ):
         written = StringIO()
         print_remedies([remedy | changes], memory, Console(file=written, width=110))
-        assert f"100 B{' (compiled)' if changes.get('compiled') else ''}, {text}; 1.00 times" in written.getvalue()
+        by = " (compiled)" if changes.get("compiled") else ""
+        assert f"  100 B{by}, {text}; 1.00 times the step time: --key 2\n" in written.getvalue()
 
 
 def test_remedies_of_a_search_are_compiled():
@@ -150,7 +158,7 @@ def test_remedies_of_a_search_are_compiled():
     tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000))
     plan = plan_step(CONFIG, 257, tight, MEMORY)
     first, *others = _Compiler(plan.setup, 257, tight, SearchOptions(None, None, str)).remedies(plan)
-    assert first.change == "mesh.replica: 1, mesh.data: 4"
+    assert first.change == "--mesh.replica 1 --mesh.data 4"
     assert (first.fits, first.compiled) == (True, True)
     assert first.peak_bytes <= 700_000
     assert not any(each.fits and not each.compiled for each in others)

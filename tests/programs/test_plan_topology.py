@@ -1,6 +1,9 @@
 """`plan` for TPU topologies, by the TPU compiler, on a machine without a TPU."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -52,6 +55,15 @@ def refused() -> dict:
     return json.loads(json.dumps(report_of(plan, 257, None)))
 
 
+def test_the_compiler_logs_no_errors_about_the_missing_tpu():
+    program = (
+        "from gregale.programs.plan import devices; print(len(devices.topology_target('v5e:4x4', 2, None).devices))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "32\n", "")
+
+
 def test_a_step_that_the_compiler_refuses_is_reported_with_its_sizes(refused):
     memory = refused["memory"]
     assert not refused["fits"]
@@ -77,8 +89,11 @@ def test_the_memory_report_alone_says_the_same_of_it(refused, capsys):
 
 def test_a_remedy_of_several_keys_fits(refused):
     found = [(each["change"], each["fits"]) for each in refused["remedies"]]
-    assert found[0] == ("mesh.data: 1, mesh.model: 4, compute.remat: offload, batch.microbatches: 4", True)
-    assert ("mesh.context: 4, mesh.data: 1, batch.microbatches: 4", True) in found
+    assert found[0] == (
+        "--mesh.data 1 --mesh.model 4 --compute.remat offload --batch.microbatches 4",
+        True,
+    )
+    assert ("--mesh.context 4 --mesh.data 1 --batch.microbatches 4", True) in found
 
 
 @pytest.mark.parametrize(

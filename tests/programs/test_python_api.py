@@ -12,7 +12,7 @@ import pytest
 import gregale
 from gregale.cli import main
 from gregale.optim import AdamWConfig, SgdConfig
-from gregale.programs.python_api import _argument, _plain
+from gregale.programs.python_api import _plain
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.docs.pages import API, blocks
@@ -73,7 +73,9 @@ def test_mistakes_have_the_messages_of_the_commands(shown, capsys):
         gregale.train(Path("run.yaml"))
     assert capsys.readouterr().err == f"gregale: error: {caught.value}\n"
     assert main(["train", "run.yaml", "--optimiser", "sgd"]) == 2
-    assert capsys.readouterr().err == f"gregale: error: {shown['message']}\n"
+    assert capsys.readouterr().err == f"gregale: error: {shown['message']}\n".replace(
+        "as a keyword", "on the command line"
+    )
     with pytest.raises(gregale.UserError, match="cannot go on with this configuration: seed 0 -> 1"):
         gregale.train(shown["config"], seed=1)
     model = shown["model"]
@@ -100,6 +102,22 @@ def test_values_of_python_become_those_of_yaml():
     config = load(TrainConfig, _plain(given))
     assert (config.steps, config.runs, config.optimizer, config.mesh.data) == (3, "b", SgdConfig(momentum=0.5), 2)
     changes = {"optimizer": AdamWConfig(betas=(0.5, 0.6)), "mesh": {"replica": 2}, "start_from": None, "name": "c"}
-    config = load(TrainConfig, _plain(config), [_argument(key, value) for key, value in changes.items()])
+    config = load(TrainConfig, _plain(config), keywords=_plain(changes))
     assert (config.optimizer, config.mesh.data, config.mesh.replica) == (AdamWConfig(betas=(0.5, 0.6)), 2, 2)
     assert (config.name, config.start_from) == ("c", None)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"steps": 0}, "steps is 0 (as a keyword); it has to be at least 1."),
+        ({"steps": "1:30"}, "`steps` (as a keyword), line 1: 1:30, a number to the base 60"),
+        ({"steps": {1, 2}}, "`steps` (as a keyword) is {1, 2}, a set; expected int"),
+        ({"optimizer": {"learning_rat": 1}}, "`optimizer.learning_rat` (as a keyword) is not a valid key"),
+        ({"mesh": "{data: [}"}, "`mesh` (as a keyword), line 1, column 9: not readable as YAML"),
+    ],
+)
+def test_a_wrong_keyword_is_called_a_keyword(keywords, words):
+    with pytest.raises(gregale.UserError) as caught:
+        load(TrainConfig, {"name": "a", "steps": 1}, keywords=_plain(keywords))
+    assert str(caught.value).startswith(words)

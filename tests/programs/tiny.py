@@ -6,7 +6,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import haliax as hax
@@ -80,9 +82,11 @@ def start_train(folder: Path, *arguments: str) -> subprocess.Popen:
     return start(folder, "train", "tiny.yaml", *arguments)
 
 
-def start(folder: Path, *words: str, flags: str = FAST_TO_COMPILE) -> subprocess.Popen:
-    """`python -m gregale WORDS` in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+def start(
+    folder: Path, *words: str, flags: str = FAST_TO_COMPILE, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen:
+    """`python -m gregale WORDS` in a process of its own; `variables`: of its environment."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **variables}
     command = [sys.executable, "-m", "gregale", *words]
     return Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

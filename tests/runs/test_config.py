@@ -230,3 +230,6 @@ def test_names_and_addresses_of_islands_are_checked():
         with pytest.raises(KeyedError, match="HOST or HOST:PORT"):
             IslandsConfig(bind=bind)
     assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))
+    assert IslandsConfig(bind="0.0.0.0:29511", address="oslo.example.org:29511")
+    with pytest.raises(KeyedError, match=r"address is 'oslo'; it has to be HOST:PORT"):
+        IslandsConfig(address="oslo")

@@ -177,7 +177,7 @@ MISTAKES = {
     "missing field": ("steps: 1", [], "`name` (name of the run) is missing: .* `--name VALUE`; its type is str."),
     "missing below": ("name: a\nsources: {web: {weight: 1}}", [], "`sources.web.path` (where it is) is missing"),
     "scalar for mapping": ("name: a\nsources: 5", [], "`sources` .* expected mapping of names to mapping"),
-    "below a scalar": ("name: a\nsteps: 5", ["--steps.x", "1"], "`--steps.x` .* nothing lies below `steps`, .* '5'"),
+    "below a scalar": ("name: a\nsteps: 5", ["--steps.x", "1"], "`steps.x` .* nothing lies below `steps`, .* '5'"),
     "an element of a list": ("name: a", ["--more.0.path", "q"], "`more` is a list, .* as a whole: `--more '[...]'`."),
     "word without key": ("name: a", ["steps"], "'steps' on the command line belongs to no key"),
     "duplicate key": ("name: a\nsteps: 1\nname: b", [], "run.yaml: `name` stands twice, in line 1 and in line 3"),

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import jax
 import pytest
 
 import gregale
 from gregale.distributed import settings_check
-from gregale.distributed.agreement import to_text
+from gregale.distributed.agreement import difference, to_text
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.settings_check import agree, source_digest, version_terms
+from gregale.distributed.settings_check import agree, environment_terms, source_digest, version_terms
 from gregale.errors import UserError
 from gregale.programs.island.agreement import MUST_AGREE
 from gregale.runs.config import TrainConfig
@@ -92,6 +93,24 @@ def test_what_belongs_to_a_host_may_differ():
     other = dataclasses.replace(CONFIG, compilation_cache=None, trackers=[WandbConfig()], distributed=there)
     here = dataclasses.replace(CONFIG, distributed=DistributedConfig("10.0.0.2:1", 2, 0))
     assert process_terms(here) == process_terms(other)
+
+
+def test_values_of_jax_and_flags_are_compared_but_for_those_of_a_host(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_extra_cache=/here --xla_dump_to=/here  --xla_cpu_enable_fast_math")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+    before = environment_terms()
+    flags = {
+        "XLA_FLAGS --xla_cpu_enable_fast_math": "true",
+        "LIBTPU_INIT_ARGS --xla_tpu_scoped_vmem_limit_kib": "65536",
+    }
+    assert {name: value for name, value in before.items() if " " in name} == flags
+    assert not {"jax_compilation_cache_dir", "jax_cuda_visible_devices", "jax_logging_level"} & before.keys()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        text = difference({"a": before, "b": environment_terms()})
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert text == "jax_default_matmul_precision is null in a, but highest in b"
 
 
 def test_every_pattern_is_of_a_key():

@@ -51,7 +51,20 @@ def test_what_is_written_is_read(place):
     assert "There is no checkpoint yet" in run.resume_hint()
 
 
+def test_a_run_that_has_saved_nothing_takes_any_configuration(run):
+    run.checkpoints.mkdir()
+    assert run.saved_config() is None
+    run.check_compatible(replace(CONFIG, model=LlamaConfig(layers=2)))
+    folder = run.checkpoints / "step-00000001"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    assert run.saved_config() == CONFIG
+    with pytest.raises(UserError, match=r"model\.layers 12 -> 2"):
+        run.check_compatible(replace(CONFIG, model=LlamaConfig(layers=2)))
+
+
 def test_a_run_goes_on_with_what_may_change_only(run):
+    run.note_checkpoint(8)
     run.check_compatible(replace(CONFIG, steps=20, log_every=5))
     with pytest.raises(UserError) as caught:
         run.check_compatible(replace(CONFIG, steps=20, seed=7, model=LlamaConfig(layers=2)))

@@ -1,13 +1,17 @@
 """Every key of every command with values that nobody means: a configuration comes of it, or one paragraph."""
 
+import re
 import traceback
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 from gregale.cli import PROGRAMS
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
+from gregale.programs.simulate import SimulateConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.settings.config_schema import Entry, entries
@@ -17,6 +21,7 @@ ODD = [
     *("-9223372036854775808", "12345678901234567890", "9" * 400, "9" * 5000, ".nan", ".inf", "-.inf", "nan"),
     *("null", "true", "", "a", "\u00e9\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
     *("[]", "[1, 2]", "[null]", "{}", "{a: 1}", "{type: text}", "{", "&a [*a]", "a: b: c"),
+    *('"\u0663"', "!own [1]", "!!set {a}", "[2, 2]", "1e22"),
 ]
 FEW = ["0", "-1", "2", "0.5", "1e308", "18446744073709551616", "9" * 400, "null", "", '"\\0"', "[1, 2]", "{a: 1}"]
 CLASSES = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
@@ -89,3 +94,33 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path):
                 assert len(found) < 1500, (entry.key, value[:40], file, found)
                 loaded += not found
     assert loaded > 500
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("steps", '"\u0663"', "`steps`.* is '\u0663', a str; expected int"),
+        ("optimizer.learning_rate", "\uff11", "`optimizer.learning_rate`.* is '\uff11', a str; expected float"),
+        ("data.sources", "!own {x: {type: text}}", "the tag !own is unknown here; remove it"),
+        ("evaluation.tasks", "!own [a]", "the tag !own is unknown here; remove it"),
+        ("evaluation.tasks", "!!python/tuple [a]", "the tag !!python/tuple is unknown here; remove it"),
+        ("evaluation", "{!own every: 3}", "the tag !own is unknown here; remove it"),
+        ("evaluation.sequence_lengths", "[64, 32, 64]", "evaluation.sequence_lengths has 64 twice"),
+        ("evaluation.sequence_lengths", "[1]", r"evaluation.sequence_lengths.0 is 1.*; it has to be at least 2"),
+        ("model", "{sliding_window: 8, layers: 2, full_layers: [0, 0]}", "model.full_layers has 0 twice"),
+        ("model.norm_epsilon", "1e22", r"model.norm_epsilon is 1e\+22.*; it has to be above 0 and at most 1"),
+        ("optimizer.epsilon", "1e22", r"optimizer.epsilon is 1e\+22.*; it has to be above 0 and at most 1"),
+        ("distributed.coordinator", "a:\u0663", "distributed.coordinator is .* it has to be HOST:PORT"),
+        ("islands.lighthouse", "'3'", "islands.lighthouse is .* it has to be HOST:PORT"),
+        ("data.sources.x", "{type: csv, header: false, column: '\u0663'}", "give its number, from 1"),
+    ],
+)
+def test_what_would_be_taken_for_something_else_is_refused(tmp_path, key, value, message):
+    (tmp_path / "odd.yaml").write_text(as_yaml(key, value), encoding="utf-8")
+    arguments = [f"--{name}={NEEDED[name]}" for name in ("name", "steps") if name != key]
+    assert re.search(message, outcome(TrainConfig, tmp_path / "odd.yaml", arguments))
+
+
+def test_each_method_and_bandwidth_of_a_simulation_counts_once():
+    for arguments in ("--methods=psdp,psdp", "--bandwidth=1,2,1"):
+        assert re.search("twice.*; give each of its values once", outcome(SimulateConfig, None, [arguments]))

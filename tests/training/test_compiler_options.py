@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices t
 
 @pytest.mark.parametrize(
     ("topology", "count", "kind"),
-    [("v5e:2x2", 5, "TPU v5 lite"), ("v6e:2x2", 10, "TPU v6 lite"), ("v5p:2x2x1", 10, "TPU v5")],
+    [("v5e:2x2", 7, "TPU v5 lite"), ("v6e:2x2", 10, "TPU v6 lite"), ("v5p:2x2x1", 10, "TPU v5")],
 )
 def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, kind):
     target = topology_target(topology, 1, None)

@@ -30,7 +30,7 @@ LAYERS = "layers"
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the three mappings of named axes to mesh axes of a run.
+    """A mesh and the three mappings of named axes to mesh axes (docs/design.md, "Mesh and mappings").
 
     - `compute`: activations and batches, and weights while they are used
     - `params`: parameters and gradient buffers

@@ -9,8 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gregale.checkpoint.leaves import arrays_by_name
 
-_NAMES_SHOWN = 3
-
 
 def not_finite(tree: Any) -> list[str]:
     """Return the names of a tree's floating-point arrays that contain NaN or an infinity.
@@ -23,12 +21,6 @@ def not_finite(tree: Any) -> list[str]:
         return []
     flags = jax.device_get(_checking(_everywhere(next(iter(arrays.values()))))(list(arrays.values())))
     return [name for name, is_finite in zip(arrays, flags, strict=True) if not is_finite]
-
-
-def listed(names: list[str]) -> str:
-    """Format the first names and the number of the others."""
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _everywhere(array: jax.Array) -> Sharding | None:

@@ -8,8 +8,7 @@ from haliax import NamedArray
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from gregale.errors import UserError
-
-_NAMES_SHOWN = 6
+from gregale.formatting import listed
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,6 @@ def sharding_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     return leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _listed(lines: list[str]) -> str:
-    more = len(lines) - _NAMES_SHOWN
-    return "; ".join(lines[:_NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-
-
 def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], path: str, partial: bool) -> None:
     """Check that the leaves of a checkpoint can fill those of a template.
 
@@ -104,13 +98,13 @@ def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], path: s
     """
     problems = []
     if missing := sorted(wanted.keys() - saved.keys()):
-        problems.append(f"it lacks {_listed([f'{name} ({wanted[name]})' for name in missing])}")
+        problems.append(f"it lacks {listed([f'{name} ({wanted[name]})' for name in missing], separator='; ')}")
     if not partial and (extra := sorted(saved.keys() - wanted.keys())):
-        problems.append(f"it also has {_listed([f'{name} ({saved[name]})' for name in extra])}")
+        problems.append(f"it also has {listed([f'{name} ({saved[name]})' for name in extra], separator='; ')}")
     both = sorted(saved.keys() & wanted.keys())
     differing = [f"{name}: {saved[name]} there, {wanted[name]} here" for name in both if saved[name] != wanted[name]]
     if differing:
-        problems.append(f"these differ: {_listed(differing)}")
+        problems.append(f"these differ: {listed(differing, separator='; ')}")
     if problems:
         raise UserError(
             f"The checkpoint {path} was written by another configuration: {'. Also, '.join(problems)}. "

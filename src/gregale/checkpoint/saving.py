@@ -22,7 +22,7 @@ from rich.filesize import decimal
 
 from gregale.atomic_files import flush, os_error_text, remove
 from gregale.checkpoint import parts
-from gregale.checkpoint.finite import listed, not_finite
+from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.leaves import arrays_by_name, specs_by_name
 from gregale.checkpoint.manifest import MANIFEST, SHARDS, FileRecords, write_manifest
 from gregale.checkpoint.multihost import barrier, collect, first_message, hand_over, messages_of_all
@@ -37,6 +37,7 @@ from gregale.checkpoint.retention import (
 )
 from gregale.checkpoint.shard_layout import planned, stream, to_json
 from gregale.errors import UserError
+from gregale.formatting import listed
 from gregale.storage import StoragePath, StoreError, files_below, remove_tree, storage_path
 
 

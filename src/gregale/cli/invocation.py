@@ -27,6 +27,7 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     words, pairs = _split(command, arguments)
     if _imported(command, words, pairs):
         words, pairs = _split(command, arguments)  # again, with the keys that the plugins add
+    _check_not_empty(name, command, words)
     if _takes_many(command):
         last = len(command.positional) - 1
         words = [*words[:last], json.dumps(words[last:])] if words[last:] else words
@@ -105,6 +106,14 @@ def usage(name: str, command: Command) -> str:
     if _takes_many(command):
         words.append("...")
     return " ".join(["gregale", name, *words, "[--key value ...]"])
+
+
+def _check_not_empty(name: str, command: Command, words: Sequence[str]) -> None:
+    """Raise `UserError` for an empty word, as of a shell's unset variable; a word that is empty by default may be."""
+    defaults = {each.name: default_of(each) for each in fields(command.options)}
+    for key, word in zip([*command.positional, *command.positional[-1:] * len(words)], words, strict=False):
+        if not word and defaults.get(key) != "":
+            raise UserError(f"{key.upper()} is empty. Usage: {usage(name, command)}")
 
 
 def _check_complete(name: str, command: Command, given: dict[str, str], pairs: list[str]) -> None:

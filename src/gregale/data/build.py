@@ -3,9 +3,10 @@
 import hashlib
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from gregale.atomic_files import machine, os_error_text
@@ -15,6 +16,7 @@ from gregale.data.encoder_pool import EncoderPool
 from gregale.data.parts import CorruptPart, EncodeTask, discard, finished_parts, json_sha256, make_tasks, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped, SourceConfig
+from gregale.data.sources.base import CHANGED
 from gregale.data.store import (
     FORMAT,
     MANIFEST_NAME,
@@ -50,12 +52,7 @@ class TokenCache:
 
 def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
     """Return the name of the store of a source and a tokenizer: a hash of everything that determines its content."""
-    return key_of(FORMAT, source.identity(), tokenizer.fingerprint)
-
-
-def key_of(version: int, identity: dict, tokenizer: str) -> str:
-    """Return a store's name from the format version, the source's identity and the tokenizer's fingerprint."""
-    return json_sha256([version, identity, tokenizer])[:24]
+    return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint])[:24]
 
 
 def build_store(
@@ -74,6 +71,7 @@ def build_store(
         with writing(cache.root):
             folder.mkdir(parents=True, exist_ok=True)
             build()
+        return replace(open_store(folder, cache.disk), is_new=True)
     return open_store(folder, cache.disk)
 
 
@@ -105,6 +103,8 @@ class Build:
         self._tasks = make_tasks(source.config)
         self._workers = workers if len(self._tasks) > 1 else 1
         self._identity = source.config.identity()
+        if folder.name != store_key(source.config, tokenizer):
+            raise UserError(f"one of its files {CHANGED}")
         self.host = hashlib.sha256(machine().encode()).hexdigest()[:8]
         self._finished: set[int] = set()
         self._listed_at = float("-inf")
@@ -135,9 +135,10 @@ class Build:
         """Assemble the store from its parts; discard a damaged part so that it is encoded again."""
         try:
             manifests = [require_manifest(self._folder, task.number) for task in self._tasks]
-            skipped = Skipped()
+            skipped, names = Skipped(), Counter()
             for manifest in manifests:
                 skipped.add(Skipped(**manifest.skipped))
+                names.update(manifest.special_names or {})
             if not any(manifest.tokens for manifest in manifests):
                 left_out = format_skipped(skipped) if skipped.count else []
                 message = f"empty: no document with any text in {self._size(self._tasks)} bytes of input."
@@ -146,7 +147,9 @@ class Build:
                 "dtype": token_dtype(self._tokenizer.vocabulary_size).name,
                 "tokenizer": self._tokenizer.fingerprint,
                 "source": self._identity,
-            } | ({"skipped": asdict(skipped)} if skipped.count else {})
+                **({"skipped": asdict(skipped)} if skipped.count else {}),
+                **({"special_names": dict(names)} if names else {}),
+            }
             complete_store(self._folder, manifests, description, self._report)
         except CorruptPart as damaged:
             discard(self._folder, damaged.number)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 
 from gregale.atomic_files import atomic_replace
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
+from gregale.data.special import counter_of_names
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
@@ -60,6 +62,7 @@ class PartManifest:
     skipped: dict  # the fields of `Skipped`
     chunks: str  # the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file
     corrections: str | None = None  # packed `Corrections`; None if the tokenizer needs none
+    special_names: dict[str, int] | None = None  # in the text and encoded as characters, each with its count
 
     @property
     def size_bytes(self) -> int:
@@ -119,8 +122,10 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
     """Write a part into a file; return its manifest."""
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
     lengths, corrections, skipped = [], [], Skipped()
+    count, names = counter_of_names(tokenizer), Counter()
     for part in task.parts:
         for documents in batches(task.source.read(part, skipped)):
+            names += count(each.content for each in documents if isinstance(each.content, str))
             for ids, more_bytes in encode_documents(documents, tokenizer):
                 if len(ids):
                     output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
@@ -130,7 +135,9 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
     output.seek(0)
     chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: output.read(CHUNK_BYTES), b""))
     packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
-    return PartManifest(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
+    return PartManifest(
+        len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed, dict(names) or None
+    )
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

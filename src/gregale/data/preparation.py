@@ -1,13 +1,14 @@
 """Prepare a corpus: the token stores of a configuration, and the examples made from them."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from gregale.atomic_files import user_cache
-from gregale.data.build import NamedSource, TokenCache, build_store, key_of
+from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
@@ -16,8 +17,9 @@ from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
+from gregale.data.special import taken_as_text
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
-from gregale.data.store import MANIFEST_NAME, TokenStore, format_skipped
+from gregale.data.store import TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import make_tokenizer, naming
 from gregale.data.tokenizers import BpeConfig, Tokenizer
@@ -90,7 +92,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         stores=by_key,
         # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
-        notes=tuple(note for key, store in by_key.items() for note in notes_on(key, store)),
+        notes=tuple(note for key, store in by_key.items() for note in notes_on(f"data.{key}", store)),
     )
 
 
@@ -167,16 +169,13 @@ def validation_windows(name: str, stream: DocumentStream, sequence_length: int, 
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:
-    """Return a note's lines if documents of a source were skipped, or a folder of an older version remains.
+    """Return a note's lines if documents of a source were skipped, or a build encoded special tokens as characters.
 
-    - `key`: of the source, `sources.books`
+    - `key`: of the source, `data.sources.books`
     """
     skipped = store.skipped
-    notes = [f"data.{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
-    older = store.folder.with_name(key_of(1, store.manifest["source"], store.manifest["tokenizer"]))
-    if (older / MANIFEST_NAME).is_file():
-        notes.append(
-            f"data.{key}: {older} is a token store of an older version of Gregale and not used any more: the tokens "
-            f"were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
-        )
+    notes = [f"{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
+    found = Counter(store.manifest.get("special_names", {}) if store.is_new else {})
+    if note := taken_as_text(found, "the text", "data.tokenizer.parse_special (type file)"):
+        notes.append(f"{key}: {note}")
     return notes

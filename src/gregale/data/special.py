@@ -1,26 +1,40 @@
 """Names of special tokens that are written in a text: `<|start_header_id|>` as 26 characters, or as one token."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from gregale.data.tokenizers import Tokenizer
 
 SHOWN = 3
 
 
-def taken_as_text(texts: Sequence[str], tokenizer: Tokenizer, what: str) -> str:
-    """Return a line about names of special tokens that are encoded as plain text; empty if there are none.
+def counter_of_names(tokenizer: Tokenizer) -> Callable[[Iterable[str]], Counter[str]]:
+    """Return a function that counts the names of special tokens which the tokenizer encodes as characters in texts."""
+    names = frozenset() if tokenizer.parses_special else frozenset(tokenizer.special_names)
+    lengths = sorted({len(name) for name in names}, reverse=True)
+    beginnings = re.compile("|".join(sorted({re.escape(name[:2]) for name in names}, reverse=True)))
 
-    - `what`: the kind of the texts, such as prompts
+    def count(texts: Iterable[str]) -> Counter[str]:
+        found = Counter()
+        for text in texts if names else ():
+            for at in (each.start() for each in beginnings.finditer(text)):
+                found.update([text[at : at + size] for size in lengths if text[at : at + size] in names][:1])
+        return found
+
+    return count
+
+
+def taken_as_text(found: Counter[str], what: str, key: str) -> str:
+    """Return a note about names that `counter_of_names` counted; empty if there are none.
+
+    - `what`: the texts, such as the prompts
+    - `key`: of the setting by which the names are tokens
     """
-    if tokenizer.parses_special:
+    if not found:
         return ""
-    found = [[name for name in tokenizer.special_names if name in text] for text in texts]
-    names = list(dict.fromkeys(name for each in found for name in each))
-    if not names:
-        return ""
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    count = f"{sum(map(bool, found)):,} of {len(texts):,} {what}"
+    named = ", ".join(f"{name} ({count:,})" for name, count in found.most_common(SHOWN))
     return (
-        f"Names of special tokens are plain text in {count}, as in documents: {', '.join(names[:SHOWN])}{more}. With "
-        "parse_special they are the tokens."
+        f"{found.total():,} names of special tokens in {what} are encoded as characters, most often {named}. "
+        f"With {key} they are the tokens."
     )

@@ -126,6 +126,7 @@ class TokenStore:
     offsets: np.ndarray  # int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`
     manifest: dict  # the content of `manifest.json`
     corrections: Corrections  # the tokens whose bytes of text differ from those of their vocabulary entry
+    is_new: bool = False  # whether this process waited until it was built
 
     @property
     def content(self) -> dict:

@@ -9,6 +9,7 @@ from gregale.data.config import DataConfig
 from gregale.data.parts import json_sha256
 from gregale.data.progress import Report
 from gregale.data.sources import Document, Skipped, SourceConfig
+from gregale.data.sources.base import CHANGED
 from gregale.data.split import End
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import (
@@ -83,16 +84,24 @@ def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, En
     """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
     if not isinstance(config.tokenizer, BpeConfig):
         return config.tokenizer.build()
-    identities = {}
-    for name, source in config.sources.items():
-        with naming(f"data.sources.{name}"):
-            identities[name] = source.identity()
-    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
+
+    def identities() -> dict[str, dict]:
+        found = {}
+        for name, source in config.sources.items():
+            with naming(f"data.sources.{name}"):
+                found[name] = source.identity()
+        return found
+
+    before_training = identities()
+    key = json_sha256([before_training, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
     folder, bpe = cache / f"tokenizer-{key}", config.tokenizer
 
     def train() -> None:
         texts = training_texts(config.sources, config.held_out, ends, report)
-        save_tokenizer(train_bpe(bpe, texts), folder)
+        trained = train_bpe(bpe, texts)
+        if identities() != before_training:
+            raise UserError(f"data.sources: a file {CHANGED}")
+        save_tokenizer(trained, folder)
 
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)

@@ -56,11 +56,12 @@ class FileConfig(TokenizerConfig):
 
     path: str = setting("tokenizer.json", "the tokenizer.json file; ~ and $VARIABLES expand")
     end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document")
+    parse_special: bool = setting(False, "names of special tokens in the text are tokens, not characters")
 
     def build(self) -> "Tokenizer":
         path = expand(self.path, "data.tokenizer.path")
         text = read_bytes(path).decode("utf-8-sig", "replace")
-        return LibraryTokenizer(text, self.end_of_document, path)
+        return LibraryTokenizer(text, self.end_of_document, path, self.parse_special)
 
 
 @TokenizerConfig.register_subclass("bpe")
@@ -83,7 +84,7 @@ class Tokenizer(ABC):
     - `end_of_document`: the id that ends a document; no text encodes to it, unless `parses_special`.
     - `is_exact`: whether every text has as many bytes as the vocabulary entries of its tokens.
     - `special_names`: the names of special tokens.
-    - `parses_special`: whether these names in a text encode to the special tokens; in documents they are plain text.
+    - `parses_special`: whether these names in a text encode to the special tokens, which stand for no bytes of text.
     """
 
     vocabulary_size: int
@@ -121,7 +122,7 @@ class Tokenizer(ABC):
         """Return the UTF-8 bytes of each id [vocabulary]; empty for special tokens."""
 
     def parsing_special(self) -> "Tokenizer":
-        """Return the same tokenizer for prompts: names of special tokens encode to those tokens."""
+        """Return the same tokenizer with `parses_special`, if it has special tokens."""
         return self
 
     @property
@@ -169,14 +170,14 @@ class LibraryTokenizer(Tokenizer):
     Raises `UserError` for damaged content, a kind without a byte count per token, or no end-of-document token.
     """
 
-    def __init__(self, text: str, end_of_document: str, origin: str):
+    def __init__(self, text: str, end_of_document: str, origin: str, parses_special: bool = False):
         import tokenizers
 
         try:
             self._library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{origin}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
-        self._library.encode_special_tokens = True
+        self._library.encode_special_tokens, self.parses_special = not parses_special, parses_special
         self._library.no_truncation()
         self._library.no_padding()
         self._json = json.loads(text)
@@ -194,7 +195,13 @@ class LibraryTokenizer(Tokenizer):
         )
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
-        self.special_names = [each["content"] for each in self._json.get("added_tokens") or [] if each["special"]]
+        special = [each for each in self._json.get("added_tokens") or [] if each["special"]]
+        self.special_names = [each["content"] for each in special]
+        model = self._json.get("model") or {}
+        unknown = (model.get("unk_token"), model.get("unk_id"))  # the token of characters, which have bytes
+        self._without_text = [
+            each["id"] for each in special if parses_special and not {each["content"], each["id"]} & {*unknown}
+        ]
         self.is_exact = is_exact(self._json, vocabulary_bytes.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
@@ -213,16 +220,16 @@ class LibraryTokenizer(Tokenizer):
         for text, each in zip(texts, self._library.encode_batch(list(texts), add_special_tokens=False), strict=True):
             ids = np.fromiter(each.ids, np.int32, len(each.ids))
             own = self.token_bytes[ids].astype(np.int64)
-            counted.append((ids, bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own))
+            more = bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own
+            more[np.isin(ids, self._without_text)] = 0
+            counted.append((ids, more))
         return counted
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def parsing_special(self) -> Tokenizer:
-        other = LibraryTokenizer(json.dumps(self._json), self._end_name, "the tokenizer")
-        other._library.encode_special_tokens, other.parses_special = False, True
-        return other
+        return LibraryTokenizer(json.dumps(self._json), self._end_name, "the tokenizer", parses_special=True)
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -233,7 +240,8 @@ class LibraryTokenizer(Tokenizer):
         return ()  # no text has a token
 
     def to_json(self) -> dict:
-        return {"type": "library", "end_of_document": self._end_name, "library": self._json}
+        saved = {"type": "library", "end_of_document": self._end_name, "library": self._json}
+        return saved | ({"parse_special": True} if self.parses_special else {})
 
     @property
     def vocabulary_bytes(self) -> list[bytes]:
@@ -245,7 +253,8 @@ def from_json(saved: dict, origin: str) -> Tokenizer:
     if saved.get("type") == "bytes":
         return BytesTokenizer()
     if saved.get("type") == "library" and {"library", "end_of_document"} <= saved.keys():
-        return LibraryTokenizer(json.dumps(saved["library"]), saved["end_of_document"], origin)
+        end, parses = saved["end_of_document"], saved.get("parse_special", False)
+        return LibraryTokenizer(json.dumps(saved["library"]), end, origin, parses)
     if (choice := TokenizerConfig.get_known_choices().get(str(saved.get("type")))) is not None:
         return choice.restore(saved, origin)
     raise UserError(f"{origin}: not a tokenizer that this program saved.")

@@ -4,14 +4,14 @@ Such settings are *terms*: a flat mapping of keys to texts, sent as JSON.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from gregale.formatting import listed
 from gregale.settings import shortened
 
 Terms = Mapping[str, str]
 ABSENT = "not set"
-MAX_SHOWN = 5  # other keys, or members with one value, in a message
 
 
 def to_text(terms: Terms) -> str:
@@ -51,11 +51,3 @@ def difference(found: Mapping[str, Terms]) -> str:
     values = [f"{shortened(format_term(value))} in {listed(names)}" for value, names in holders.items()]
     also = f"; also different: {listed([format_term(key) for key in others])}" if others else ""
     return f"{format_term(first)} is {', but '.join(values)}{also}"
-
-
-def listed(words: Sequence[str], max_shown: int = MAX_SHOWN) -> str:
-    """Return words as `a, b and c`; list at most `max_shown` of them, then the number of the others."""
-    shown = list(words[:max_shown])
-    if len(words) > max_shown:
-        shown.append(f"{len(words) - max_shown} more")
-    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]

@@ -1,5 +1,6 @@
 """The configuration of the rendezvous, the heartbeats and the hang detection of a run on several hosts."""
 
+import re
 from dataclasses import dataclass
 
 from gregale.errors import KeyedError
@@ -33,7 +34,7 @@ class DistributedConfig(Settings):
                 f"is {self.process}",
                 f"; the {self.processes} processes have the numbers 0 to {self.processes - 1}.",
             )
-        if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
+        if self.coordinator not in (None, AUTO) and not re.fullmatch(".+:[0-9]+", self.coordinator):
             raise KeyedError(
                 "coordinator",
                 f"is {shown(self.coordinator)}",

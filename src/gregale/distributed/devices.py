@@ -16,7 +16,7 @@ from gregale.distributed.coordinator_proxy import start_proxy
 from gregale.distributed.liveness import EXIT_CODE, LivenessMonitor, log_line
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.distributed.rendezvous import wait_for_processes
-from gregale.distributed.settings_check import agree
+from gregale.distributed.settings_check import agree, environment_terms
 from gregale.errors import UserError
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
@@ -58,8 +58,9 @@ def start_devices(
     coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) provides the coordinator, the number of
     processes and the number of this process.
 
-    - `terms`: the settings that all processes must have in common; the versions are always compared
+    - `terms`: the settings that all processes must have in common; environment and versions are always compared
     """
+    terms = {**terms, **environment_terms()}
     is_auto = distributed.coordinator == AUTO
     if is_auto:
         distributed = by_cluster(distributed)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from gregale.distributed.agreement import listed
+from gregale.formatting import listed
 
 OTHER_WORK = 10  # timeout of other phases (compiling, evaluating, saving) in units of the timeout of a step
 

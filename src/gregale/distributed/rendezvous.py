@@ -22,12 +22,12 @@ from pathlib import Path
 from threading import Event, Thread
 
 from gregale.data.sources.base import expand
-from gregale.distributed.agreement import listed
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.handshake import JoinRequest
 from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_label
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
+from gregale.formatting import listed
 
 _LOG_LINES = 10  # number of log lines within the timeout
 _MAX_LOG_INTERVAL_SECONDS = 60.0

@@ -1,11 +1,13 @@
-"""The comparison of settings and versions among the processes of a run, before JAX joins them.
+"""The comparison of settings, environment and versions among the processes of a run, before JAX joins them.
 
 Process 0 compares the terms of all processes and sends the result. If they differ, all end with the same message.
 """
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +15,34 @@ import jax
 import jaxlib.version
 
 import gregale
-from gregale.distributed.agreement import Terms, difference, from_text, to_text
+from gregale.distributed.agreement import Terms, difference, format_term, from_text, to_text
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_label
 from gregale.errors import UserError
 
-RULE = "All processes of a run need the same configuration, text, and versions of Gregale and JAX."
+RULE = "All processes of a run need the same configuration, environment, text, and versions of Gregale and JAX."
 OTHER_VERSION = "runs another version of Gregale, which does not send its settings"
+
+# Values of JAX and flags that leave the programs of a run as they are, so that its processes may differ in them.
+MAY_DIFFER = (
+    *("jax_*_visible_devices", "jax_cross_host_*address*"),  # a process's devices on its host, and the host's addresses
+    *("*_cache*", "jax_raise_persistent_cache_errors"),  # where and how compiled programs are kept
+    *("jax_dump_*", "*xla_dump_*", "jax_include_debug_info_in_dumps"),  # files for the user
+    *("jax_log*", "*_debug_log*", "*_distributed_debug", "*_logging_*", "jax_trace*", "*_pprint_*"),  # its own log
+)
+
+
+def environment_terms() -> Terms:
+    """Return the values of JAX, and the flags of XLA and libtpu, that all processes of a run must have in common.
+
+    They come from the environment and from a program's own calls. A flag whose value is a path may differ: hosts have
+    different folders. Call this before Gregale adds flags of its own, which depend on the number of processors.
+    """
+    values = {name: format_term(value) for name, value in jax.config.values.items()}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = [flag.partition("=") for flag in os.environ.get(variable, "").split()]
+        values |= {f"{variable} {name}": value or "true" for name, _, value in flags if os.sep not in value}
+    return {name: value for name, value in values.items() if not any(fnmatchcase(name, each) for each in MAY_DIFFER)}
 
 
 def version_terms() -> Terms:

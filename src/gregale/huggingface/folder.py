@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,20 +16,13 @@ from gregale.huggingface.families import Family
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
 from gregale.model.config import LlamaConfig
-from gregale.storage import StoragePath, write_bytes
+from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 # Files beside the weights, which training does not change.
 BESIDE = (
     *(CONFIG, GENERATION, INDEX, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -78,12 +70,24 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, saved, family, model, tensors_of(path))
 
 
-def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` for paths that exist and are no files; a read of a named pipe could wait forever."""
-    for path in (folder / name for name in names):
-        if path.exists() and not path.is_file():
-            kind = next((words for test, words in KINDS if test(path.stat().st_mode)), "something else")
-            raise UserError(f"{path} is {kind}, and no file. Gregale reads files of a model only.")
+def check_files(folder: StoragePath, names: Iterable[str]) -> None:
+    """Raise `UserError` for paths that are no files, or links that leave the folder; a pipe's read could wait forever.
+
+    In the hub's cache, a file of a snapshot may be a link to one of the repository's blobs.
+    """
+    if isinstance(folder, ObjectPath):
+        return
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else None
+    for path in (folder / name for name in names if os.path.lexists(folder / name)):
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(inside) and target.parent != blobs:
+            raise UserError(
+                f"{path} is a link out of {folder}, to {target}. Gregale reads and copies no file outside of a "
+                "model's folder. If the file belongs to the model, copy it to the place of the link."
+            )
+        if target.exists() and not target.is_file():
+            raise UserError(f"{path} is a folder, a pipe or a device. Gregale reads only files of a model.")
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:

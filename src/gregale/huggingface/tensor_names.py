@@ -10,9 +10,9 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import LAYERS, is_named
 from gregale.errors import UserError
+from gregale.formatting import listed
 from gregale.huggingface.families import Family
 
-SHOWN = 4
 # Old folders store computed tensors; a tied model may store its head, which is the embedding.
 SUPERFLUOUS = (".rotary_emb.inv_freq",)
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -92,15 +92,10 @@ def check_names(found: set[str], slots: list[Slot], source: str) -> None:
     wanted = {name for slot in slots for name in slot.names()}
     ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
     problems = [
-        f"{what} {_listed(sorted(names))}"
+        f"{what} {listed(sorted(names))}"
         for what, names in (("lacks", wanted - found), ("also has", found - wanted - ignored))
         if names
     ]
     if problems:
         text = " and ".join(problems)
         raise UserError(f"{source} does not hold the model that its config.json describes: it {text}.")
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,5 +1,6 @@
 """The examples that the ledger leases to this island, in training order."""
 
+from collections import deque
 from threading import Lock
 
 from gregale.islands.protocol.ledger import Lease, Ledger
@@ -16,7 +17,8 @@ class DataLeases:
     def __init__(self, name: str, holder: str, batch: int, used: int = 0):
         self.name, self.holder, self._batch = name, holder, batch
         self._lease: Lease | None = None
-        self._taken, self._spans = used, []
+        self._taken = self._used = used
+        self._counted, self._later = 0, deque[int]()  # the batches in `_used`; the examples used after each later one
         self._lock = Lock()
 
     def update(self, ledger: Ledger, holder: str) -> None:
@@ -33,7 +35,7 @@ class DataLeases:
                     self._taken += stop - start
                     continue
                 self._taken += self._batch
-                self._spans.append(self._taken)
+                self._later.append(self._taken)
                 return start
             return None
 
@@ -43,8 +45,11 @@ class DataLeases:
             return self._lease is None or not self._lease.after(self._taken).spans
 
     def used_after(self, batches: int) -> int:
-        """Return the number of examples used by the holder after this process's first `batches` batches."""
+        """Return the number of examples used by the holder after this process's first `batches` batches.
+
+        `batches` never decreases.
+        """
         with self._lock:
-            if batches:
-                return self._spans[batches - 1]
-            return self._spans[0] - self._batch if self._spans else self._taken
+            while self._counted < batches:
+                self._counted, self._used = self._counted + 1, self._later.popleft()
+            return self._used

@@ -19,10 +19,12 @@ from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.latest_work import LatestWork
 from gregale.islands.peer_probe import announce, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.stalls import Stalls
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_log import RoundLog
@@ -32,7 +34,7 @@ from gregale.islands.view_poller import ViewPoller
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
-TELLING_THREADS = 8  # for short messages to peers
+ANNOUNCING_THREADS, TELLING_THREADS = 8, 2  # the latter for probes of missing peers, and for stall lines
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Driver:
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic(), self.steps)
+        self._time, self._heartbeat = RunningTime(), protocol.Heartbeat()
+        self._trainer = TrainerSide(self.pace, self.member.handover, self._time(), self.steps)
         self.stalls = Stalls(self.member, self._trainer)
         self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
@@ -70,7 +73,6 @@ class Driver:
         self._copied_step = 0
         self._asking = ViewPoller(
             self.coordinator,
-            self.member.timing.ask_seconds,
             seen=lambda view: self.post(protocol.ViewReceived(view)),
             failed=lambda reason: self.post(protocol.ViewFailed(reason)),
             complain=lambda complaint: self.report(complaint, True),
@@ -80,7 +82,8 @@ class Driver:
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = ThreadPoolExecutor(TELLING_THREADS, "telling")
+        self._announcing = LatestWork(ANNOUNCING_THREADS, "announcing")
+        self._telling = LatestWork(TELLING_THREADS, "telling")
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: OuterRecord | None = None
 
@@ -110,7 +113,7 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order(starved)
-                waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
+                waits = self._leaving or self._trainer.must_wait(self.round, self._time())
                 if order is not None or not (waits or (starved and self.leases.is_empty())):
                     break
                 if self.stop_asked() and not self._leaving:
@@ -150,7 +153,7 @@ class Driver:
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
-            count = self._trainer.message_sent(number, self.round, time.monotonic())
+            count = self._trainer.message_sent(number, self.round, self._time())
             self._log.begin()
 
         def down() -> None:
@@ -158,10 +161,18 @@ class Driver:
             self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
-                    seconds = self._trainer.step_seconds(time.monotonic())
+                    seconds = self._trainer.step_seconds(self._time())
                     self.post(protocol.MessageReady(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
+
+    def diverged(self) -> bool:
+        """Restart the trainer, whose state is not finite, from the outer parameters; return False without peers."""
+        with self._lock:
+            if (peers := self.member.others) and self._recovery.begin(peers):
+                what = "this island has diverged (its loss, gradient or state is not finite)"
+                self.report(f"{what}: it begins again from the outer parameters of round {self.round}", True)
+            return bool(peers)
 
     def leave(self) -> None:
         """Request to leave: the current round is finished first; then `order` returns `Finish`."""
@@ -207,7 +218,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for threads in (self._telling, self._exchange, self._healing):
+        for threads in (self._announcing, self._telling, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
@@ -222,7 +233,7 @@ class Driver:
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
             return commands.Finish(complete)
-        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
+        return trainer.message(number, self._time(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
     # Events and actions.
 
@@ -234,17 +245,17 @@ class Driver:
                 self._changed.notify_all()
 
     def _handle(self, event: protocol.Event) -> None:
-        for each in (protocol.Tick(time.monotonic()), event):
+        for each in (protocol.Tick(self._time()), event):
             for action in self.member.handle(each):
                 self._carry_out(action)
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case protocol.RequestView(header):
-                self._asking.ask(header)
+            case protocol.RequestView(header, needed):
+                self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
-                    self._telling.submit(announce, address, self.token, number)
+                    self._announcing.put(address, partial(announce, address, self.token, number))
             case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
@@ -257,7 +268,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._telling.submit(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._telling.put("probe", lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -283,20 +294,20 @@ class Driver:
     def _ended(self, outer: OuterRecord, arrival: commands.Arrival, weight: float, healed: bool = False) -> None:
         """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
-        self._trainer.round_decided(arrival, time.monotonic())
+        self._trainer.round_decided(arrival, self._time())
         self._log.end(outer, weight, healed)
-        if text := self.stalls.went_on(time.monotonic(), outer, healed):
+        if text := self.stalls.went_on(self._time(), outer, healed):
             self._tell_stalled(text, False)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, self.stalls.reason)
-        self._telling.submit(self.note_stalled, text if stalled else None)
+        self._telling.put("stalled", partial(self.note_stalled, text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
-            self._trainer.round_decided(commands.LoadOuterState(self.round, inherits), time.monotonic())
+            self._trainer.round_decided(commands.LoadOuterState(self.round, inherits), self._time())
             self._changed.notify_all()
 
     def _take_over(self, outer: OuterRecord) -> None:
@@ -320,11 +331,13 @@ class Driver:
 
     def _tick(self) -> None:
         while not self._closed:
-            self.post(protocol.Tick(time.monotonic()))
             with self._lock:
-                if text := self.stalls.look(time.monotonic()):
+                before, self._heartbeat = self._heartbeat, self.coordinator.last_heartbeat
+                self.post(protocol.Tick(self._time()) if before is self._heartbeat else self._heartbeat)
+                if text := self.stalls.look(self._time(), self._time.stopped):
                     self._tell_stalled(text, True)
-            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
+                due = self.member.next_tick() - self._time()
+            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, due)))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run `work`; an error in a thread ends the run, because otherwise the run would wait forever."""

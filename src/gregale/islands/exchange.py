@@ -9,6 +9,7 @@ from gregale.islands.peer_probe import PeerProbe
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.spread import distances
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
@@ -19,7 +20,10 @@ def exchanged(
 ) -> protocol.Reduced | protocol.ReduceFailed:
     """Reduce a round with its members and return the resulting protocol event."""
     own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
-    others = {peer.name: peer.hosts[0] for peer in action.members if peer.name != own}
+    place, count = [peer.name for peer in action.members].index(own), len(action.members)
+    # A round that has failed is tried again with probes of all members, because the protocol leaves silent ones out.
+    probed = range(1, count) if member.header.failures else distances(count)
+    others = {peer.name: peer.hosts[0] for peer in (action.members[(place + each) % count] for each in probed)}
     watch = PeerProbe(others, token, heartbeat, worker.drop_group)
     try:
         with watch:

@@ -82,6 +82,10 @@ class Follower:
     def inherited(self) -> InnerOptimizerState | None:
         return self._worker.inherited()
 
+    def diverged(self) -> bool:
+        """Return False: host 0 decides, and a command follows."""
+        return False
+
     def leave(self) -> None:
         """Do nothing: host 0 leaves, and a `Finish` command follows."""
 

@@ -251,16 +251,17 @@ class Recovery:
         """Note that the island has contributed to a round: its message was no outlier."""
         self._has_inherited = False
 
-    def begin(self, peers: Sequence[Peer]) -> None:
+    def begin(self, peers: Sequence[Peer]) -> bool:
         """Restart the island, which has diverged, from the state of `peers`, which have not.
 
-        The island inherits only once before its next contribution, because each copy interrupts a peer.
+        The island inherits only once before its next contribution, because each copy interrupts a peer. Returns whether
+        it inherits.
         """
         self._restart(False)
-        if peers and not self._has_inherited:
-            self._has_inherited = True
-            self._worker.wants_inner = True
+        if inherits := bool(peers) and not self._has_inherited:
+            self._has_inherited = self._worker.wants_inner = True
             self._in_thread(lambda: self._inherit(peers))
+        return inherits
 
     def _inherit(self, peers: Sequence[Peer]) -> None:
         self._worker.inherit(peers)

@@ -5,7 +5,7 @@ A driver commands it; it makes no decisions. One thread at a time calls it, exce
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -88,7 +88,6 @@ class HostWorker:
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
-    _building: str | None = None  # the key of a group that is being built
     _lock: Lock = field(default_factory=Lock)
 
     @property
@@ -148,8 +147,6 @@ class HostWorker:
         """Drop the group; all its other members notice immediately."""
         with self._lock:
             group, self._group = self._group, None
-            if self._building is not None:
-                self.server.mailbox.cancel(self._building)
         if group is not None:
             group[1].drop()
 
@@ -212,16 +209,11 @@ class HostWorker:
                 return self._group[1]
         self.drop_group()
         addresses, names = zip(*((member.hosts[self.host], member.name) for member in members), strict=True)
-        with self._lock:
-            self._building = key
-        try:
-            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce, names)
-        finally:
-            with self._lock:
-                self._building = None
+        group = Group(key, rank, addresses, self.server, names)
         group.count = self.count
         with self._lock:
-            self._group = (members, group)
+            self._group = (members, group)  # before it connects, so that `drop_group` can end that
+        group.connect(self.timeouts.reduce)
         return group
 
     def _end_fetching(self) -> None:
@@ -231,6 +223,5 @@ class HostWorker:
 
     def close(self) -> None:
         self._end_fetching()
-        with suppress(GroupFailed):
-            self.drop_group()
+        self.drop_group()
         self.server.close()

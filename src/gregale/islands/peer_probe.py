@@ -1,8 +1,11 @@
 """Liveness checks of peers, because a group's sockets do not report a cut-off peer; and short messages to peers."""
 
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import compress
 from threading import Event, Thread
 
 from gregale.islands.protocol.headers import Peer
@@ -10,6 +13,7 @@ from gregale.islands.transport.client import PeerUnreachable, RequestRejected, a
 
 FIND_SECONDS = 2.0
 TELL_SECONDS = 2.0
+PAUSE_SECONDS = 0.1  # between two probes of a peer that refuses connections
 
 
 def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
@@ -17,7 +21,10 @@ def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
 
     A peer that does not answer may be cut off or paused, so it does not count as dead.
     """
-    return frozenset(peer.identity for peer in peers if _is_refused(peer.hosts[0]))
+    asked = list(peers)
+    with ThreadPoolExecutor(len(asked) or 1) as threads:
+        refused = threads.map(_is_refused, [peer.hosts[0] for peer in asked])
+        return frozenset(compress((peer.identity for peer in asked), refused))
 
 
 def _is_refused(address: str) -> bool:
@@ -34,14 +41,15 @@ def _is_refused(address: str) -> bool:
 class PeerProbe:
     """A `with` block that probes peers, and calls `drop` if one is silent for `seconds`.
 
-    The first probe is sent after half of that time, when most rounds are over.
+    A busy server answers late, or closes a connection that has waited too long. So a probe is repeated until it has
+    taken three quarters of `seconds`. The first probes are sent during the first quarter, one after the other.
 
     - `peers`: addresses by name
     - `silent`: the names of the peers that did not answer
     """
 
     def __init__(self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None]):
-        self._peers, self._token, self._half, self._drop = peers, token, seconds / 2, drop
+        self._peers, self._token, self._quarter, self._drop = peers, token, seconds / 4, drop
         self._over = Event()
         self.silent: list[str] = []
 
@@ -50,24 +58,28 @@ class PeerProbe:
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> "PeerProbe":
-        for name, address in self._peers.items():
-            Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
+        for place, (name, address) in enumerate(self._peers.items(), 1):
+            first = self._quarter * place / len(self._peers)
+            Thread(target=self._watch, args=(name, address, first), daemon=True, name=f"watching-{name}").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
 
-    def _watch(self, name: str, address: str) -> None:
-        while not self._over.wait(self._half):
+    def _watch(self, name: str, address: str, pause: float) -> None:
+        silent_at = None  # the end of the current probe, once a try has failed
+        while not self._over.wait(pause):
+            until = silent_at or time.monotonic() + 3 * self._quarter
             try:
-                ask_status(address, self._token, self._half)
+                with suppress(RequestRejected):  # the peer is alive
+                    ask_status(address, self._token, max(until - time.monotonic(), PAUSE_SECONDS))
+                silent_at, pause = None, self._quarter
             except PeerUnreachable:
-                if not self._over.is_set():
+                silent_at, pause = until, PAUSE_SECONDS
+                if time.monotonic() >= until and not self._over.is_set():
                     self.silent.append(name)
                     self._drop()
-                return
-            except RequestRejected:
-                return  # the peer is alive
+                    return
 
 
 def announce(address: str, token: bytes, number: int) -> None:

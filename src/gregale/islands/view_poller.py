@@ -1,18 +1,19 @@
 """The requests for views to the coordinator: only the answer to the newest one counts."""
 
-import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from threading import Lock, Thread, current_thread
 
-from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, View
+from gregale.islands.protocol.headers import Header, View
+from gregale.islands.protocol.wire import Columns, GarbageError, decode_all, unpack
 from gregale.islands.transport.coordinator import (
     LAST_REQUEST_SECONDS,
     CoordinatorClient,
     CoordinatorRefuses,
-    CoordinatorTimeout,
     CoordinatorUnreachable,
     NotAdmitted,
+    RequestDropped,
 )
 
 
@@ -22,33 +23,29 @@ class ViewPoller:
     A new request does not wait for the answer to the previous one, which is ignored: the coordinator drops the old
     request. Otherwise the next view would contain the outdated header of a healed member.
 
-    - `seconds`: the time after which a request is abandoned
     - `complain`: receives one line for each unreadable member of a view, and one for a coordinator that refuses
-    - `refused`: receives the reason why this island ends. Either the coordinator does not admit it, or it has no state
-      but an unreadable member has one: then it would start a second fleet.
+    - `refused`: receives the reason why the coordinator does not admit this island, which ends
     """
 
     def __init__(
         self,
         coordinator: CoordinatorClient,
-        seconds: float,
         seen: Callable[[View], None],
         failed: Callable[[str], None],
         complain: Callable[[str], None],
         refused: Callable[[str], None],
     ):
-        self._coordinator, self._seconds = coordinator, seconds
+        self._coordinator = coordinator
         self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
         self._complaints: set[str] = set()  # of the last answer
-        self._has_peers = False
         self._threads: list[Thread] = []  # the newest is the last
         self._lock, self._closed = Lock(), False
 
-    def ask(self, header: Header) -> None:
+    def ask(self, header: Header, needed: int) -> None:
         with self._lock:
             if self._closed:
                 return
-            thread = Thread(target=self._request, args=(header,), daemon=True, name="asking")
+            thread = Thread(target=self._request, args=(header, needed), daemon=True, name="asking")
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
@@ -62,50 +59,32 @@ class ViewPoller:
             if thread is not current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
 
-    def _request(self, header: Header) -> None:
+    def _request(self, header: Header, needed: int) -> None:
         try:
-            view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
+            number, columns = self._coordinator.ask(asdict(header), needed)
         except NotAdmitted as error:
             self._refused(str(error))
-        except (CoordinatorUnreachable, CoordinatorTimeout) as error:
+        except (CoordinatorUnreachable, RequestDropped) as error:
             if self._is_newest():
                 self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})
                 self._failed(str(error))
         else:
             if self._is_newest():
-                self._answered(header, view.id, view.headers)
+                self._answered(number, columns)
 
     def _is_newest(self) -> bool:
         """Return whether the current thread has sent the newest request."""
         with self._lock:
             return not self._closed and self._threads[-1] is current_thread()
 
-    def _answered(self, own: Header, number: int, found: list[dict]) -> None:
-        headers, unreadable = readable(found)
-        self._has_peers |= len(headers) > 1
-        has_state = any(type(value.get("round")) is int and value["round"] > NO_ROUND for _, value in unreadable)
-        if has_state and own.round == NO_ROUND and not self._has_peers:
-            complaint, value = unreadable[0]
-            self._refused(
-                f"islands: the fleet at the lighthouse {self._coordinator.address} has another version of Gregale, "
-                f"{value.get('version')}, and this island {own.version}: {complaint}."
-            )
-        self._tell({complaint: complaint for complaint, _ in unreadable})
-        self._seen(View(number, headers))
+    def _answered(self, number: int, columns: Columns) -> None:
+        found = decode_all(Header, columns, "header")
+        named = zip(unpack(columns, "name"), found, strict=True)
+        self._tell({name: f"{name}: {error}" for name, error in named if isinstance(error, GarbageError)})
+        self._seen(View(number, tuple(each for each in found if isinstance(each, Header))))
 
     def _tell(self, complaints: dict[str, str]) -> None:
         for kind, complaint in complaints.items():
             if kind not in self._complaints:
                 self._complain(complaint)
         self._complaints = set(complaints)
-
-
-def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[tuple[str, dict]]]:
-    """Return the headers that this version can read, and a complaint for each other one."""
-    headers, unreadable = [], []
-    for value in found:
-        try:
-            headers.append(Header.from_json(json.dumps(value)))
-        except GarbageError as error:
-            unreadable.append((f"{value.get('name')}: {error}", value))
-    return tuple(headers), unreadable

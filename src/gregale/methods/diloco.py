@@ -42,7 +42,7 @@ class DilocoState(NamedTuple):
 
 @dataclass(frozen=True)
 class Diloco(Separate):
-    """DiLoCo on any Equinox module and loss (DESIGN section 4).
+    """DiLoCo on any Equinox module and loss (docs/diloco.md, "Algorithm").
 
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses
     the axis. After H steps, for each fragment f at its own offset,

@@ -73,8 +73,8 @@ class ExactOuter:
         """
         theta = outer.parameters
 
-        def weighed(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda own: own * weight.array, own)
+        def weighed(own: Tree, weight: NamedArray) -> Tree:  # weight 0: none of it, even if it is not finite
+            return jax.tree.map(lambda own: jnp.where(weight.array > 0, own * weight.array, 0), own)
 
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
@@ -134,7 +134,8 @@ class QuantisedOuter:
         theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda theta, own: pseudo_gradient(theta, own) * weight.array, theta, own)
+            taken = jax.tree.map(lambda theta, own: jnp.where(weight.array > 0, own, theta), theta, own)
+            return jax.tree.map(lambda theta, own: pseudo_gradient(theta, own) * weight.array, theta, taken)
 
         sums = _by_replica(differences, self.reducer)(own, weights)
         gradient, error = self.reducer.reduce(sums, weight, outer.error)

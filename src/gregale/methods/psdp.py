@@ -37,7 +37,7 @@ def added(parameters: Tree, updates: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Psdp(Method):
-    """The PSDP step for any Equinox module and any loss (DESIGN section 3).
+    """The PSDP step for any Equinox module and any loss (docs/design.md, "A PSDP step").
 
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
         updates = optimizer(grads), under opt_state

@@ -18,7 +18,7 @@ from gregale.methods.schedule import Schedule
 
 @dataclass(frozen=True)
 class Round:
-    """SEND and APPLY of a fragment (DESIGN section 4).
+    """SEND and APPLY of a fragment (docs/diloco.md, "Algorithm").
 
     SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens of replica k
     APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f
@@ -100,8 +100,11 @@ class Round:
 
 
 def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
-    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island."""
-    return jax.tree.map(lambda own, new: keep * own + (1 - keep) * new, own, arrived)
+    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island.
+
+    With keep 0 it is `arrived`, even if `own` is not finite.
+    """
+    return jax.tree.map(lambda own, new: jnp.where(keep == 0, new, keep * own + (1 - keep) * new), own, arrived)
 
 
 def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:

@@ -11,7 +11,7 @@ from gregale.errors import KeyedError
 from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Settings, above, at_least, setting, whole
+from gregale.settings import Range, Settings, above, at_least, setting, whole
 
 if TYPE_CHECKING:
     from gregale.model.llama import Llama
@@ -73,11 +73,13 @@ class LlamaConfig(Sizes):
         aliases=("window_size", "attention_window", "window"),
         fixed=MEANING,
     )
-    full_layers: tuple[int, ...] = setting((), "layers, from 0, that see all tokens", range=whole(0), fixed=MEANING)
+    full_layers: tuple[int, ...] = setting(
+        (), "layers, from 0, that see all tokens", range=whole(0), unique=True, fixed=MEANING
+    )
     norm_epsilon: float = setting(
         1e-5,
         "added to the mean square in RMSNorm",
-        range=above(0),
+        range=Range(0, 1, above=True),
         aliases=("rms_norm_eps", "rms_norm_epsilon"),
         fixed=MEANING,
     )

@@ -11,7 +11,7 @@ from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
-from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated, setting
+from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
 
 BETAS = {"range": DECAY, "aliases": ("beta", "beta1", "beta2", "adam_betas")}
-EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon")}
+EPSILON = {"range": Range(0, 1, above=True), "aliases": ("eps", "adam_epsilon")}
 
 
 @OptimizerConfig.register_subclass("adamw")

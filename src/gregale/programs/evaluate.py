@@ -4,10 +4,12 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from gregale.data.build import NamedSource, build_store
 from gregale.data.examples import validation_examples
-from gregale.data.preparation import Corpus, prepare, token_cache
+from gregale.data.preparation import Corpus, notes_on, prepare, token_cache
+from gregale.data.sources import compression
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.csv import CsvSource, TsvSource
 from gregale.data.sources.jsonl import JsonLinesSource
@@ -33,8 +35,7 @@ from gregale.terminal import Console as Terminal
 from gregale.tracking.callback import finite
 from gregale.tracking.console import Console
 
-ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
-ENDINGS |= {".parquet": ParquetSource, ".csv": CsvSource, ".tsv": TsvSource}
+KINDS = {".jsonl": JsonLinesSource, ".parquet": ParquetSource, ".csv": CsvSource, ".tsv": TsvSource}
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,8 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     cache, workers = token_cache(config.data), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+    for note in notes_on("data", store):
+        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:
@@ -232,7 +235,9 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
 
 def source_of(files: list[str]) -> FileSource:
     """Return the source for these file name endings; raise `UserError` for files of several kinds."""
-    kinds = {next((ENDINGS[ending] for ending in ENDINGS if file.endswith(ending)), TextSource) for file in files}
+    paths = [PurePath(file) for file in files]
+    endings = [path.with_suffix("").suffix if path.suffix in compression.ENDINGS else path.suffix for path in paths]
+    kinds = {KINDS.get(ending, TextSource) for ending in endings}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.get_choice_name(kind) for kind in kinds))
         raise UserError(f"the files are of several kinds: {names}. Evaluate on one kind after the other.")

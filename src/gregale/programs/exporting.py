@@ -198,7 +198,9 @@ def rounded(dtypes: Dtypes, before: Dtypes) -> str:
     if not kinds:
         return ""
     text = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
-    return f"rounded: {text}. `--dtype float32` keeps all digits of float32."
+    is_widest = all(new == "float32" for _, new in kinds)
+    advice = "export writes no wider dtype" if is_widest else "`--dtype float32` keeps all digits of float32"
+    return f"rounded: {text}; {advice}."
 
 
 def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:

@@ -9,11 +9,9 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.protocol.settings import LAN
-from gregale.islands.transport.lighthouse import Quorum, serve
+from gregale.islands.transport.lighthouse import serve
 from gregale.programs.command import Command
-from gregale.runs.islands import SECONDS
-from gregale.settings import Settings, setting, whole
+from gregale.settings import Settings, setting
 from gregale.streams import say
 
 
@@ -21,19 +19,12 @@ from gregale.streams import say
 class LighthouseOptions(Settings):
     bind: str = setting("127.0.0.1:29510", "HOST:PORT to listen at; port 0: any free port")
     token_file: str | None = setting(None, "file with the fleet's secret, as islands.token_file; readable by you alone")
-    minimum: int = setting(1, "minimum number of islands in a view", range=whole(1))
-    heartbeat_seconds: float = setting(
-        LAN.heartbeat_seconds, "silence after which an island is out; as islands.heartbeat_seconds", range=SECONDS
-    )
-    join_seconds: float = setting(
-        LAN.join_seconds, "how long the first request waits for other live islands", range=SECONDS
-    )
 
 
 def main(options: LighthouseOptions) -> int:
     if options.token_file is None:
         raise UserError(
-            "token_file is not set: a lighthouse takes requests of its own fleet only, which are signed with a secret. "
+            "token_file is not set: a lighthouse takes requests of its own fleet only, which shares a secret. "
             "Give --token_file and the file that the islands have as islands.token_file. "
             "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
@@ -41,8 +32,7 @@ def main(options: LighthouseOptions) -> int:
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    quorum = Quorum(options.minimum, options.join_seconds, options.heartbeat_seconds)
-    lighthouse = serve(options.bind, token, quorum, print_line)
+    lighthouse = serve(options.bind, token, print_line)
     address = lighthouse.address
     print_line(f"The lighthouse listens at {address}. Islands come with --islands.lighthouse {address}")
     stopped.wait()

@@ -1,6 +1,5 @@
 """Provides `gregale.train` and `gregale.load`: training and its model for Python and notebooks."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -13,7 +12,6 @@ import numpy as np
 from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
-from gregale.errors import UserError
 from gregale.programs.loaded_model import LoadedModel
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.train.command import TrainOptions, main
@@ -64,9 +62,8 @@ def train(
     Raises `UserError` with the message of the command, which would end with it.
     """
     overrides = shlex.split(overrides) if isinstance(overrides, str) else overrides
-    arguments = [*overrides, *(_argument(key, value) for key, value in keys.items())]
     given = str(config) if isinstance(config, str | PathLike) else _plain(config)
-    chosen = resolved(read(TrainConfig, given, arguments))
+    chosen = resolved(read(TrainConfig, given, overrides, _plain(keys)))
     with process_goes_on():
         code = main(TrainOptions(fresh, profile), chosen)
     run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
@@ -86,15 +83,6 @@ def load(run: str | StoragePath, step: int | None = None, devices: int | MeshCon
     Raises `UserError` if there is no such run or checkpoint, or if the devices do not suffice.
     """
     return LoadedModel(open_trained(str(run), step, devices))
-
-
-def _argument(key: str, value: Any) -> str:
-    try:
-        return f"--{key}={value if isinstance(value, str) else json.dumps(_plain(value))}"
-    except TypeError as error:
-        raise UserError(
-            f"{key}: {error}. Give texts, numbers, lists and mappings as in YAML, or configuration objects."
-        ) from None
 
 
 def _plain(value: Any) -> Any:

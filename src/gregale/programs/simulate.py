@@ -42,6 +42,7 @@ class SimulateConfig(Settings):
         metadata={
             "help": "Methods to compare; `psdp`, `loco`, `islands`, `islands_4bit` may be added to the default five.",
             "choices": tuple(METHODS),
+            "unique": True,
         },
     )
     codec: str | None = setting(
@@ -59,6 +60,7 @@ class SimulateConfig(Settings):
         list,
         "Bandwidths between sites in Gbit/s at which to show utilisation.",
         range=GBIT_PER_SECOND,
+        unique=True,
         aliases=("bandwidths", "gbit_per_second", "link_gbit_per_second"),
     )
     sites: int = setting(2, "Sites on the ring.", range=whole(1, 10_000), aliases=("replicas", "workers"))

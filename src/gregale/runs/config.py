@@ -78,7 +78,7 @@ class EvaluationConfig(Settings):
         range=whole(1),
         aliases=("eval_batches", "eval_iters"),
     )
-    sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(1))
+    sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(2), unique=True)
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
     tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))

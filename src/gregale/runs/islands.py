@@ -34,7 +34,10 @@ class IslandsConfig(Settings):
     token_file: str | None = setting(
         None, "file with the fleet's secret, the same on all islands, readable only by you"
     )
-    bind: str = setting("127.0.0.1", "HOST or HOST:PORT at which other islands reach this host; no port: any free port")
+    bind: str = setting("127.0.0.1", "HOST or HOST:PORT to listen at; no port: any free port")
+    address: str | None = setting(
+        None, "HOST:PORT at which other islands reach this host, if another (behind NAT); null: islands.bind"
+    )
     min_members: int = setting(1, "islands that a round takes; with fewer all train on, apart", range=whole(1))
     min_members_to_start: int = setting(
         1, "islands that have to be there for a fleet to begin, anew or from checkpoints", range=whole(1)
@@ -74,16 +77,21 @@ class IslandsConfig(Settings):
                 f"is {shown(self.name)}",
                 f"; it has at most {MAX_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
-        if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
+        if self.lighthouse is not None and not re.fullmatch(".+:[0-9]+", self.lighthouse):
             raise KeyedError(
                 "lighthouse", f"is {shown(self.lighthouse)}", "; it has to be HOST:PORT, for example 10.0.0.2:29510."
             )
-        if not (bind := _BIND.fullmatch(self.bind)) or int(bind[1] or 0) >= 2**16 or self.bind.startswith("0.0.0.0"):
+        is_unknown = self.bind.startswith("0.0.0.0") and self.address is None
+        if not (bind := _BIND.fullmatch(self.bind)) or int(bind[1] or 0) >= 2**16 or is_unknown:
             raise KeyedError(
                 "bind",
                 f"is {shown(self.bind)}",
                 "; it has to be HOST or HOST:PORT, an address at which the other islands reach this host, "
-                "for example 10.8.0.2:29511.",
+                "for example 10.8.0.2:29511. If they reach it elsewhere, set islands.address too.",
+            )
+        if self.address is not None and not ((address := _BIND.fullmatch(self.address)) and address[1]):
+            raise KeyedError(
+                "address", f"is {shown(self.address)}", "; it has to be HOST:PORT, for example oslo.example.org:29511."
             )
         if self.token_file is not None:
             check_path("token_file", self.token_file)

@@ -15,11 +15,12 @@ from gregale.errors import UserError
 from gregale.runs import plugins
 from gregale.settings import shortened, shown
 from gregale.settings.config_schema import TYPE, choice_name, is_list_at, is_registry, join, section_at
-from gregale.settings.decoding import COMMAND_LINE, Decoder, Text
+from gregale.settings.decoding import COMMAND_LINE, KEYWORD, Decoder, Text
 from gregale.storage import StoragePath
 
 Config = TypeVar("Config")
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
+_COLLECTIONS = {f"tag:yaml.org,2002:{kind}" for kind in ("seq", "map")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
@@ -27,8 +28,9 @@ def load(
     config_class: type[Config],
     path: str | StoragePath | Mapping[str, Any] | None,
     arguments: Sequence[str] = (),
+    keywords: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Load the configuration of a YAML file, with `--dotted.key value` arguments as overrides.
+    """Load the configuration of a YAML file, with `--dotted.key value` arguments and keywords as overrides.
 
     Arguments:
     - `config_class`: a frozen dataclass, which may contain nested dataclasses, optional fields, lists, tuples, mappings
@@ -36,6 +38,7 @@ def load(
     - `path`: the YAML file or object, a mapping as in a YAML file, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
       such as `{layers: 2}` keeps its other keys, unless it names another `type`
+    - `keywords`: values of keys as in YAML; a text as in an argument
 
     It imports the `plugins` of the configuration before it decodes the other keys, see `load_plugins`.
 
@@ -49,7 +52,10 @@ def load(
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
     for pair in pairs:
         key, equals, value = pair.removeprefix("--").partition("=")
-        _Overrides(config_class, raw, origins).set(key.split("."), Text(value) if equals else True)
+        _Overrides(config_class, raw, origins, COMMAND_LINE).set(key.split("."), Text(value) if equals else True)
+    for key, value in (keywords or {}).items():
+        value = Text(value) if isinstance(value, str) else value
+        _Overrides(config_class, raw, origins, KEYWORD).set(key.split("."), value)
     decoder = Decoder(config_class, origins, _read_text)
     if plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
         _import_plugins(decoder, raw, file)
@@ -73,7 +79,7 @@ def _import_plugins(decoder: Decoder, raw: dict[str, Any], file: StoragePath | N
     if plugins.KEY not in raw:
         return []
     names, origin = decoder.decode(list[str], raw[plugins.KEY], plugins.KEY), decoder.origins.get(plugins.KEY)
-    why = None if file is None or origin == COMMAND_LINE else plugins.elsewhere(file)
+    why = None if file is None or origin in (COMMAND_LINE, KEYWORD) else plugins.elsewhere(file)
     if file is None or why is None:
         plugins.import_plugins(names, f" ({origin})" if origin else "")
     else:
@@ -141,8 +147,8 @@ def read_yaml(path: StoragePath) -> tuple[dict[str, Any], dict[str, str]]:
     return raw or {}, origins
 
 
-def _read_text(text: str, key: str) -> Any:
-    return _Reader(f"`--{key}` {COMMAND_LINE}", {}).read(text)
+def _read_text(text: str, name: str) -> Any:
+    return _Reader(name, {}).read(text)
 
 
 class _Reader:
@@ -171,6 +177,8 @@ class _Reader:
             raise UserError(f"{self.name}, line {line}: not readable as YAML: {error.reason}.") from None
 
     def _build(self, node: yaml.Node, key: str) -> Any:
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+            raise self._unknown_tag(node)
         if isinstance(node, yaml.SequenceNode):
             return [self._build_at(item, join(key, i), item) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -205,6 +213,10 @@ class _Reader:
                 "in decimal digits, without a 0 before them and without colons; in quotes it is a text."
             )
 
+    def _unknown_tag(self, node: yaml.Node) -> UserError:
+        line, tag = node.start_mark.line + 1, node.tag.replace("tag:yaml.org,2002:", "!!")
+        return UserError(f"{self.name}, line {line}: the tag {shortened(tag)} is unknown here; remove it.")
+
     def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
         self.origins[key] = f"{self.name}, line {start.start_mark.line + 1}"
         return self._build(node, key)
@@ -215,6 +227,8 @@ class _Reader:
             name, line = name_node.value, name_node.start_mark.line + 1
             if not isinstance(name, str):
                 raise UserError(f"{self.name}, line {line}: a key has to be a single word, not a list or a mapping.")
+            if name_node.tag.startswith("!"):
+                raise self._unknown_tag(name_node)
             if name in lines:
                 raise UserError(
                     f"{self.name}: `{join(key, name)}` stands twice, in line {lines[name]} and in line {line}; remove "
@@ -225,11 +239,12 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Overrides:
-    """A tree of mappings with values of the command line, and their origins."""
+    """A tree of mappings with values from outside of a file, and the origins of all values."""
 
     config_class: type
     raw: dict[str, Any]
     origins: dict[str, str]
+    origin: str  # of the values to set
 
     def set(self, path: Sequence[str], value: Any) -> None:
         """Set a dotted key and create missing mappings; a section changes only the given keys."""
@@ -239,7 +254,7 @@ class _Overrides:
         section = section_at(self.config_class, path)
         if section is not None:
             if isinstance(value, Text) and value.lstrip().startswith("{"):
-                value = _read_text(value, key)
+                value = _read_text(value, f"`{key}` ({self.origin})")
             if isinstance(before, dict) and isinstance(value, dict) and not _has_another_type(section, before, value):
                 for name, each in value.items():
                     self.set([*path, name], each)
@@ -247,7 +262,7 @@ class _Overrides:
         node[last] = value
         for below in [other for other in self.origins if other.startswith(f"{key}.")]:
             del self.origins[below]
-        self.origins[key] = COMMAND_LINE
+        self.origins[key] = self.origin
 
     def _node(self, path: Sequence[str], key: str) -> dict:
         """Return the mapping at a dotted key; create it if absent."""
@@ -256,7 +271,7 @@ class _Overrides:
             above = ".".join(path[:depth])
             if is_list_at(self.config_class, path[:depth]):
                 raise UserError(
-                    f"`--{key}` {COMMAND_LINE}: `{above}` is a list, which is given as a whole: `--{above} '[...]'`."
+                    f"`{key}` ({self.origin}): `{above}` is a list, which is given as a whole: `--{above} '[...]'`."
                 )
             inner = node.get(name)
             if inner is None:
@@ -264,7 +279,7 @@ class _Overrides:
             if not isinstance(inner, dict):
                 origin = f" ({self.origins[above]})" if above in self.origins else ""
                 raise UserError(
-                    f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}{origin}; "
+                    f"`{key}` ({self.origin}): nothing lies below `{above}`, which is {str(inner)!r}{origin}; "
                     f"`--{above} VALUE` would replace it."
                 )
             node = inner

@@ -28,7 +28,7 @@ from gregale.runs.plugins import code_digests
 # tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
 MAY_DIFFER = (
     *("distributed.coordinator", "distributed.process", "distributed.token_file"),
-    *("islands.bind", "islands.token_file"),
+    *("islands.bind", "islands.address", "islands.token_file"),
     *("compilation_cache", "data.cache", "data.local_cache", "data.workers", "trackers"),
     *(f"data.{group}.*.{key}" for group in ("sources", "validation") for key in ("files", "exclude", "path")),
     *("data.tokenizer.path", "evaluation.tasks"),

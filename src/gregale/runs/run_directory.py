@@ -84,19 +84,22 @@ class RunDirectory(RunPaths):
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
         return load(TrainConfig, self.config)
 
-    def check_trainable(self) -> None:
-        """Raise `UserError` if the directory contains an imported model."""
+    def saved_config(self) -> TrainConfig | None:
+        """Return the configuration of the run whose checkpoints are in the directory; None if nothing is saved."""
+        if not self.config.is_file() or (self.recorded_checkpoint() is None and not committed_steps(self.checkpoints)):
+            return None
+        return self.read_config()
+
+    def check_compatible(self, config: TrainConfig) -> None:
+        """Raise `UserError` for an imported model, or with the changed keys if the run cannot resume with `config`."""
         if self.is_imported:
             raise UserError(
                 f"{self.path} is an imported model, not a run. To train it, give the run another `name`, and "
                 f"`--start_from {self.path}`."
             )
-
-    def check_compatible(self, config: TrainConfig) -> None:
-        """Raise `UserError` with the changed keys if the run cannot resume with `config`."""
-        if not self.config.is_file():
+        if (saved := self.saved_config()) is None:
             return
-        fixed = [change for change in changes(self.read_config(), config) if change.fixed]
+        fixed = [change for change in changes(saved, config) if change.fixed]
         if fixed:
             found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(

@@ -6,6 +6,7 @@
 
 - `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None
 - `choices`: the valid values of a text
+- `unique`: whether the elements of a list have to differ
 - `aliases`: names of the key in other programs, for suggestions
 - `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
 
@@ -130,8 +131,11 @@ class Settings:
 
 
 def check(settings: Any) -> None:
-    """Raise `KeyedError` for the first value of a dataclass that is out of range or not a valid choice."""
+    """Raise `KeyedError` for the first value of a dataclass that is out of range, no valid choice, or there twice."""
     for each in fields(settings):
+        if each.metadata.get("unique") and len(set(found := getattr(settings, each.name))) < len(found):
+            twice = next(value for value in found if found.count(value) > 1)
+            raise KeyedError(each.name, f"has {shown(twice)} twice", "; give each of its values once.")
         for key, value in _values(each.name, getattr(settings, each.name)):
             if (wanted := each.metadata.get("range")) is not None and value not in wanted:
                 _, _, null = str(each.metadata.get("help", "")).partition("null: ")  # what null means, if it is valid

@@ -31,13 +31,13 @@ from gregale.settings.config_schema import (
 )
 from gregale.settings.other_projects import names_of, rows_at, sentences
 
-COMMAND_LINE = "on the command line"  # where a key of an argument stands
+COMMAND_LINE, KEYWORD = "on the command line", "as a keyword"  # origins of keys outside of a file
 _ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
 CLOSE = 0.72  # minimum similarity (difflib's ratio) of a mistyped name and a suggestion
 
 
 class Text(str):
-    """A value from the command line; the type of its key determines its meaning."""
+    """A text from the command line or of a keyword; the type of its key determines its meaning."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Decoder:
 
     - `root`: the configuration class, for suggestions of similar keys
     - `origins`: dotted key -> origin ("run.yaml, line 3"), for messages
-    - `read_text`: reads a value of the command line as YAML
+    - `read_text`: reads a text that is given outside of a file as YAML; its second argument names it for messages
     """
 
     root: type
@@ -126,7 +126,7 @@ class Decoder:
                     raise UserError(f"{found}, but this key was removed: {new.instead}. Remove it.")
                 continue
             now = join(key, new)
-            is_override, is_overridden = (self.origins.get(name) == COMMAND_LINE for name in (before, now))
+            is_override, is_overridden = (self.origins.get(name) in (COMMAND_LINE, KEYWORD) for name in (before, now))
             if new in given and is_override == is_overridden:
                 raise UserError(
                     f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."
@@ -212,7 +212,8 @@ class Decoder:
             return kind(value)
         if kind is bool and isinstance(value, bool):
             return value
-        if isinstance(value, str) and _ZEROS_FIRST.fullmatch(value):  # like an octal number, but with an 8 or a 9
+        # Text like an octal number, but with an 8 or a 9; and digits of other scripts, which Python reads too.
+        if isinstance(value, str) and (_ZEROS_FIRST.fullmatch(value) or not value.isascii()):
             raise self._wrong(kind, value, key)
         if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
             # YAML 1.1 reads 1e-3 as a string.
@@ -231,7 +232,7 @@ class Decoder:
             raise UserError(f"`{key}`{self._at(key)} is {shortened(text)!a}: half of a surrogate pair is no character.")
 
     def _read(self, raw: Any, key: str) -> Any:
-        return self.read_text(raw, key) if isinstance(raw, Text) else raw
+        return self.read_text(raw, f"`{key}`{self._at(key)}") if isinstance(raw, Text) else raw
 
     def _wrong(self, kind: Any, raw: Any, key: str) -> UserError:
         found = f"`{key}`{self._at(key)}"

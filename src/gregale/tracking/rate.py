@@ -10,17 +10,15 @@ class Rate:
     includes compilation, leaves the window as soon as a second step is complete.
     """
 
-    def __init__(self, now: float, step: int = 0, window: int = 20):
-        """
-        - `now`: start time of the first step, in seconds of any monotonic clock
-        - `step`: number of steps completed before (in a resumed run)
-        """
-        self._marks: deque[tuple[float, int, int]] = deque([(now, step, 0)], maxlen=window + 1)
+    def __init__(self, now: float, window: int = 20):
+        """`now`: start time of the first step, in seconds of any monotonic clock."""
+        self._marks: deque[tuple[float, int, int]] = deque([(now, 0, 0)], maxlen=window + 1)
         self._holds_start = True
 
-    def completed(self, step: int, tokens: int, now: float) -> None:
-        """Record that `step` steps are complete, with `tokens` tokens in those completed since the last call."""
-        self._marks.append((now, step, self._marks[-1][2] + tokens))
+    def completed(self, tokens: int, now: float) -> None:
+        """Record that another step is complete, with `tokens` tokens."""
+        _, steps, before = self._marks[-1]
+        self._marks.append((now, steps + 1, before + tokens))
         if self._holds_start and len(self._marks) == 3:
             self._marks.popleft()
             self._holds_start = False

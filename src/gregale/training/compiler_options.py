@@ -13,13 +13,14 @@ from gregale.errors import UserError
 from gregale.model.config import CompilerOptions
 
 # Overlap the gathers of weights with the layer's own products, where the compiler does not do so by itself.
+_GATHERS_STAY = "xla_tpu_prefer_async_allgather_to_allreduce"
 _ASYNC_GATHERS = (
     "xla_tpu_enable_async_collective_fusion",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     "xla_tpu_enable_async_collective_fusion_multiple_steps",
     "xla_tpu_overlap_compute_collective_tc",
     "xla_enable_async_all_gather",
-    "xla_tpu_prefer_async_allgather_to_allreduce",
+    _GATHERS_STAY,
 )
 # Overlap the sum of a layer's gradients with the backward pass of the layer below: pipeline the loop by one layer.
 _ASYNC_SUMS = (
@@ -27,6 +28,8 @@ _ASYNC_SUMS = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
     "xla_tpu_enable_ici_ar_pipelining",
 )
+# Bytes up to which sums are merged. The compiler's own merges all gradients of attention into one that it waits for.
+_MERGED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
 # KiB of vector memory for one operation: with twice the compiler's default (16 MiB, on v6e 32 MiB) products use larger
 # blocks and are nearer to the peak.
 _SCOPED_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
@@ -36,7 +39,12 @@ _SCOPED_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 _UNCUT_PRODUCTS = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 # By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md explains each option.
 DEFAULTS: dict[str, CompilerOptions] = {
-    "TPU v5 lite": {**dict.fromkeys(_ASYNC_SUMS, True), _SCOPED_MEMORY: 32768, _UNCUT_PRODUCTS: 1 << 20},
+    "TPU v5 lite": {
+        **dict.fromkeys((_GATHERS_STAY, *_ASYNC_SUMS), True),
+        _MERGED_SUMS: 16 << 20,
+        _SCOPED_MEMORY: 32768,
+        _UNCUT_PRODUCTS: 1 << 20,
+    },
     "TPU v5": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 32768},
     "TPU v6 lite": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 65536},
 }

@@ -126,12 +126,14 @@ class Page:
         return f"default-src 'none'; script-src {digests};{itself} {rest}"
 
     def _controls(self) -> Html:
-        """Return the controls: axis, scales and smoothing for lines, and the colours of the page."""
+        """Return the controls: axis, scales and smoothing for lines, a filter of runs, and the colours of the page."""
         controls = []
         if self._axes:
             controls.append(_select("x", "Over", [(each.key, each.label) for each in self._axes]))
         if any(each["kind"] == "lines" for each in self._charts.values()):
             controls += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
+        if len(self._runs) > 1:
+            controls.append(element("label", "Runs", Html('<input type="search" id="filter" placeholder="names">')))
         if self._runs:
             slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
             controls.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))

@@ -43,17 +43,17 @@ def folded(title: object, *children: object, opened: bool = False) -> Html:
 
 
 def table(
-    headings: Sequence[object], rows: Sequence[Sequence[object]], numbers: bool = False, label: str | None = None
+    headings: Sequence[object], rows: Sequence[Sequence[object]], kinds: str | None = None, label: str | None = None
 ) -> Html:
     """Return a table, which scrolls by itself if it is too wide for the page.
 
-    - `numbers`: whether all columns except the first are numbers
+    - `kinds`: `numbers` if all columns except the first are numbers; `runs` if the rows are runs, to sort and filter
     """
     head = element("tr", *(element("th", heading, scope="col") for heading in headings))
     body = (
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
     )
-    inside = element("table", element("thead", head), element("tbody", *body), class_="numbers" if numbers else None)
+    inside = element("table", element("thead", head), element("tbody", *body), class_=kinds)
     return element("div", inside, class_="wide", tabindex=0, role="region", aria_label=label or "table")
 
 

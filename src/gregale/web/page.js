@@ -4,7 +4,7 @@
   let page = null;
   const root = document.documentElement;
   const controls = document.getElementById("controls");
-  const settings = { x: "", logx: false, logy: false, smooth: 0, theme: "auto" };
+  const settings = { x: "", logx: false, logy: false, smooth: 0, theme: "auto", filter: "", sort: "" };
   const zooms = new Map(), hidden = new Map(); // [min, max] by axis; by chart the labels of lines that are left out
   const drawn = new Map(); // uPlot by figure
   let printing = false;
@@ -147,6 +147,7 @@
     const share = settings.smooth ? 0.0005 * Math.pow(400, settings.smooth / 100) : 0;
     const lines = [];
     for (const series of chart.series) {
+      if (series.run !== undefined && !isWanted(page.runs[series.run].label)) continue;
       const stroke = colour(`c${series.colour}`);
       const look = {
         label: series.label, stroke, width: 1.5, scale: "y",
@@ -319,12 +320,42 @@
 
   const drawAll = () => document.querySelectorAll("figure[data-chart]").forEach(draw);
 
+  // ---- tables of runs: a heading sorts the rows by its column, the filter leaves out rows, and lines of charts
+
+  const isWanted = label => settings.filter.toLowerCase().split(" ").every(word => label.toLowerCase().includes(word));
+
+  function arrange(table) {
+    const headings = [...table.tHead.rows[0].cells], [body] = table.tBodies, sign = settings.sort.startsWith("-") ? -1 : 1;
+    const place = headings.findIndex(each => each.textContent === settings.sort.replace(/^-/, ""));
+    headings.forEach((each, at) => (each.ariaSort = at !== place ? "none" : sign > 0 ? "ascending" : "descending"));
+    for (const row of body.rows) row.hidden = !isWanted(row.cells[0].textContent);
+    if (place < 0) return;
+    const valueOf = cell => Number(cell.querySelector("data")?.value ?? NaN);
+    const compared = (a, b) => { // a run without the value is last
+      const [first, second] = [valueOf(a), valueOf(b)], missing = Number.isNaN(first) - Number.isNaN(second);
+      if (missing || !Number.isNaN(first)) return missing || sign * (first - second);
+      return sign * a.textContent.localeCompare(b.textContent, "en", { numeric: true });
+    };
+    body.append(...[...body.rows].sort((a, b) => compared(a.cells[place], b.cells[place])));
+  }
+
+  const arrangeAll = () => document.querySelectorAll("table.runs").forEach(arrange);
+
+  document.querySelector("main").addEventListener("click", event => {
+    const heading = event.target.closest("table.runs th button")?.textContent;
+    if (!heading) return;
+    settings.sort = settings.sort === heading ? `-${heading}` : heading;
+    remember();
+    arrangeAll();
+  });
+
   // ---- controls; what is chosen stands behind the # of the address, so that it lasts and can be passed on
 
   function remembered() {
     for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
       if (name === "x" && page.axes.some(each => each.key === text)) settings.x = text;
       if (name === "theme" && ["light", "dark"].includes(text)) settings.theme = text;
+      if (name === "sort" || (name === "filter" && controls.elements.filter)) settings[name] = text;
       if (name === "logx" || name === "logy") settings[name] = text === "1";
       if (name === "smooth") settings.smooth = Math.min(100, Math.max(0, Number(text) || 0));
       if (name === "zoom" || name === "hide") remembers(name, text);
@@ -344,6 +375,7 @@
     const kept = new URLSearchParams();
     if (page.axes.length && settings.x !== page.axes[0].key) kept.set("x", settings.x);
     if (settings.theme !== "auto") kept.set("theme", settings.theme);
+    for (const name of ["filter", "sort"]) if (settings[name]) kept.set(name, settings[name]);
     for (const name of ["logx", "logy"]) if (settings[name]) kept.set(name, "1");
     if (settings.smooth) kept.set("smooth", settings.smooth);
     for (const [name, chosen] of [["zoom", zooms], ["hide", hidden]]) {
@@ -360,6 +392,7 @@
     }
     const output = controls.querySelector("output");
     if (output) output.textContent = settings.smooth ? `${settings.smooth} %` : "none";
+    arrangeAll();
     drawAll();
   }
 

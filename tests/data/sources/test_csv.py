@@ -37,7 +37,7 @@ def test_without_header_the_column_is_a_number_and_empty_lines_are_no_records(tm
     data = b"1,one\n\n2,two\n"
     source = source_of(tmp_path, data, header=False, column="2")
     assert contents(source) == ["one", "two"]
-    assert [document.start for document in source.documents()] == [0, 7]
+    assert [document.start for document in source.documents()] == [1, 3]
     with pytest.raises(UserError, match="column is 'text', but header is false: give its number, from 1"):
         CsvSource(header=False)
 

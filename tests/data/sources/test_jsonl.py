@@ -80,7 +80,7 @@ def test_the_line_is_counted_in_the_whole_file_not_in_the_part(tmp_path):
 
 def test_zst_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UserError, match=r"a\.zst: \.zst files need the extra `formats`\. Run `"):
+    with pytest.raises(UserError, match=r"a\.zst: zstd files need the extra `formats`\. Run `"):
         list(source_of(tmp_path, zstandard.compress(LINES), "a.zst").documents())
 
 

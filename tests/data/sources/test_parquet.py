@@ -80,3 +80,27 @@ def test_a_name_that_is_not_utf8_is_damage(tmp_path):
     (tmp_path / "a.parquet").write_bytes(data.replace(b"text", b"te\xf8t"))
     with pytest.raises(UserError, match=r"a\.parquet"):
         list(source.documents())
+
+
+def test_a_column_inside_of_a_struct_is_named_with_dots(tmp_path, contents):
+    path = tmp_path / "a.parquet"
+    columns = {"a": [{"text": "one", "b": {"c": "x"}}, None, {"text": None, "b": {"c": "y"}}], "a.b": ["p", "q", "r"]}
+    source = write(path, columns)
+    found, skipped = skipping(dataclasses.replace(source, column="a.text"))
+    assert found == ["one"]
+    assert [line.partition(", ")[2] for line in skipped.first] == [
+        f"row {row}: column `a.text` is empty (null), expected text." for row in (1, 2)
+    ]
+    assert skipping(dataclasses.replace(source, column="a.b.c"))[0] == ["x", "y"]
+    assert contents(dataclasses.replace(source, column="a.b")) == ["p", "q", "r"], "a column of that very name"
+    with pytest.raises(UserError, match=r"no column `a\.text\.z`; the columns are: a, a\.b"):
+        contents(dataclasses.replace(source, column="a.text.z"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, contents):
+    inner = pyarrow.StructArray.from_arrays([pyarrow.array(["x"])] * 2, ["c", "c"])
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"]), inner], ["text", "text", "a"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for column in ("text", "a.c"):
+        with pytest.raises(UserError, match=rf"several columns `{column}`; the columns are: text, text, a"):
+            contents(ParquetSource(files=(f"{tmp_path}/a.parquet",), column=column))

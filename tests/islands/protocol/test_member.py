@@ -3,9 +3,11 @@
 import random
 from dataclasses import replace
 
+import pytest
+
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import Header, View, seed
+from gregale.islands.protocol.headers import NO_ROUND, Header, View, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.settings import LAN, Rules
@@ -53,7 +55,7 @@ def test_a_round_of_two():
     a, b = begun(member("a"), member("b"))
     assert a.handle(m.RoundDue(-1)) == [], "a late announcement"
     assert kinds(a.handle(m.RoundDue())) == ["AnnounceRound", "RequestMessage"]
-    assert kinds(b.handle(m.RoundDue(0))) == ["RequestMessage"]
+    assert kinds(b.handle(m.RoundDue(0))) == ["AnnounceRound", "RequestMessage"], "it passes the announcement on"
     assert kinds(b.handle(m.MessageReady(0, 0.0, 0))) == ["RequestView"]
     assert kinds(a.handle(m.MessageReady(0, 8.0, 2))) == ["RequestView"]
     (reduce,) = {only(actions, m.Reduce) for actions in all_see(a, b)}
@@ -328,8 +330,9 @@ def test_the_stall_reason_names_the_cause():
     a.handle(m.RoundDue())
     assert a.stall_reason() == "this island is in the middle of a step (the last took 0.0 s)"
     a.handle(m.MessageReady(0, 8.0, 2))
-    waits = "the coordinator waits for other islands to ask, for 0 s now (the last round was made by a, b)"
-    assert a.stall_reason() == waits
+    assert a.stall_reason() == "the coordinator has not formed a view yet"
+    a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+    assert a.stall_reason() == "the coordinator waits for the requests of b"
     a.handle(m.ViewFailed("it does not answer"))
     a.handle(m.Tick(20.0))
     assert a.stall_reason() == "the coordinator has not answered for 20 s (it does not answer)"
@@ -391,6 +394,30 @@ def test_a_view_with_a_request_of_an_earlier_view_is_recognised():
     assert repeats > 100
 
 
-def test_a_request_expires_after_the_longest_answer_time_of_a_coordinator():
-    timing = replace(LAN, heartbeat_seconds=30.0)
-    assert timing.ask_seconds > timing.heartbeat_seconds + timing.join_seconds
+def test_the_stall_reason_after_a_cut_is_the_cut_and_not_the_others():
+    """The request is still held as far as this island knows; its heartbeats fail first."""
+    a, _ = begun(member("a"), member("b"))
+    ready(a)
+    a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+    for now, error in ((2.0, ""), (5.0, "cannot be reached"), (9.0, "cannot be reached")):
+        a.handle(m.Tick(now))
+        a.handle(m.Heartbeat(error))
+    assert a.stall_reason() == "the coordinator has not answered for 7 s (cannot be reached)"
+    a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+    assert a.stall_reason() == "the coordinator waits for the requests of b"
+
+
+def test_the_stall_reason_during_a_reduce_names_a_cut_first():
+    members = begun(member("a"), member("b"))
+    ready(*members)
+    all_see(*members)
+    members[0].handle(m.Heartbeat("cannot be reached"))
+    expected = "the coordinator has not answered for 0 s (cannot be reached); round 0 is being reduced by a, b"
+    assert members[0].stall_reason() == expected
+
+
+@pytest.mark.parametrize(("round", "from_checkpoint", "needed"), [(NO_ROUND, False, 3), (4, True, 3), (4, False, 2)])
+def test_a_view_is_of_use_from_the_number_with_which_a_fleet_may_begin_or_continue(round, from_checkpoint, needed):
+    a = Member(member("a").identity, replace(seed("d"), round=round), LAN, Rules(minimum=2, start=3))
+    a._from_checkpoint = from_checkpoint
+    assert only(a.handle(m.Tick(0.0)), m.RequestView).needed == needed

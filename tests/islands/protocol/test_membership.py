@@ -2,15 +2,20 @@
 
 from gregale.islands.protocol.membership import Answer, Ask, Membership
 
-JOIN_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0
+GATHER_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0
+EARLY_SECONDS = 2.0  # after the start, two heartbeats long, no fleet begins
 
 
 class Fleet:
-    """Members that beat whenever the time is set, and their answers."""
+    """Members that beat whenever the time is set, and their answers. The time is 0 when a fleet may begin.
 
-    def __init__(self, *names: str, minimum: int = 1, first_id: int = 1):
-        self.membership = Membership(minimum, JOIN_SECONDS, HEARTBEAT_SECONDS, first_id)
-        self.beating, self.now = dict.fromkeys(names, "s"), 0.0
+    - `running`: names that report a round
+    """
+
+    def __init__(self, *names: str, needed: int = 1, first_id: int = 1, running: str = ""):
+        self.membership, self.needed, self.running = Membership(first_id), needed, running
+        self.beating, self.now = dict.fromkeys(names, "s"), -EARLY_SECONDS
+        self.at(self.now)
         self.at(0.0)
 
     def at(self, now: float) -> list[Answer]:
@@ -19,13 +24,14 @@ class Fleet:
         while True:
             self.now = min(self.now + 0.5, now)
             for name, session in self.beating.items():
-                self.membership.beat(name, session, self.now)
+                self.membership.beat(name, session, HEARTBEAT_SECONDS, name in self.running, self.now)
             answers += self.membership.tick(self.now)
             if self.now == now:
                 return answers
 
-    def ask(self, name: str, number: int = 1, session: str = "s", until: float = 1000.0) -> list[Answer]:
-        self.membership.ask(Ask(name, session, number, f"{name}{number}{session}", until), self.now)
+    def ask(self, name: str, number: int = 1, session: str = "s", needed: int | None = None) -> list[Answer]:
+        numbers = needed or self.needed, GATHER_SECONDS, HEARTBEAT_SECONDS
+        self.membership.ask(Ask(name, session, number, f"{name}{number}{session}", *numbers), self.now)
         return self.membership.tick(self.now)
 
 
@@ -36,12 +42,67 @@ def seen(answers: list[Answer]) -> list[str]:
     return [ask.header for ask in view.asks]
 
 
-def test_a_view_waits_for_a_silent_live_member_from_the_oldest_request_on():
+def test_a_view_waits_for_a_silent_live_member_once_more_than_half_have_asked():
+    """The members of a view pause, and ask again later than one that waits already: it needs them all."""
     fleet = Fleet("a", "b", "c")
     assert fleet.ask("a") == []
     fleet.at(0.5)
     assert fleet.ask("b") == []
-    assert fleet.at(0.9) == []
+    assert fleet.at(1.4) == []
+    assert seen(fleet.at(1.5)) == ["a1s", "b1s"]
+
+
+def test_a_request_is_held_until_the_needed_number_has_asked():
+    fleet = Fleet("a", "b", "c", needed=3)
+    for name in "ab":
+        fleet.ask(name)
+    assert fleet.at(1000.0) == []
+    assert fleet.membership.held("a") == "2 of at least 3 islands are here (a and b)"
+    assert seen(fleet.ask("c")) == ["a1s", "b1s", "c1s"]
+    assert fleet.membership.held("a") == ""
+
+
+def test_an_island_of_a_running_fleet_needs_fewer_than_those_that_join_it():
+    fleet = Fleet("a", "b", running="a")
+    fleet.ask("b", needed=3)
+    assert fleet.at(1000.0) == []
+    assert seen(fleet.ask("a", needed=1)) == ["a1s", "b1s"]
+
+
+def test_no_fleet_begins_beside_one_that_runs():
+    """The running island makes a long interval of steps: it is alive, and has no request."""
+    fleet = Fleet("a", "b", "c", running="a")
+    for name in "bc":
+        fleet.ask(name)
+    assert fleet.at(1000.0) == []
+    assert fleet.membership.held("b") == "the coordinator waits for the requests of a"
+    assert seen(fleet.ask("a")) == ["a1s", "b1s", "c1s"]
+
+
+def test_no_fleet_begins_before_a_restarted_coordinator_can_know_of_one_that_runs():
+    fleet = Fleet()
+    fleet.membership = Membership()
+    assert fleet.ask("b") == []
+    assert fleet.membership.tick(EARLY_SECONDS - 0.1) == []
+    assert seen(fleet.membership.tick(EARLY_SECONDS)) == ["b1s"]
+
+
+def test_a_lost_answer_is_given_again():
+    fleet = Fleet("a", "b")
+    fleet.ask("a", 3)
+    first = fleet.ask("b")
+    [again] = fleet.ask("a", 3)
+    assert again.view is next(answer.view for answer in first if answer.ask.name == "a")
+    assert fleet.ask("b", 2) == []
+
+
+def test_a_repeated_request_does_not_begin_the_wait_again():
+    fleet = Fleet("a", "b", "c")
+    for name in "ab":
+        fleet.ask(name)
+    fleet.at(0.9)
+    [replaced] = fleet.ask("a")
+    assert (replaced.ask.number, replaced.view) == (1, None)
     assert seen(fleet.at(1.0)) == ["a1s", "b1s"]
 
 
@@ -65,13 +126,10 @@ def test_ids_count_changes_of_membership():
     assert {answer.view.id for answer in fleet.ask("a", 3) if answer.view} == {41}
 
 
-def test_half_of_the_live_members_or_fewer_than_the_minimum_get_no_view():
+def test_half_of_the_live_members_get_no_view():
     fleet = Fleet("a", "b")
     fleet.ask("a")
     assert fleet.at(100.0) == []
-    few = Fleet("a", minimum=2)
-    few.ask("a")
-    assert few.at(100.0) == []
 
 
 def test_dead_members_count_until_their_heartbeats_expire():
@@ -93,17 +151,7 @@ def test_a_member_that_leaves_does_not_count():
     assert seen(fleet.membership.tick(0.0)) == ["a1s"]
 
 
-def test_an_expired_request_is_in_no_view():
-    fleet = Fleet("a", "b", "c")
-    fleet.ask("a", until=0.7)
-    [late] = fleet.at(0.7)
-    assert (late.ask.name, late.view, late.refused) == ("a", None, "")
-    fleet.ask("b")
-    fleet.ask("c")
-    assert seen(fleet.at(3.0)) == ["b1s", "c1s"]
-
-
-def test_an_answered_or_replaced_request_is_in_no_later_view():
+def test_a_replaced_request_is_in_no_later_view():
     """It may not be true any more: a network may bring it late, or twice."""
     fleet = Fleet("a", "b")
     fleet.ask("a", 3)
@@ -112,16 +160,14 @@ def test_an_answered_or_replaced_request_is_in_no_later_view():
     [late] = fleet.ask("a", 3)
     assert late.view is None
     assert seen(fleet.ask("b")) == ["a4s", "b1s"]
-    [twice] = fleet.ask("a", 4)
-    assert twice.view is None
-    assert fleet.ask("b", 2) == []
 
 
 def test_a_second_process_of_a_name_is_refused_while_the_first_sends_heartbeats():
     fleet = Fleet("a")
     assert fleet.ask("a", session="twin") == []
-    assert fleet.at(0.5) == [], "a heartbeat may have been on its way when the first died"
-    [refused] = fleet.at(1.0)
+    assert fleet.at(4.5) == [], "heartbeats may have been on their way when the first died"
+    assert fleet.ask("a", session="twin")[0].refused == ""
+    [refused] = fleet.at(5.0)
     assert (refused.ask.session, refused.view) == ("twin", None)
     assert "another island of the fleet has the name 'a'" in refused.refused
     assert seen(fleet.ask("a")) == ["a1s"]
@@ -137,7 +183,9 @@ def test_a_restarted_process_gets_its_name_when_the_dead_one_is_silent():
     fleet.beating["a"] = "new"
     fleet.at(6.0)
     fleet.ask("a", 2)  # the former one was stopped, not dead
-    [refused] = fleet.at(7.5)
+    fleet.at(9.0)
+    fleet.ask("a", 2)
+    [refused] = fleet.at(11.0)
     assert refused.refused
     assert seen(fleet.ask("a", 2, session="new")) == ["a2new"]
 
@@ -146,8 +194,9 @@ def test_a_process_that_dies_while_it_claims_its_name_does_not_get_it():
     fleet = Fleet("a", "b")
     del fleet.beating["a"]
     fleet.at(3.0)
-    fleet.ask("a", session="new", until=4.0)
-    assert [answer.view for answer in fleet.at(4.0)] == [None]
-    fleet.ask("b")
-    assert seen(fleet.at(5.0)) == ["b1s"]
+    fleet.ask("a", session="new")
+    fleet.at(5.0)
+    assert seen(fleet.ask("b")) == ["a1new", "b1s"], "it is alive as far as anybody knows"
+    fleet.ask("b", 2)
+    assert seen(fleet.at(8.0)) == ["b2s"]
     assert fleet.membership.healthy == {"b": "s"}

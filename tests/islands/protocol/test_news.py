@@ -7,8 +7,8 @@ HERE = {"oslo": "s", "turin": "s"}
 
 def fleet(last: int) -> News:
     """Two islands that have made a round every ten seconds until round `last`, at ten times that."""
-    news = News(2.0)
-    assert news.changes(HERE, 0.0) == ["oslo joined: 2 islands now.", "turin joined: 2 islands now."]
+    news = News()
+    assert news.changes(HERE, 0.0, 2.0) == ["oslo joined: 2 islands now.", "turin joined: 2 islands now."]
     for number in range(last + 1):
         for name in HERE:
             assert news.report(name, number, "", 10.0 * number) == []
@@ -18,16 +18,16 @@ def fleet(last: int) -> News:
 
 def test_islands_that_join_and_leave_are_reported():
     news = fleet(0)
-    assert news.changes(HERE, 1.0) == []
-    assert news.changes({**HERE, "turin": "t"}, 1.0) == ["turin has started again."]
-    assert news.changes({"oslo": "s"}, 2.0) == ["turin is gone, silent for 2 s: 1 island now."]
+    assert news.changes(HERE, 1.0, 2.0) == []
+    assert news.changes({**HERE, "turin": "t"}, 1.0, 2.0) == ["turin has started again."]
+    assert news.changes({"oslo": "s"}, 2.0, 2.0) == ["turin is gone, silent for 2 s: 1 island now."]
     news.leave("oslo")
-    assert news.changes({}, 3.0) == ["oslo has left: 0 islands now."]
+    assert news.changes({}, 3.0, 2.0) == ["oslo has left: 0 islands now."]
 
 
 def test_a_stall_is_reported_once_with_reasons_and_so_is_its_end():
     news = fleet(4)
-    assert news.changes({"oslo": "s"}, 45.0) == ["turin is gone, silent for 2 s: 1 island now."]
+    assert news.changes({"oslo": "s"}, 45.0, 2.0) == ["turin is gone, silent for 2 s: 1 island now."]
     assert news.report("oslo", 4, "the islands that made the last round are missing", 60.0) == []
     assert news.stall(["oslo"], 72.0) == []
     assert news.stall(["oslo"], 73.0) == [
@@ -41,8 +41,8 @@ def test_a_stall_is_reported_once_with_reasons_and_so_is_its_end():
 
 
 def test_a_stall_report_names_islands_without_requests():
-    news = News(2.0)
-    news.changes(HERE, 100.0)
+    news = News()
+    news.changes(HERE, 100.0, 2.0)
     assert news.stall(["oslo"], 160.0) == []
     assert news.stall(["oslo"], 163.0) == ["No round for 63 s: alive, but not asking for a round: turin."]
 
@@ -51,5 +51,5 @@ def test_nothing_is_reported_after_the_fleet_has_ended():
     news = fleet(2)
     news.leave("oslo")
     news.leave("turin")
-    news.changes({}, 21.0)
+    news.changes({}, 21.0, 2.0)
     assert news.stall((), 1000.0) == []

@@ -8,6 +8,7 @@ import pytest
 
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, seed
+from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.protocol.stalls import Stalls
 
@@ -78,6 +79,28 @@ def test_the_island_itself_may_be_the_reason(stalls, member, number, starved, wh
     member.stall_reason, member.outer, member.handover.starved = lambda: "", replace(seed("d"), round=number), starved
     rounds(stalls, 2)
     assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
+
+
+def test_a_stop_of_the_process_itself_is_the_reason_and_begins_the_wait_again(stalls):
+    """The clock is that of a process that stops; 20 s pass for the others."""
+    last, raw = rounds(stalls, 5), [0.0]
+    clock = RunningTime(lambda: raw[0])
+    began = clock()
+    for second in range(10):
+        raw[0] = second / 2
+        assert stalls.look(last + clock() - began, clock.stopped) is None
+    raw[0] += 20.25
+    line = stalls.look(last + clock() - began, clock.stopped)
+    assert line == "No round for 20 s: this process was stopped, or its machine was suspended."
+    assert stalls.reason == "this process was stopped, or its machine was suspended"
+    again = last + clock() - began
+    found = [(at, stalls.look(again + at, clock.stopped)) for at in range(1, 40)]
+    assert [each for each in found if each[1]] == [(30, "No round for 30 s: b is missing.")]
+
+
+def test_a_stop_that_the_others_have_not_noticed_is_not_reported(stalls):
+    last = rounds(stalls, 5)
+    assert stalls.look(last + 1, LAN.heartbeat_seconds / 2) is None
 
 
 def test_a_member_that_has_left_reports_nothing(stalls, member):

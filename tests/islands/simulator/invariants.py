@@ -18,6 +18,7 @@ class Invariants:
     parents: dict[str, str] = field(default_factory=dict)  # digest of the state -> that of the one before
     lines: dict[Generation, tuple[Generation | None, bool]] = field(default_factory=dict)  # parent; may others live on
     consumed: dict[int, str] = field(default_factory=dict)
+    taken: dict[str, list[int]] = field(default_factory=dict)  # examples by the name of the island, in order
     forked: bool = False  # a generation began whose members could not know of all others
     rounds: int = 0
 
@@ -41,6 +42,7 @@ class Invariants:
         self.forked |= elsewhere
         if not elsewhere:
             self.consumed.clear()
+            self.taken.clear()
 
     def turn(self, new: Generation, old: Generation, unsure: bool) -> None:
         """A generation begins; `unsure`: members of the old one may live on elsewhere."""
@@ -53,6 +55,14 @@ class Invariants:
             return
         if not any(self.lines.get(line, (None, False))[1] for line in self._apart(old.generation, new.generation)):
             raise BrokenError(f"round {old.round} of {old.generation} is lost: {new.generation} does not have it")
+        self.replace(old, new)
+
+    def replace(self, old: OuterRecord, new: OuterRecord) -> None:
+        """The state `new` replaces another one, whose history is not its own: the longer history wins."""
+        if (new.round, new.generation) < (old.round, old.generation) and not self._descends(new.digest, old.digest):
+            raise BrokenError(
+                f"round {old.round} of {old.generation} is lost for round {new.round} of {new.generation}"
+            )
 
     def _descends(self, digest: str, ancestor: str) -> bool:
         while digest != ancestor and digest in self.parents:
@@ -74,6 +84,13 @@ class Invariants:
         if example in self.consumed and not self.forked:
             raise BrokenError(f"example {example} is used by {self.consumed[example]} and by {who}")
         self.consumed[example] = who
+        self.taken.setdefault(who.partition("/")[0], []).append(example)
+
+    def forget(self, name: str, count: int) -> None:
+        """An island begins again from a checkpoint, before which it has used `count` examples."""
+        for example in self.taken.get(name, [])[count:]:
+            self.consumed.pop(example, None)
+        del self.taken.get(name, [])[count:]
 
     def _check_ledger(self, ledger: Ledger) -> None:
         spans = sorted([*ledger.free, *(span for lease in ledger.leases for span in lease.spans)])

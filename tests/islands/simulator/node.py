@@ -3,11 +3,14 @@
 import hashlib
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from tests.islands.simulator.trainer import Trainer
 
@@ -20,41 +23,63 @@ def hashed(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an island's disk has, as of one of its steps: the record of the outer state, and `Driver.to_save`."""
+
+    outer: OuterRecord
+    holder: str
+    used: int
+    steps: int
+    tokens: tuple[float, ...]
+
+
 class Node:
     """A process of an island, which ends with its death or when it left. It may be paused, and hears nothing then.
 
     - `world`: the `World` in which it runs
-    - `asking`: the number of the ask whose answer is awaited; 0: of none
+    - `behind`: seconds by which its clock differs from the world's
+    - `asking`: the request whose answer is awaited, if any
     """
 
-    def __init__(self, world, name: str, session: str, step_seconds: float):
+    def __init__(self, world, name: str, session: str, step_seconds: float, saved: Checkpoint | None = None):
         self.world, self.name, self.identity = world, name, f"{name}/{session}"
         identity = Identity(name, session, "config", "1", (name,))
-        self.member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules)
-        self.trainer = Trainer(self, world.pace, step_seconds)
-        self.alive, self.paused = True, False
-        self.asking = 0
+        outer, holder, used = (saved.outer, saved.holder, saved.used) if saved else (seed(SEED), "", 0)
+        self.behind = -world.rng.uniform(0, 20)
+        self.member: Member = world.member_class(identity, outer, world.timing, world.rules, holder, used)
+        self.trainer = Trainer(self, world.pace, step_seconds, saved)
+        self.alive, self.paused, self.paused_at = True, False, 0.0
+        self.reachable_since = world.now  # when it was last paused, cut off, or started
+        self.asking: m.RequestView | None = None
+        self._sends = self.beats = 0
         self.doom: str | None = None  # the kind of action at which it dies
-        self.kept: list[m.Event] = []  # what happened while it was paused
+        self.kept: list[Callable[[], None]] = []  # what happened while it was paused
         self.previous = self.member.outer  # the record before the newest one
         self.promised: tuple[float, str] = (0.0, "")  # weight and content of the message in its newest ask
         self.has_diverged = False
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
-        self.cut_off_at: float | None = None
         self._wake_at = math.inf
+        self._heartbeat, self._answered = m.Heartbeat(), 0
+        self.in_fleet_since = math.inf
+        self._beat()
+
+    @property
+    def clock(self) -> float:
+        return self.world.now - self.behind
 
     def tell(self, event: m.Event) -> None:
         """An event reaches the member; its actions are carried out."""
         if not self.alive:
             return
         if self.paused:
-            self.kept.append(event)
+            self.kept.append(lambda: self.tell(event))
             return
         world = self.world
         if isinstance(event, m.ViewReceived):
             world.seen(event.view)
-        actions = self.member.handle(m.Tick(world.now))
+        actions = self.member.handle(m.Tick(self.clock))
         actions += self.member.handle(event)
         if world.trace is not None:
             world.log(f"{self.name}: {event} -> {actions}")
@@ -70,7 +95,7 @@ class Node:
 
     def tick(self) -> None:
         """Nothing happens but that time has passed."""
-        self.tell(m.Tick(self.world.now))
+        self.tell(m.Tick(self.clock))
 
     @property
     def hears(self) -> bool:
@@ -78,7 +103,7 @@ class Node:
 
     def _wake_in_time(self) -> None:
         """The member hears of the time when it needs to, if nothing else happens before."""
-        at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
+        at = max(self.member.next_tick() + self.behind, self.world.now + LEAST_TICK_SECONDS)
         if self.alive and at < self._wake_at:
             self._wake_at = at
             self.world.later(at - self.world.now, lambda: self._woken(at))
@@ -90,20 +115,54 @@ class Node:
 
     def _do_request_view(self, action: m.RequestView) -> None:
         self.promised = action.header.weight, self.trainer.message
-        self.world.ask(self, action.header)
-        number = self.asking = action.header.asked
-        self.world.later(self.member.timing.ask_seconds, lambda: self.give_up(number))
+        self._send(action)
 
-    def give_up(self, number: int) -> None:
-        """No answer comes, or none that is heard."""
-        if self.asking == number:
-            self.asking = 0
-            self.tell(m.ViewFailed("no answer"))
+    def _send(self, request: m.RequestView) -> None:
+        self.asking = request
+        self._sends += 1
+        sends = self._sends
+        self.world.ask(self, request)
+        self.world.later(self.member.timing.ask_seconds, lambda: self._give_up(request, sends))
 
-    def answer(self, number: int, event: m.ViewReceived) -> None:
-        """The coordinator's answer to an ask arrives; a paused process does not hear it."""
-        if self.asking == number and not self.paused:
-            self.asking = 0
+    def _give_up(self, request: m.RequestView, sends: int) -> None:
+        if self.asking is request and self._sends == sends and self.alive:
+            self.answer(request.header.asked, m.ViewFailed("no answer"))
+
+    def answer(self, number: int, event: m.ViewReceived | m.ViewFailed) -> None:
+        """The answer to a request arrives, or the process gives it up; one that is paused hears it later."""
+        if self.paused:
+            self.kept.append(lambda: self.answer(number, event))
+        elif self.asking and self.asking.header.asked == number:
+            self.asking = None
+            self.tell(event)
+
+    def repeat(self, number: int) -> None:
+        """The coordinator confirms that it holds a request."""
+        if self.paused:
+            self.kept.append(lambda: self.repeat(number))
+        elif self.asking and self.asking.header.asked == number and self.alive:
+            self._send(self.asking)
+
+    def _beat(self) -> None:
+        if not self.alive:
+            return
+        if not self.paused:
+            self.beats += 1
+            beats = self.beats
+            self.world.beat(self, self.in_fleet_since <= self.world.now)
+            if beats % BEATS_PER_TIMEOUT == 0:
+                self.world.later(self.member.timing.network_seconds, lambda: self._missed(beats))
+        self.world.later(self.member.timing.heartbeat_seconds / BEATS_PER_TIMEOUT, self._beat)
+
+    def _missed(self, beats: int) -> None:
+        if self._answered < beats:
+            self.heartbeat(self._answered, m.Heartbeat("no answer"))
+
+    def heartbeat(self, beats: int, event: m.Heartbeat) -> None:
+        """The result of a heartbeat; only a new one matters."""
+        self._answered = max(self._answered, beats)
+        if event != self._heartbeat:
+            self._heartbeat = event
             self.tell(event)
 
     def _do_announce_round(self, action: m.AnnounceRound) -> None:
@@ -153,6 +212,7 @@ class Node:
         self.trainer.decided(LoadOuterState(self.member.outer.round))
 
     def _take_over(self, outer: OuterRecord) -> None:
+        self.in_fleet_since = min(self.in_fleet_since, self.world.now)
         self.trainer.leased(outer, self.member.holder)
 
     def _do_probe_peers(self, action: m.ProbePeers) -> None:
@@ -171,4 +231,4 @@ class Node:
 
     def _do_leave_done(self, action: m.LeaveDone) -> None:
         self.alive = False
-        self.cut_off_at = self.world.now
+        self.world.leave(self)

@@ -1,18 +1,21 @@
 """Random schedules: some islands, some seconds of faults, then none, and progress within a bound."""
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import SPLIT_AFTER
+from gregale.islands.protocol.headers import NO_ROUND
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.settings import Timing
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
-from tests.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
+from tests.islands.simulator.world import COORDINATOR, POLL_SECONDS, SLOWEST_STEP, Weather, World, some_timing
 
 FAULT_SECONDS = 10.0
-CALM_SECONDS = 120.0  # after the last fault: some more rounds by then, and all that live have the same state
+CALM = 4.0  # limits of a wait after the last fault: some more rounds by then, and all that live have the same state
 CALM_ROUNDS = 4
 
 
@@ -41,10 +44,36 @@ def run(number: int, member_class: type[Member] = Member, trace: list[str] | Non
     return _demand_progress(world)
 
 
+def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tuple[float, float]:
+    """Runs the beginning of a fleet that needs all its islands; others have died, and the coordinator knows only later.
+
+    Returns the seconds from the arrival of the last island to the state of the fleet in all, and their limit, which
+    `docs/protocol.md` has: a heartbeat timeout, the coordinator's wait and two round trips.
+    """
+    world = World(number)
+    rng, timing = world.rng, timing or some_timing(world.rng)
+    world.timing, world.rules = timing, replace(world.rules, minimum=1, start=islands)
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0, delay)
+    last = rng.uniform(0.0, 30.0)
+    for name in range(islands):
+        world.later(last if name == 0 else rng.uniform(0.0, last), lambda name=name: world.start(f"i{name}"))
+    heartbeat_seconds = timing.heartbeat_seconds
+    dead = [(f"dead{name}", "s", heartbeat_seconds, False) for name in range(2 * islands)]
+    world.later(last, lambda: [world.coordinator.beat(*each, world.clock) for each in dead])
+    limit = heartbeat_seconds + timing.gather_seconds + 4 * delay + POLL_SECONDS
+    while world.now < last + limit and not _has_begun(world, islands):
+        world.run_until(world.now + 0.01)
+    return world.now - last if _has_begun(world, islands) else math.inf, limit
+
+
+def _has_begun(world: World, islands: int) -> bool:
+    return sum(state.round > NO_ROUND for state in world.states.values()) >= islands
+
+
 def _fault(world: World, rng: random.Random, names: list[str]) -> None:
     living = [name for name, node in world.nodes.items() if node.alive and not node.paused]
     kind = rng.choice(FAULTS)
-    if living or kind is _coordinator:
+    if living or kind in (_coordinator, _freeze, _jump, _restart_all):
         kind(world, rng, rng.choice(living) if living else "", names)
 
 
@@ -56,12 +85,36 @@ def _kill(world: World, rng: random.Random, name: str, names: list[str]) -> None
 
 def _restart(world: World, name: str) -> None:
     if not world.nodes[name].alive:
-        world.start(name)
+        world.start(name, fresh=world.rng.random() < 0.3)
+
+
+def _restart_all(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """The whole fleet dies; its islands come back, some of them late or with an empty disk."""
+    for other in world.nodes:
+        world.kill(other)
+        world.later(rng.choice((0.5, rng.uniform(0.1, 8))), lambda other=other: _restart(world, other))
 
 
 def _pause(world: World, rng: random.Random, name: str, names: list[str]) -> None:
     world.pause(name)
-    world.later(rng.uniform(0.1, 6), lambda: world.resume(name))
+    world.later(rng.choice((0.1, 1.0, 3.0)) * rng.uniform(0.5, 6), lambda: world.resume(name))
+
+
+def _jump(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """A clock jumps: that of an island, or that of the coordinator."""
+    seconds = rng.uniform(0.1, 5)
+    world.log(f"the clock of {name} or of the coordinator jumps by {seconds:.1f} s")
+    if name and rng.random() < 0.7:
+        world.nodes[name].behind -= seconds
+    else:
+        world.behind -= seconds
+        for node in world.nodes.values():
+            node.reachable_since = world.now  # the coordinator takes all for silent
+
+
+def _freeze(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.freeze_coordinator()
+    world.later(rng.uniform(0.1, 10), world.thaw_coordinator)
 
 
 def _coordinator(world: World, rng: random.Random, name: str, names: list[str]) -> None:
@@ -70,21 +123,25 @@ def _coordinator(world: World, rng: random.Random, name: str, names: list[str]) 
 
 
 def _cut(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """Links of an island are cut, some of them in one direction."""
     others = [COORDINATOR, *(other for other in names if other != name)]
-    cuts = {frozenset((name, other)) for other in others if rng.random() < rng.choice((0.3, 1.0))}
-    world.log(f"links cut: {sorted(sorted(cut) for cut in cuts)}")
+    cut = [other for other in others if rng.random() < rng.choice((0.3, 1.0))]
+    cuts = {way for other in cut for way in rng.choice((((name, other),), ((other, name),), *4 * [both(name, other)]))}
+    world.log(f"links cut: {sorted(cuts)}")
     world.cuts |= cuts
-    if frozenset((name, COORDINATOR)) in cuts:
-        world.nodes[name].cut_off_at = world.now
-    world.later(rng.uniform(0.1, 6), lambda: _mend(world, cuts))
+    world.later(rng.choice((1.0, 3.0)) * rng.uniform(0.1, 6), lambda: _mend(world, cuts))
 
 
-def _mend(world: World, cuts: set[frozenset[str]]) -> None:
-    world.log(f"links mended: {sorted(sorted(cut) for cut in cuts)}")
+def both(one: str, other: str) -> tuple[tuple[str, str], ...]:
+    return (one, other), (other, one)
+
+
+def _mend(world: World, cuts: set[tuple[str, str]]) -> None:
+    world.log(f"links mended: {sorted(cuts)}")
     world.cuts -= cuts
     for node in world.nodes.values():
-        if node.alive and not node.paused and world.connected(node.name, COORDINATOR):
-            node.cut_off_at = None
+        if (node.name, COORDINATOR) in cuts:
+            node.reachable_since = world.now
 
 
 def _join(world: World, rng: random.Random, name: str, names: list[str]) -> None:
@@ -122,7 +179,8 @@ def _diverge(world: World, rng: random.Random, name: str, names: list[str]) -> N
 
 
 FAULTS: list[Callable[[World, random.Random, str, list[str]], None]] = [
-    _kill, _kill, _doom, _doom, _pause, _pause, _coordinator, _cut, _cut, _lose_data_path, _diverge, _join, _leave
+    _kill, _kill, _doom, _doom, _pause, _pause, _coordinator, _cut, _cut, _lose_data_path, _diverge, _join, _leave,
+    _restart_all, _jump, _freeze,
 ]  # fmt: skip
 
 
@@ -131,16 +189,17 @@ def _calm(world: World, names: list[str]) -> None:
     world.log("all faults end")
     world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
     world.start_coordinator()
+    world.thaw_coordinator()
     _mend(world, set(world.cuts))
     for name in list(world.nodes):
         world.resume(name)
     for node in world.nodes.values():
-        node.doom = None
+        node.doom, node.reachable_since = None, world.now
     # Who made the last round has to be asked: nobody may go on without one of them while they are there.
     voters = [node.name for node in staying(world) if node.member.header.voter]
     if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:
         world.bad -= set(voters)
-    while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, 1):
+    while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, world.rules.start):
         names.append(f"i{len(names)}")
         world.start(names[-1])
 
@@ -153,7 +212,7 @@ def staying(world: World) -> list[Node]:
 def longest_wait(world: World) -> float:
     """Seconds within which a round is committed once there are no more faults, while `minimum` islands can be reached.
 
-    - `heartbeat + ask`: the coordinator finds who is missing; an ask whose answer is lost is given up;
+    - `heartbeat + 2 ask`: the coordinator finds who is missing; a request whose answer is lost is given up;
     - `2 turnover`: for islands that are missing and may live, and for one that heals more slowly than rounds are made;
     - a failed reduce, and the asks around it, for each try until those that do not reach each other are apart: PARTING
       tries. Where nobody can tell who does not answer, as many tries as islands for each number that is left out;
@@ -161,16 +220,16 @@ def longest_wait(world: World) -> float:
     """
     timing, count = world.timing, len(staying(world))
     tries = SPLIT_AFTER + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
-    ask = timing.join_seconds + timing.retry_seconds
+    ask = timing.gather_seconds + timing.retry_seconds
     steps = SLOWEST_STEP * (1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments)))
-    waits = timing.heartbeat_seconds + timing.ask_seconds + 2 * timing.turnover_seconds
+    waits = timing.heartbeat_seconds + 2 * timing.ask_seconds + 2 * timing.turnover_seconds
     return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
 
 
 def _demand_progress(world: World) -> Outcome:
     start = max((state.round for state in world.states.values()), default=0)
-    began, last, most, longest = world.now, world.now + CALM_SECONDS, longest_wait(world), 0.0
-    while world.now < last:
+    most, longest, began = longest_wait(world), 0.0, world.now
+    while world.now < began + CALM * most:
         world.run_until(world.now + 1.0)
         longest = max(longest, world.now - max(began, world.committed_at))
         if longest > most:

@@ -20,11 +20,13 @@ class Trainer:
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
-    def __init__(self, node, pace: RoundPacing, step_seconds: float):
+    def __init__(self, node, pace: RoundPacing, step_seconds: float, saved=None):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
-        self.side = TrainerSide(pace, node.member.handover, node.world.now)
-        self._leases = DataLeases(node.name, node.member.holder, BATCH)
-        self._tokens = [0.0] * pace.schedule.fragments  # since this island contributed to each
+        self.side = TrainerSide(pace, node.member.handover, node.clock, saved.steps if saved else 0)
+        self._leases = DataLeases(node.name, node.member.holder, BATCH, saved.used if saved else 0)
+        # Since this island contributed to each.
+        self._tokens = list(saved.tokens) if saved else [0.0] * pace.schedule.fragments
+        self._outer = node.member.outer  # at the last command
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
         self.message = ""
@@ -35,7 +37,7 @@ class Trainer:
 
     def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
         """A round is committed, or another state is here."""
-        self.side.round_decided(arrival, self._node.world.now)
+        self.side.round_decided(arrival, self._node.clock)
 
     def wake(self) -> None:
         """Something has happened: goes on, if it waits and does not have to any more."""
@@ -43,7 +45,7 @@ class Trainer:
             self._between_steps(starved=False)
 
     def _between_steps(self, starved: bool) -> None:
-        node, now = self._node, self._node.world.now
+        node, now = self._node, self._node.clock
         if not node.hears:
             return
         self._is_busy = True
@@ -69,7 +71,7 @@ class Trainer:
         is_last, number = node.member.leaving or starved, node.member.outer.round
         if (arrival := self.side.arrival(is_last)) is not None:
             return arrival
-        return self.side.message(number, node.world.now, lambda: node.tell(m.RoundDue()), is_last, starved)
+        return self.side.message(number, node.clock, lambda: node.tell(m.RoundDue()), is_last, starved)
 
     def _look_again(self) -> None:
         self._looks += 1
@@ -84,10 +86,16 @@ class Trainer:
         self._batches += 1
         self._tokens = [tokens + BATCH for tokens in self._tokens]
         self.side.stepped()
+        self._node.world.step(self._node)
         self._between_steps(starved=False)
 
+    def saved(self) -> tuple[OuterRecord, str, int, int, tuple[float, ...]]:
+        """The values of a checkpoint between two steps."""
+        used = self._leases.used_after(self._batches)
+        return self._outer, self._leases.holder, used, self.side.undecided_steps, tuple(self._tokens)
+
     def _follow(self, order: TrainerCommand) -> None:
-        schedule = self._pace.schedule
+        schedule, self._outer = self._pace.schedule, self._node.member.outer
         if isinstance(order, SendMessage):
             self._depart(order.round)
         elif isinstance(order, ApplyRound) and order.weight:
@@ -98,7 +106,7 @@ class Trainer:
 
     def _depart(self, number: int) -> None:
         node = self._node
-        count = self.side.message_sent(number, node.member.outer.round, node.world.now)
+        count = self.side.message_sent(number, node.member.outer.round, node.clock)
         self._is_final = node.member.leaving
         weight = self._tokens[self._pace.schedule.round_fragment(number)]
         used = self._leases.used_after(self._batches)

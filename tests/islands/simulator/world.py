@@ -17,14 +17,14 @@ from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View, seed
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.membership import Ask, Membership
+from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants
-from tests.islands.simulator.node import SEED, Node, hashed
+from tests.islands.simulator.node import SEED, Checkpoint, Node, hashed
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -34,10 +34,14 @@ TIMING = Timing(
     retry_seconds=0.4,
     turnover_seconds=4.0,
     leave_seconds=8.0,
+    hold_seconds=0.5,
+    network_seconds=1.0,
 )
 COORDINATOR = "coordinator"
 IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
 SLOWEST_STEP = 0.8  # seconds
+POLL_SECONDS = 0.15  # between two ticks of the coordinator
+SAVES = 0.1  # share of steps after which an island saves
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,25 @@ class Weather:
     delay: float = 0.01
 
 
+def some_timing(rng: random.Random) -> Timing:
+    """Return seconds drawn from wide ranges. A message takes less than a heartbeat timeout, and a reduce its limit."""
+
+    def some(low: float, high: float) -> float:
+        return low * (high / low) ** rng.random()
+
+    return Timing(
+        heartbeat_seconds=some(0.5, 10.0),
+        join_seconds=some(0.001, 5.0),
+        reduce_seconds=some(0.8, 5.0),
+        ping_seconds=some(0.05, 2.0),
+        retry_seconds=some(0.02, 4.0),
+        turnover_seconds=some(0.5, 15.0),
+        leave_seconds=some(1.0, 20.0),
+        hold_seconds=some(0.1, 5.0),
+        network_seconds=some(0.5, 3.0),
+    )
+
+
 class World:
     """One schedule. `member_class` lets tests plant mistakes.
 
@@ -64,10 +87,12 @@ class World:
         self.now, self._count = 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
-        self.member_class, self.trace, self.timing = member_class, trace, TIMING
+        self.member_class, self.trace = member_class, trace
         rng = self.rng
+        self.timing = TIMING if rng.random() < 0.5 else some_timing(rng)
         lease_policy, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
-        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lease_policy=lease_policy, lockstep=lockstep)
+        minimum, start = rng.choice((1, 1, 1, 2)), rng.choice((1, 1, 2, 3))
+        self.rules = Rules(minimum, lease_policy, start, lockstep)
         rough = rng.random() < 0.5
         self.weather = Weather(
             lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,
@@ -75,21 +100,27 @@ class World:
             repeated=rng.choice((0.0, 0.1)) if rough else 0.0,
             failing=rng.choice((0.0, 0.05, 0.3)),
             stale=rng.choice((0.0, 0.2)),
+            delay=rng.choice((0.01, 0.1)),
         )
         self.pace = self._some_pace()
         self.bad: set[str] = set()
         self.is_silent = rng.random() < 0.2
         self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
         self.invariants = Invariants()
-        self.up, self.polling, self.up_since = True, False, 0.0
+        self.up, self.polling = True, False
+        self.frozen_at: float | None = None  # when the coordinator was stopped, if it is
+        self.behind = 0.0  # seconds for which it was stopped
+        self.kept: list[Callable[[], None]] = []  # what it receives meanwhile
         self.nodes: dict[str, Node] = {}
         self.states: dict[str, OuterRecord] = {}
-        self.cuts: set[frozenset[str]] = set()
+        self.disks: dict[str, tuple[Checkpoint, int]] = {}  # with the number of examples that the island has used
+        self.cuts: set[tuple[str, str]] = set()  # one-way
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
-        self.coordinator = self._membership()
+        self.coordinator = Membership(1)
         self.committed_at = 0.0
-        self.newest_view: View | None = None
+        self.views: dict[Formed, View] = {}
+        self.seen_views: set[int] = set()  # by `id` of those in `views`
 
     def _some_pace(self) -> RoundPacing:
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
@@ -116,124 +147,182 @@ class World:
 
     # Processes.
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, fresh: bool = False) -> None:
+        """A process of an island begins, from its checkpoint if it has one; `fresh`: the disk is empty."""
         self.starts += 1
         rng = self.rng
-        self._beat()
-        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, SLOWEST_STEP)))
+        if fresh:
+            self.disks.pop(name, None)
+        saved, used = self.disks.get(name, (None, 0))
+        if saved:
+            self.invariants.forget(name, used)
+        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, SLOWEST_STEP)), saved)
         self.nodes[name] = node
-        self.states[node.identity] = seed(SEED)
-        self.log(f"{name} starts as {node.identity}")
+        self.states[node.identity] = saved.outer if saved else seed(SEED)
+        self.log(f"{name} starts as {node.identity}, from round {self.states[node.identity].round}")
         node.tick()
+
+    def step(self, node: Node) -> None:
+        """An island has made a step, after which it may save."""
+        if self.rng.random() < SAVES:
+            outer, *others = node.trainer.saved()
+            taken = len(self.invariants.taken.get(node.name, []))
+            self.disks[node.name] = Checkpoint(outer, *others), taken
+            self.log(f"{node.name} has saved round {outer.round}")
 
     def kill(self, name: str) -> None:
         self.log(f"{name} dies")
         self.nodes[name].alive = False
-        self.nodes[name].cut_off_at = self.now
 
     def pause(self, name: str) -> None:
-        """SIGSTOP."""
+        """SIGSTOP, or the machine is suspended."""
         self.log(f"{name} is stopped")
-        self.nodes[name].paused = True
-        self.nodes[name].cut_off_at = self.now
+        node = self.nodes[name]
+        node.paused, node.paused_at = True, self.now
 
     def resume(self, name: str) -> None:
-        """SIGCONT: what came in the meantime is there at once."""
-        node = self.nodes[name]
+        """SIGCONT: what came in the meantime is there at once, or lost. The process's clock may have stood still."""
+        node, rng = self.nodes[name], self.rng
         if node.paused:
             self.log(f"{name} goes on")
-            node.paused, node.cut_off_at = False, None
+            node.paused, node.reachable_since = False, self.now
+            if rng.random() < 0.7:
+                node.behind += self.now - node.paused_at
             kept, node.kept = node.kept, []
-            if node.asking:
-                number = node.asking
-                self.later(0.1, lambda: node.give_up(number))
+            if rng.random() < 0.5 and node.asking:
+                asked = node.asking.header.asked
+                self.later(0.1, lambda: node.answer(asked, m.ViewFailed("the connection is broken")))
             for event in kept:
-                node.tell(event)
+                event()
             node.tick()
 
     # Network.
 
     def connected(self, one: str, other: str) -> bool:
-        """Whether there is a way between two (nodes' names or the coordinator)."""
-        return not self.cuts or frozenset((one, other)) not in self.cuts
+        """Whether there is a way from one to the other (nodes' names or the coordinator)."""
+        return not self.cuts or (one, other) not in self.cuts
 
     def reaches(self, one: str, other: str) -> bool:
         """Whether data can go between two islands."""
-        return one == other or (self.connected(one, other) and not self.bad & {one, other})
+        both = self.connected(one, other) and self.connected(other, one)
+        return one == other or (both and not self.bad & {one, other})
 
-    def send(self, source: str, target: str, what: Callable[[], None]) -> None:
-        """A message: may be lost, late, repeated."""
+    def send(self, source: str, target: str, what: Callable[[], None], most: float = 2.0) -> None:
+        """A message: may be lost, late (by at most `most` seconds), repeated."""
         weather, rng = self.weather, self.rng
         for _ in range(1 + (rng.random() < weather.repeated)):
             if self.connected(source, target) and rng.random() >= weather.lost:
                 late = rng.random() < weather.late
-                self.later(rng.random() * (2.0 if late else weather.delay), what)
+                self.later(rng.random() * (most if late else weather.delay), what)
 
     # The coordinator.
 
-    def ask(self, node: Node, header: Header) -> None:
-        self.send(node.name, COORDINATOR, lambda: self._asked(header))
+    @property
+    def clock(self) -> float:
+        """The coordinator's clock, which stands still while it is stopped."""
+        return self.now - self.behind
 
-    def _asked(self, header: Header) -> None:
-        if self.up:
-            until = self.now + self.timing.ask_seconds
-            self._beat()
-            self.coordinator.ask(Ask(header.name, header.session, header.asked, header, until), self.now)
-            self._answer_asks()
+    def ask(self, node: Node, request: m.RequestView) -> None:
+        self._to_coordinator(node.name, lambda: self._asked(request))
 
-    def _membership(self) -> Membership:
-        first_id = 1 + IDS * self.restarts
-        return Membership(self.rules.minimum, self.timing.join_seconds, self.timing.heartbeat_seconds, first_id)
+    def _to_coordinator(self, name: str, what: Callable[[], None]) -> None:
+        """A message that the coordinator takes, if it is up; if it is stopped, later."""
 
-    def _beat(self) -> None:
-        """The coordinator has heard of each node until now, or until that was cut off."""
-        for node in self.nodes.values():
-            here = node.alive and not node.paused and self.connected(node.name, COORDINATOR)
-            heard = self.now if here else node.cut_off_at
-            if heard is not None and heard >= self.up_since and self.now - heard < self.timing.heartbeat_seconds:
-                self.coordinator.beat(node.name, node.member.identity.session, heard)
+        def arrive() -> None:
+            if self.up and self.frozen_at is not None:
+                self.kept.append(arrive)
+            elif self.up:
+                what()
+                self._answer_asks()
+
+        self.send(name, COORDINATOR, arrive, min(2.0, self.timing.heartbeat_seconds / 2))
+
+    def _asked(self, request: m.RequestView) -> None:
+        header, timing = request.header, self.timing
+        numbers = request.needed, timing.gather_seconds, timing.heartbeat_seconds
+        ask = Ask(header.name, header.session, header.asked, header, *numbers)
+        self.coordinator.ask(ask, self.clock)
+        self.later(timing.hold_seconds, lambda: self._confirm(ask))
+
+    def _confirm(self, ask: Ask) -> None:
+        """The coordinator holds a request; its process repeats it."""
+        node = self.nodes[ask.name]
+        is_held = self.coordinator.pending.get(ask.name) is ask and node.identity == ask.header.identity
+        if self.up and self.frozen_at is None and is_held:
+            self.send(COORDINATOR, ask.name, lambda: node.repeat(ask.number))
+
+    def beat(self, node: Node, runs: bool) -> None:
+        seconds, beats = self.timing.heartbeat_seconds, node.beats
+
+        def arrive() -> None:
+            self.coordinator.beat(node.name, node.member.identity.session, seconds, runs, self.clock)
+            event = m.Heartbeat(held=self.coordinator.held(node.name))
+            self.send(COORDINATOR, node.name, lambda: node.heartbeat(beats, event))
+
+        self._to_coordinator(node.name, arrive)
+
+    def leave(self, node: Node) -> None:
+        self._to_coordinator(node.name, lambda: self.coordinator.leave(node.name, node.member.identity.session))
 
     def _answer_asks(self) -> None:
-        self._beat()
-        answers = self.coordinator.tick(self.now)
-        formed = next((answer.view for answer in answers if answer.view), None)
-        view = View(formed.id, tuple(ask.header for ask in formed.asks)) if formed else None
-        if view and self.trace is not None:
-            self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
+        answers = self.coordinator.tick(self.clock)
         for answer in answers:
+            view = self._view(answer.view) if answer.view else None
             node = self.nodes[answer.ask.name]
             if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
                 raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
-            self._answer(answer.ask.header, view if answer.view else None)
+            if view or self.coordinator.healthy.get(answer.ask.name) != answer.ask.session:  # else it was repeated
+                self._answer(answer.ask.header, view)
         if self.coordinator.pending and not self.polling:
             self.polling = True
-            self.later(0.15, self._poll)
+            self.later(POLL_SECONDS, self._poll)
+
+    def _view(self, formed: Formed) -> View:
+        """The members' form of a coordinator's view, which it may give again."""
+        if formed not in self.views:
+            view = self.views[formed] = View(formed.id, tuple(ask.header for ask in formed.asks))
+            self.log(f"view {view.id}: {', '.join(header.identity for header in view.headers)}")
+            if isinstance(decide(view, self.rules).plan, StartFleet) and (heard := self._heard()):
+                raise BrokenError(f"a fleet begins beside {heard}, which the coordinator hears")
+        return self.views[formed]
 
     def _poll(self) -> None:
         self.polling = False
-        if self.up:
+        if self.up and self.frozen_at is None:
             self._answer_asks()
 
     def _answer(self, header: Header, view: View | None) -> None:
         node = self.nodes.get(header.name)
         if node is not None and node.identity == header.identity:
-            hear = (
-                (lambda: node.answer(header.asked, m.ViewReceived(view)))
-                if view
-                else (lambda: node.give_up(header.asked))
-            )
-            self.send(COORDINATOR, header.name, hear)
+            event = m.ViewReceived(view) if view else m.ViewFailed("the request was dropped")
+            self.send(COORDINATOR, header.name, lambda: node.answer(header.asked, event))
 
     def stop_coordinator(self) -> None:
         self.log("the coordinator dies")
-        self.up = False
+        self.up, self.frozen_at, self.kept = False, None, []
         self.restarts += 1
 
     def start_coordinator(self) -> None:
         if not self.up:
             self.log("the coordinator starts")
-            self.up, self.up_since = True, self.now
-            self.coordinator = self._membership()
+            self.up = True
+            self.coordinator = Membership(1 + IDS * self.restarts)
+
+    def freeze_coordinator(self) -> None:
+        """SIGSTOP, or its machine is suspended."""
+        if self.up and self.frozen_at is None:
+            self.log("the coordinator is stopped")
+            self.frozen_at = self.now
+
+    def thaw_coordinator(self) -> None:
+        if self.frozen_at is not None:
+            self.log("the coordinator goes on")
+            self.behind += self.now - self.frozen_at
+            self.frozen_at = None
+            kept, self.kept = self.kept, []
+            for message in kept:
+                message()
+            self._answer_asks()
 
     # The engine.
 
@@ -322,9 +411,10 @@ class World:
 
     def seen(self, view: View) -> None:
         """A member sees a view: what it means is checked, once."""
-        if view is self.newest_view:
+        if id(view) in self.seen_views:
             return
-        self.newest_view, decision = view, decide(view, self.rules)
+        self.seen_views.add(id(view))
+        decision = decide(view, self.rules)
         plan = decision.plan
         if isinstance(plan, FormGroup) and (sound := self._sound(plan)):
             raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
@@ -332,14 +422,23 @@ class World:
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
         elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
-            self.invariants.begin(plan.generation, living)
+            self.invariants.begin(plan.generation, living or bool(self.disks))
 
     def _sound(self, plan: FormGroup) -> list[str]:
         """Members whose message is left out, and that have not diverged, as far as their process lives."""
         left_out = {member.identity for member in plan.members if member.name in plan.left_out}
         return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]
 
+    def _heard(self) -> list[str]:
+        """The islands in a fleet of which the coordinator certainly knows, also if it has just started."""
+        is_late = self.weather.lost or self.weather.late or self.weather.delay > self.timing.heartbeat_seconds / 5
+        return [] if is_late else [node.name for node in self.nodes.values() if self._is_heard(node)]
+
+    def _is_heard(self, node: Node) -> bool:
+        is_reachable = self.connected(node.name, COORDINATOR) and node.hears
+        since = max(node.reachable_since, node.in_fleet_since)
+        return is_reachable and self.now - since > self.timing.heartbeat_seconds
+
     def _has_state(self, node: Node) -> bool:
         """Whether a process has a fleet's state, or will have it when it goes on."""
-        fetched = any(isinstance(event, m.Healed) for event in node.kept)
-        return fetched or self.states[node.identity].round > NO_ROUND
+        return bool(node.kept) or self.states[node.identity].round > NO_ROUND

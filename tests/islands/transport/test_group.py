@@ -1,19 +1,24 @@
-"""Groups of Gloo: messages, and what everybody sees when one goes. Members are threads of this process here."""
+"""Groups: messages, and what everybody sees when one goes. Members are threads of this process here."""
 
-import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 
-from gregale.islands.transport.group import CONNECTING, Connecting, Count, Group, GroupFailed
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, call
+from gregale.islands.transport.group import Count, Group, GroupFailed
+from tests.islands.transport.conftest import TOKEN, received
+from tests.ports import listening
+from tests.recorder import Recorder
 
 Build = Callable[..., list[Group]]
+SMALL = np.arange(99, dtype=np.uint8)
 
 
 @pytest.fixture
@@ -28,15 +33,11 @@ def build(make_server) -> Iterator[Build]:
         for rank in absent:
             servers[rank].close()
         key = f"group {next(count)}"
+        made = [Group(key, rank, hosts, servers[rank], names) for rank in range(size) if rank not in absent]
+        groups.extend(made)
         with ThreadPoolExecutor(size) as threads:
-            built = [
-                threads.submit(Group.build, key, rank, hosts, servers[rank], timeout_seconds, names)
-                for rank in range(size)
-                if rank not in absent
-            ]
-        groups.extend(each.result() for each in built if each.exception() is None)
-        assert all(server.mailbox._values == {} for rank, server in enumerate(servers) if rank not in absent)
-        return [each.result() for each in built]
+            list(threads.map(lambda group: group.connect(timeout_seconds), made))
+        return made
 
     yield make
     for group in groups:
@@ -98,17 +99,20 @@ def test_all_members_notice_when_one_drops_the_group(build):
         group.drop()
 
 
-def test_the_error_for_a_dead_peer_has_its_name_and_no_text_of_gloo(build, caplog):
-    with caplog.at_level(logging.DEBUG, "gregale.islands.transport.group"):
-        oslo, turin = build(2, names=["oslo", "turin"])
-        under_way = oslo.recv(1, np.zeros(5, np.uint8))
-        turin.drop()
-        with pytest.raises(GroupFailed) as failed:
-            under_way.wait(20.0)
-        oslo.drop()
-    closed = "receiving from turin failed: it closed the connection"
-    assert str(failed.value) in (closed, "the connection to turin has ended"), "whichever wait sees it first"
-    assert caplog.records, "Gloo's words are kept for who looks for a fault"
+def test_the_error_for_a_dead_peer_has_its_name(build):
+    oslo, turin = build(2, names=["oslo", "turin"])
+    under_way = oslo.recv(1, np.zeros(5, np.uint8))
+    turin.drop()
+    with pytest.raises(GroupFailed, match=r"^the connection to turin has ended$"):
+        under_way.wait(20.0)
+
+
+def test_a_message_of_another_size_fails_the_group(build):
+    groups = build(2, names=["oslo", "turin"])
+    work = groups[0].recv(1, np.zeros(5, np.uint8))
+    groups[1].send(0, np.zeros(6, np.uint8))
+    with pytest.raises(GroupFailed, match=r"^turin sends 6 bytes where 5 are expected$"):
+        work.wait(20.0)
 
 
 def test_a_silent_member_fails_the_group(build):
@@ -122,78 +126,108 @@ def test_a_silent_member_fails_the_group(build):
     assert time.monotonic() - begin < 10.0
 
 
+def test_a_member_that_stops_reading_fails_the_group(build):
+    """As a stopped process does, whose system takes some megabytes more."""
+    groups = build(2)
+    with pytest.raises(GroupFailed, match=r"sending to 127.0.0.1:\d+ took more than 0.3 s"):
+        groups[0].send(1, np.zeros(2**26, np.uint8)).wait(0.3)
+    with pytest.raises(GroupFailed, match="has ended"):
+        groups[1].recv(0, np.zeros(2**26, np.uint8)).wait(20.0)
+
+
 def test_a_dropped_group_leaves_no_sockets_or_threads(build):
-    for group in (*build(1), *build(2)):
-        group.drop()
-        assert group.failure
+    build(1)[0].drop()
     groups = build(3)
-    before = len(os.listdir("/proc/self/task"))
+    used = [thread for thread in threading.enumerate() if "gregale-group" in thread.name]
+    streams = [stream for group in groups for stream in group._streams.values()]
+    assert (len(used), len(streams)) == (6, 12)
     for group in groups:
         group.drop()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gregale-g")]
-    assert len(os.listdir("/proc/self/task")) < before
+    for thread in used:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert all(group._streams == {} and group._server.groups._receivers == {} for group in groups)
 
 
 def test_a_member_that_does_not_exist_or_does_not_join(build, make_server):
     with pytest.raises(GroupFailed, match=r"The group of 3 has not come together: .*cannot be reached: .*refused"):
         build(3, absent=(1,), timeout_seconds=0.3)
+    servers = [make_server() for _ in range(3)]
+    servers[1].close()
+    hosts = [server.address for server in servers]
+    first, last = (Group("three", rank, hosts, servers[rank]) for rank in (0, 2))
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(first.connect, 0.3), threads.submit(last.connect, 60.0)]
+    for wait in waits:  # the second sees the end of its connection to the first, which is not the cause
+        assert f"{servers[1].host}:{servers[1].port} cannot be reached" in str(wait.exception())
     one, other = make_server(), make_server()
     late = rf"has not come together: {other.address.partition('/')[0]} did not come within 0.2 s"
     with pytest.raises(GroupFailed, match=late):
-        Group.build("k", 0, [one.address, other.address], one, 0.2)
+        Group("k", 0, [one.address, other.address], one).connect(0.2)
 
 
-def test_a_cancelled_group_returns_at_once_although_gloo_waits(make_server, monkeypatch):
-    """Gloo's connecting takes 25 s where a member gave up, and cannot be stopped."""
-    server, begun, goes_on = make_server(), threading.Event(), threading.Event()
-
-    def connected(*_: object) -> None:
-        begun.set()
-        goes_on.wait()
-        raise RuntimeError("it timed out")
-
-    monkeypatch.setattr(Connecting, "_connected", connected)
+def test_a_group_that_is_dropped_while_it_connects_ends_at_once(make_server):
+    one, other = make_server(), make_server()
+    group = Group("key", 0, [one.address, other.address], one)
     with ThreadPoolExecutor(1) as threads:
-        built = threads.submit(Group.build, "key", 0, [server.address, "127.0.0.1:9"], server, 60.0)
-        try:
-            assert begun.wait(60.0)
-            server.mailbox.cancel("key")
-            with pytest.raises(GroupFailed, match="cancelled"):
-                built.result(30.0)
-        finally:
-            goes_on.set()
-    for connecting in list(CONNECTING):
-        connecting.join()
-    assert not server.mailbox.is_cancelled("key"), "it is forgotten when nothing is under way any more"
+        built = threads.submit(group.connect, 60.0)
+        group.drop()
+        with pytest.raises(GroupFailed, match="has not come together: the group was dropped here"):
+            built.result(30.0)
 
 
-def test_unknown_connections_to_gloo_do_no_harm(build):
-    before = listening()
+def test_only_expected_members_are_admitted_and_once(build, make_server):
     groups = build(2)
-    doors = listening() - before
-    assert {host for host, _ in doors} == {"127.0.0.1"}
-    for door in doors:
-        with socket.create_connection(door, 5.0) as stranger:
-            stranger.sendall(os.urandom(4096))
-    buffer = np.zeros(3, np.uint8)
-    work = groups[1].recv(0, buffer)
-    groups[0].send(1, np.arange(3, dtype=np.uint8)).wait(10.0)
-    work.wait(10.0)
-    assert list(buffer) == [0, 1, 2]
+    server = groups[0]._server
+    for rank in (0, 1, 2, "1"):  # itself, a member that is here, and two that are not of the group
+        with closing(PeerClient(server.address, TOKEN, 5.0)) as client:
+            stream = client.open_stream({"group": groups[0]._key, "rank": rank, "seconds": 1.0}, 5.0)
+            assert stream.recv(1) == b""
+            stream.close()
+    with (
+        closing(PeerClient(server.address, TOKEN, 5.0)) as client,
+        pytest.raises(RequestRejected, match="the group has not come together here"),
+    ):
+        client.open_stream({"group": "another", "rank": 1, "seconds": 0.0}, 5.0)
+    assert_carries(groups)
 
 
-def listening() -> set[tuple[str, int]]:
-    """Addresses that this process listens at."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue
-    found = set()
-    with open("/proc/self/net/tcp") as table:
-        for fields in (line.split() for line in list(table)[1:]):
-            address, port = fields[1].split(":")
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return found
+def test_strangers_at_every_port_do_no_harm_and_learn_nothing(make_server):
+    """One of them is on the way: it records all bytes, and sends them again."""
+    servers = [make_server(), make_server()]
+    with Recorder(servers[1].host, servers[1].port) as recorder, ExitStack() as stack:
+        hosts = [servers[0].address, f"{recorder.address}/{servers[1].recipient}"]
+        groups = [Group("key", rank, hosts, server) for rank, server in enumerate(servers)]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda group: group.connect(20.0), groups))
+        secret = np.frombuffer(b"weights of the model" * 50, np.uint8)
+        assert_carries(groups, secret)
+        answers = []
+        addresses = {(server.host, server.port) for server in servers}
+        assert listening() >= addresses
+        for address in addresses:
+            for content in (*map(bytes, recorder.recorded), os.urandom(4096), b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03"):
+                answers.append(stack.enter_context(socket.create_connection(address, 5.0)))
+                answers[-1].sendall(content)
+            with pytest.raises(PeerUnreachable, match="it has another token"):
+                call(f"{address[0]}:{address[1]}", b"another token here", {}, 5.0)
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(address, 5.0))
+        learnt = b"".join([*recorder.recorded, *map(received, answers)])
+        assert len(recorder.recorded) == 2
+        assert len(learnt) > len(secret)
+        for word in (bytes(secret[:20]), b"HTTP", b"stream", TOKEN):
+            assert word not in learnt
+        assert_carries(groups, secret)
+        for group in groups:
+            group.drop()
+
+
+def assert_carries(groups: list[Group], message: np.ndarray = SMALL) -> None:
+    """Every message between two members arrives."""
+    for sender, receiver in (groups, groups[::-1]):
+        buffer = np.zeros_like(message)
+        work = receiver.recv(sender.rank, buffer, tag=7)
+        sender.send(receiver.rank, message, tag=7).wait(20.0)
+        work.wait(20.0)
+        assert np.array_equal(buffer, message)

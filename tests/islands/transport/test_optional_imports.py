@@ -1,4 +1,4 @@
-"""The engine alone imports PyTorch, and only when it is used; the lighthouse needs neither that nor JAX."""
+"""One module imports `cryptography`, and only when it is used; the lighthouse does not need JAX."""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.transport.group import load_torch
+from gregale.islands.transport.tls import key_and_certificate
 from tests.test_layers import MODULES, SOURCE
 
 TRANSPORT = SOURCE / "islands" / "transport"
@@ -18,17 +18,18 @@ def test_no_other_module_imports_it():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            is_transport = any(name.split(".")[0] == "torch" for name in names)
-            assert not is_transport or path == TRANSPORT / "group.py"
+            packages = {name.split(".")[0] for name in names}
+            assert "torch" not in packages
+            assert "cryptography" not in packages or path == TRANSPORT / "tls.py"
 
 
-def test_the_lighthouse_runs_without_it():
+def test_the_lighthouse_runs_without_jax():
     program = (
         "import sys\n"
-        "sys.modules['torch'] = None\n"
+        "sys.modules['jax'] = None\n"
         "import gregale.programs.lighthouse, gregale.islands.transport.group, gregale.islands.transport.transfer\n"
-        "from gregale.islands.transport.lighthouse import Quorum, serve\n"
-        "serve('127.0.0.1:0', b'a token of the fleet', Quorum(1, 1.0, 1.0)).close()\n"
+        "from gregale.islands.transport.lighthouse import serve\n"
+        "serve('127.0.0.1:0', b'a token of the fleet').close()\n"
         "assert 'jax' not in sys.modules\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -36,7 +37,6 @@ def test_the_lighthouse_runs_without_it():
 
 
 def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
-    for name in ("torch", "torch.distributed"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"needs the extra `islands`\. Run `.* '\.\[islands\]'`"):
-        load_torch()
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(UserError, match=r"need the extra `islands`\. Run `.* '\.\[islands\]'`"):
+        key_and_certificate(b"a token of the fleet")

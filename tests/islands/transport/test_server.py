@@ -4,29 +4,39 @@ import gc
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
-from gregale.distributed.signing import digest, read_token, sign
+from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 from gregale.islands.transport import listener, snapshot_store
 from gregale.islands.transport import server as module
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, call
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from tests.islands.transport.conftest import TOKEN, exchange
-
-UNSIGNED = "127.0.0.1 was refused: its signature is missing or wrong: it has another token, or was meant for another "
-NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+from gregale.islands.transport.tls import key_and_certificate, tls_contexts
+from tests.islands.transport.conftest import TOKEN, received
 
 
 def not_taken(message: dict) -> dict:
     return pytest.fail("it was taken")
+
+
+def in_tls(address: str, content: bytes) -> bytes:
+    """Return all that a server answers to these bytes of a member of its fleet."""
+    host, _, port = address.partition("/")[0].partition(":")
+    with (
+        socket.create_connection((host, int(port)), 20.0) as plain,
+        tls_contexts(TOKEN).client.wrap_socket(plain) as tls,
+    ):
+        tls.sendall(content)
+        return b"".join(iter(lambda: tls.recv(1 << 16), b""))
 
 
 def connected(server: Server, *source: tuple[str, int]) -> socket.socket:
@@ -49,81 +59,67 @@ def test_messages_status_and_rejections(make_server):
             PeerClient(server.address, TOKEN, 5.0).request("GET", path)
 
 
-def test_neither_side_believes_another_token(make_server):
+def test_neither_side_accepts_another_token(make_server):
     server, other = make_server(on_message=not_taken), make_server(b"another token here", on_message=not_taken)
     for address, token in ((server.address, b"another token here"), (other.address, TOKEN)):
         with pytest.raises(PeerUnreachable, match="it has another token"):
             call(address, token, {"kind": "due"}, 5.0)
-    assert [line.startswith(UNSIGNED) for line in server.complaints] == [True]
-    for path in (b"/message", b"/status", b"/", b"/manifest", b"/store"):
-        for number in range(5):
-            head = b"POST %s HTTP/1.1\r\nX-Signature: 0%d\r\nContent-Length: 2\r\n\r\n" % (path, number)
-            assert exchange(server.address, head + b"{}") == NOTHING
-    assert len(server.complaints) <= listener.LINES_AT_ONCE, "strangers do not fill a log"
+    # Clients that accept every certificate, without one and with that of another token, get an alert.
+    for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls_contexts(b"a third token here").client):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(connected(server)) as connection, pytest.raises(ssl.SSLError, match="ALERT"):
+            connection.recv(1)
+    for _ in range(9):
+        with connected(server) as stranger:
+            stranger.sendall(b"POST /message HTTP/1.1\r\n\r\n")
+            assert b"HTTP" not in received(stranger)
+    assert all(
+        "127.0.0.1 was refused: it has another token, or does not speak TLS" in line for line in server.complaints
+    )
+    assert 1 <= len(server.complaints) <= listener.LINES_AT_ONCE, "strangers do not fill a log"
 
 
-def signed(server: Server, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
-    """A request for a server as it is on the wire, with `more` headers in place of the right ones."""
-    hashed = digest(body)
-    parts = server.recipient, "POST", "/message", f"{moment:.3f}", nonce, hashed
-    headers = {"X-Nonce": nonce, "X-Time": f"{moment:.3f}", "X-Body": hashed, "Content-Length": str(len(body))}
-    headers["X-Signature"] = sign(TOKEN, *(part.encode() for part in parts))
-    headers |= {"Connection": "close"} | more
-    text = "POST /message HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return text.encode() + b"\r\n" + body
+def test_the_certificate_is_the_tokens(make_server):
+    assert key_and_certificate(TOKEN) == key_and_certificate(TOKEN)
+    assert set(key_and_certificate(TOKEN)).isdisjoint(key_and_certificate(b"another token here"))
+    with connected(make_server()) as plain, tls_contexts(TOKEN).client.wrap_socket(plain) as connection:
+        assert connection.version() == "TLSv1.3"
 
 
-def test_a_captured_request_is_refused_later_and_by_every_other_server(make_server):
-    taken, now = [], time.time()
-    server = make_server(on_message=lambda message: taken.append(message) or {})
-    other = make_server(on_message=not_taken)
-    captured = signed(server, b"{}", now, "n1")
-    assert exchange(other.address, captured) == NOTHING
-    assert b" 200 " in exchange(server.address, captured)
-    assert b"was already used" in exchange(server.address, captured)
-    assert b"clock is 1000 s away" in exchange(server.address, signed(server, b"{}", now - 1000, "n2"))
-    for changed in ({"X-Nonce": "n4"}, {"X-Body": digest(b"[]")}):
-        assert exchange(server.address, signed(server, b"{}", now, "n3", **changed)) == NOTHING
-    assert len(taken) == 1
+def test_no_server_answers_in_the_place_of_another(make_server):
+    server, other = make_server(), make_server(on_message=not_taken)
+    misdirected = f"{other.address.partition('/')[0]}/{server.recipient}"
+    with pytest.raises(WrongServer, match="not the expected server"):
+        call(misdirected, TOKEN, {}, 5.0)
     server.close()
     with pytest.raises(PeerUnreachable, match=rf"{server.host}:{server.port} cannot be reached: .*refused"):
         call(server.address, TOKEN, {}, 5.0)
     again = make_server(bind=f"{server.host}:{server.port}")
-    assert exchange(again.address, captured) == NOTHING, "a restarted server has another identity"
-    with pytest.raises(PeerUnreachable, match="started again"):
+    with pytest.raises(WrongServer, match="started again"):
         call(server.address, TOKEN, {}, 5.0)
     assert call(again.address, TOKEN, {}, 5.0) == {}
     with pytest.raises(UserError, match=r"islands.bind: .* cannot be listened at \(Address already in use\)"):
         make_server(bind=f"{server.host}:{server.port}")
 
 
-def test_a_body_that_is_too_large_or_another_is_refused(make_server):
-    server, now = make_server(on_message=not_taken), time.time()
-    for nonce, length in {"n1": "1000000000000", "n2": "-1", "n3": "1e3"}.items():
-        request = signed(server, b"{}", now, nonce, **{"Content-Length": length})
-        assert b"at most 1048576" in exchange(server.address, request)
-    assert b"not the one that was signed" in exchange(server.address, signed(server, b"{}", now, "n4")[:-2] + b"[]")
-    assert b"a message is a JSON object" in exchange(server.address, signed(server, b"[1]", now, "n5"))
+def test_a_body_that_is_too_large_or_no_object_is_refused(make_server):
+    server = make_server(on_message=not_taken)
+    head = f"POST /message HTTP/1.1\r\nX-Recipient: {server.recipient}\r\nConnection: close\r\nContent-Length: "
+    for length in ("1000000000000", "-1", "1e3"):
+        assert b"at most 1048576" in in_tls(server.address, f"{head}{length}\r\n\r\n".encode())
+    assert b"a message is a JSON object" in in_tls(server.address, f"{head}3\r\n\r\n[1]".encode())
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [
-        b"\x00\xff" * 500 + b"\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"A" * 100_000,
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200,
-        b"GET / HTTP/1.1\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 10,  # fewer headers, too large together
-    ],
+    "garbage", [b"\x00\xff" * 500, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" + b"A" * 512]
 )
 def test_garbage_is_refused_in_one_line(make_server, garbage):
     server = make_server()
     with connected(server) as connection:
         connection.sendall(garbage)
-        with suppress(ConnectionResetError):  # it may close before it has read everything
-            assert connection.recv(100) == b""
+        assert len(received(connection)) <= 7, "an alert at most"
     assert len(server.complaints) == 1
-    assert "does not speak HTTP" in server.complaints[0]
+    assert "does not speak TLS" in server.complaints[0]
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 
@@ -133,7 +129,7 @@ def test_silent_and_slow_connections_are_closed(make_server, monkeypatch):
     with connected(server) as silent, connected(server) as slow:
         for _ in range(200):
             try:
-                slow.sendall(b"G")
+                slow.sendall(b"\x16")
             except OSError:
                 break
             time.sleep(0.05)
@@ -165,7 +161,7 @@ def test_unidentified_connections_take_no_slot_of_the_fleet(make_server, monkeyp
         assert len(threads) <= 3 + 1 + 1
         assert known.request("GET", "/status") == {}
         assert call(server.address, TOKEN, {}, 5.0) == {}
-        assert "3 connections have brought no request" in server.complaints[0]
+        assert "3 connections have no handshake" in server.complaints[0]
 
 
 def test_the_address_with_the_most_unidentified_connections_loses_one(make_server, monkeypatch):
@@ -177,7 +173,7 @@ def test_the_address_with_the_most_unidentified_connections_loses_one(make_serve
         for _ in range(5):
             held.append(stack.enter_context(connected(server)))
             assert len(held) < 3 or held[-3].recv(1) == b""
-        lonely.sendall(b"POST")
+        lonely.sendall(b"\x16\x03")
         lonely.settimeout(0.1)
         with pytest.raises(TimeoutError):
             lonely.recv(1)
@@ -205,25 +201,6 @@ def test_a_fetch_of_a_previous_snapshot_can_finish_and_then_the_snapshot_is_free
     peer.close()
     gc.collect()
     assert gone() is None
-
-
-def test_values_for_a_group_are_limited_and_a_cancelled_group_ends_its_waits(make_server):
-    server, found = make_server(), []
-    message = {"group": "g", "key": "0", "value": "00" * 70_000}
-    with pytest.raises(RequestRejected, match="no room for this value"):
-        call(server.address, TOKEN, message, 5.0, "/store")
-    call(server.address, TOKEN, message | {"value": "0102"}, 5.0, "/store")
-    mailbox = server.mailbox
-    assert mailbox.get("g", "0", 1.0) == b"\x01\x02"
-    waiting = threading.Thread(target=lambda: found.append(mailbox.get("g", "1", 60.0)))
-    waiting.start()
-    mailbox.cancel("g")
-    waiting.join(10.0)
-    assert found == [None]
-    assert mailbox.is_cancelled("g")
-    mailbox.forget("g")
-    assert not mailbox.is_cancelled("g")
-    assert mailbox.get("g", "0", 0.0) is None
 
 
 def test_token_files(tmp_path):

@@ -20,6 +20,7 @@ from gregale.islands.transport.server import Handler, Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Assembly, Fetched, Fetcher, TransferFailed
 from tests.islands.transport.conftest import TOKEN
+from tests.recorder import Recorder
 
 CHUNK_BYTES = 1 << 16
 SIZE = 10 * CHUNK_BYTES // 4 + 77
@@ -296,6 +297,15 @@ def test_a_reply_that_never_ends_is_not_read(make_server, monkeypatch):
     endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
         fetch([endless.address], TOKEN, EXPECTED, 10.0)
+
+
+def test_nobody_on_the_way_sees_the_state(sources):
+    with Recorder(sources[0].host, sources[0].port) as recorder:
+        assert_is(fetch([f"{recorder.address}/{sources[0].recipient}"], TOKEN, EXPECTED, 20.0), STATE)
+        seen = b"".join(map(bytes, recorder.recorded))
+    assert len(seen) > TOTAL
+    assert STATE["large|0"].array[5:9].tobytes() not in seen
+    assert b"large|0" not in seen
 
 
 def test_a_manifest_fits_into_the_expected_size(sources):

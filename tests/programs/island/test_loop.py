@@ -1,26 +1,38 @@
 """Between the steps of an island: its batches, its turns to save, its checkpoints and its rounds.jsonl."""
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
 
+from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.store import Checkpoints
+from gregale.islands.host_worker import OuterSnapshot
+from gregale.islands.protocol.headers import seed
+from gregale.islands.trainer_command import ApplyRound, LoadOuterState, SendMessage
+from gregale.methods.island_outer import HostOuter
+from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
 from gregale.programs.island.resources import IslandResources
-from gregale.programs.island.saving import CheckpointStagger, rounds_of
-from gregale.programs.island.steps import LeasedBatches, without_nonfinite
+from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
+from gregale.programs.island.steps import IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
+from gregale.programs.train.resume import Start
 from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
 from gregale.storage.jsonl_reader import read_entries
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
+from gregale.tracking.callback import Pause
+from gregale.training.state import StepReport
 from tests.mesh.support import layout_of
+from tests.methods.islands import Fleet, on_one_device
 from tests.stores import Fault, proxied
 
 SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 5 steps
@@ -122,6 +134,110 @@ def test_a_missed_or_moved_turn_is_late_and_taken_once():
     assert saved(moved, 0.75, range(9, 24)) == [110]
     for every, arrived in ((None, 7), (40, None)):
         assert not CheckpointStagger(every, SCHEDULE).is_due(arrived, 0.0)
+
+
+class Controller:
+    """Gives the commands `orders`; `asked`: after how many steps the outer parameters were asked for."""
+
+    pace = SimpleNamespace(schedule=SCHEDULE)
+
+    def __init__(self, outer: HostOuter):
+        self.side = OuterSnapshot(seed(""), outer.now())
+        self.orders, self.asked, self._steps = [], [], 0
+
+    def order(self, starved: bool) -> Any:
+        del starved
+        return self.orders.pop(0) if self.orders else None
+
+    def stepped(self) -> None:
+        self._steps += 1
+
+    def diverged(self) -> bool:
+        self.asked.append(self._steps)
+        return True
+
+    def message_sent(self, *_: object) -> None: ...
+
+    def used(self, batches: int) -> int:
+        return batches
+
+    def take(self) -> None: ...
+
+    def to_save(self, batches: int) -> dict[str, Any]:
+        return {"used": batches}
+
+
+@pytest.fixture
+def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
+    """`island_steps(counts)`: steps of 8 tokens that report these numbers of skipped steps in a row."""
+
+    def make(counts: list[int]) -> tuple[IslandSteps, Controller]:
+        (member,) = Fleet.of([on_one_device(Schedule(3))]).members
+        island, controller, left = member.island, Controller(member.host), iter(counts)
+
+        def take(state: Any, batch: Any, step: int) -> tuple[Any, StepReport]:
+            del batch, step
+            metrics = StepMetrics(jnp.float32(0), jnp.float32(8), jnp.float32(0), jnp.array(True))
+            return state, StepReport(metrics, jnp.int32(0), jnp.int32(next(left)))
+
+        axes = Axis("batch", 4), Axis("position", 4)
+        setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
+        resources: Any = SimpleNamespace(step=take, outer=member.host, controller=controller, seen=[0.0])
+        nothing: Any = None
+        return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, nothing), controller
+
+    return make
+
+
+def broken(state: Any) -> Any:
+    """The state with NaN in all parameters."""
+    psdp = state.method.psdp
+    parameters = jax.tree.map(lambda array: array * jnp.nan, psdp.parameters)
+    return state._replace(method=state.method._replace(psdp=psdp._replace(parameters=parameters)))
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_broken", "asked"),
+    [([0, 1, 0, 1, 0], False, []), ([0, 1, 2, 0], False, [4]), ([0, 1, 2, 0], True, [3, 4]), ([0, 0, 0], True, [])],
+    ids=["single ones", "two in a row", "of NaN", "not skipped"],
+)
+def test_an_island_asks_for_the_outer_parameters_once_its_own_are_of_no_use(island_steps, counts, is_broken, asked):
+    """One step after the report, so that a step is always queued."""
+    steps, controller = island_steps(counts)
+    steps.state = broken(steps.state) if is_broken else steps.state
+    for _ in counts:
+        steps.take({})
+    assert controller.asked == asked
+
+
+def test_a_state_that_is_replaced_loses_its_reports_and_its_tokens_once(island_steps):
+    steps, controller = island_steps([0, 2, 0, 0])
+    steps.take({})
+    controller.orders = [SendMessage(0)]
+    steps.between()
+    steps.state = broken(steps.state)
+    steps.take({})
+    controller.orders = [LoadOuterState(0), ApplyRound(0, 8.0)]  # the message from before is part of the round
+    steps.between()
+    assert not not_finite(steps.state.method)
+    steps.take({})
+    assert controller.asked == [], "the skipped step was that of the earlier state"
+    assert steps.seen() == [8.0]
+
+
+@pytest.mark.parametrize(("is_broken", "has_peers", "saves"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monkeypatch, is_broken, has_peers, saves):
+    steps, controller = island_steps([])
+    monkeypatch.setattr(controller, "diverged", lambda: has_peers)
+    saved = []
+    monkeypatch.setattr(IslandSaving, "_save", lambda _, pause, *__: saved.append(pause.step))
+    setup: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(every=None)))
+    resources: Any = SimpleNamespace(controller=controller)
+    nothing: Any = None
+    saving = IslandSaving(setup, nothing, nothing, nothing, steps, (nothing, nothing), resources)
+    state = broken(steps.state) if is_broken else steps.state
+    saving.after_step(Pause(3, state, steps.method, None, nothing))
+    assert len(saved) == saves, "without peers the save refuses it and ends the run"
 
 
 def test_only_what_is_finite_of_a_diverged_optimizer_stays():

@@ -4,6 +4,7 @@ import json
 import re
 import time
 import warnings
+from dataclasses import replace
 from html import unescape
 from urllib.parse import urlsplit
 
@@ -16,12 +17,12 @@ from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import accumulated, shown
 from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import Server
-from gregale.runs.history import Column, read_history
+from gregale.runs.history import Column, Figures, History, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths
 from gregale.web.charts import Lines, Series
 from gregale.web.document import Page
-from tests.programs.pages.browser import PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
+from tests.programs.pages.browser import CONTRAST, PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
 
 HALF = '\ud800\r\0"<'  # what no file in UTF-8 takes, and HTML another way
@@ -154,6 +155,46 @@ def test_several_runs_are_compared(browser, tmp_path):
     assert len(re.findall('class="best"', page)) >= 4
     assert "loss at 300 steps" in text
     assert "healing_seconds" in text.partition("Always 0:")[2]
+
+
+def test_a_title_names_the_first_of_many_runs():
+    run = History("a", "a", {}, Figures({}), (), (), (), (), False, ())
+    for count, title in ((1, "0"), (4, "4 runs: 0, 1, 2 and 3"), (200, "200 runs: 0, 1, 2, 3, 4 and 195 more")):
+        page = report_page([replace(run, name=str(number)) for number in range(count)])
+        assert f"<title>{title}</title>" in page
+
+
+def test_runs_are_sorted_by_a_heading_and_filtered_by_name(browser, tmp_path):
+    losses = {"wide-2": [9.0, 1.0], "wide-10": [9.0], "deep-1": [9.0, 1.0, 0.5], "deep-3": []}
+    for name, values in losses.items():
+        lines = [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
+        write_metrics(write_run(tmp_path / name, steps=0), lines)
+    path = tmp_path / "several.html"
+    path.write_text(page_of(*(tmp_path / name for name in losses)), encoding="utf-8")
+    rows = "[...document.querySelectorAll('table.runs')[0].tBodies[0].rows].filter(row => row.checkVisibility())"
+    names = f"{rows}.map(row => row.cells[0].textContent)"
+    heading = "[...document.querySelectorAll('table.runs th button')].find(each => each.textContent === '{}')"
+    state = "document.querySelector('table.runs th:has(button)[aria-sort$=ending]')?.ariaSort"
+    with browser.open(path) as tab:
+        assert tab.value(names) == list(losses)
+        tab.value(f"{heading.format('run')}.click()")
+        assert tab.value(names) == ["deep-1", "deep-3", "wide-2", "wide-10"], "a number in a name is a number"
+        tab.value(f"{heading.format('loss at the end')}.focus()")
+        tab.page.keyboard.press("Enter")
+        assert tab.value(names) == ["deep-1", "wide-2", "wide-10", "deep-3"]
+        assert tab.value(state) == "ascending"
+        tab.page.keyboard.press("Enter")
+        assert tab.value(names) == ["wide-10", "wide-2", "deep-1", "deep-3"], "a run without the value stays last"
+        assert tab.value(state) == "descending"
+        tab.choose("filter", "WIDE 2")
+        assert tab.value(names) == ["wide-2"]
+        assert legend(tab, "figures-loss") == ["Steps–", "wide-2–"]
+        fragment = tab.value("location.hash")
+    with browser.open(path, fragment=fragment) as tab:
+        assert tab.value(names) == ["wide-2"]
+        tab.choose("filter", "")
+        assert tab.value(names) == ["wide-10", "wide-2", "deep-1", "deep-3"]
+        assert tab.value(CONTRAST) == []
 
 
 def test_islands_show_their_rounds(browser, tmp_path):

@@ -56,6 +56,12 @@ def test_speed_is_of_the_newest_start_with_its_pauses():
     assert seconds_a_step(figures()) is None
 
 
+def test_speed_is_that_since_an_island_took_over_the_count_of_a_peer():
+    steps = np.array([10, 20, 30, 5000, 5010, 5020])
+    elapsed = Column(steps, 0.5 * np.array([10, 20, 30, 40, 50, 60], float))
+    assert seconds_a_step(Figures({"elapsed_seconds": elapsed})) == 0.5
+
+
 def test_what_has_no_number_has_no_last_value():
     snapshot = RunStatus(Summary("a", "a", State.STOPPED), figures(loss=[1.0, float("nan")]))
     assert snapshot.last("loss") is snapshot.last("mfu") is None

@@ -1,1 +1,1 @@
-"""The SPMD pipeline: layers in stages that all work at the same time, each on its own microbatch (DESIGN section 6)."""
+"""The SPMD pipeline: all stages work at once, each on its own microbatch (docs/design.md, "Pipeline design")."""

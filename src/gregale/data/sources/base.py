@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import draccus
@@ -20,11 +20,15 @@ from gregale.data.sources.files import WILD, files_of
 from gregale.data.sources.globs import each_once
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above, setting
-from gregale.storage import Status, is_url, names, storage_path
+from gregale.storage import Status, is_url, names, status, storage_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
 PLACES_SHOWN = 5
+CHANGED = (
+    "changed while it was read: its text would be partly old and partly new. Nothing of it is kept. Run the same "
+    "command again when no program writes to the file any more."
+)
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has it
 
 
@@ -32,18 +36,20 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars
 class SourceRange:
     """A range of a source that one process reads: `start` and `stop` count in the source's own unit.
 
-    The unit is bytes for text and JSON lines, row groups for Parquet, tokens for token files, rows for data sets.
+    The unit is bytes for text, JSON lines and CSV, row groups for Parquet, tokens for token files, rows for data sets.
+    `version` is the status of the file when it was listed; None for what is not a file.
     """
 
     path: str
     start: int
     stop: int
     size_bytes: int
+    version: Status | None = None
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` are its location (see `SourceRange`)."""
+    """One document: text, or token ids [token]; `path` and `start` are its location (of a CSV file: the line)."""
 
     content: str | np.ndarray
     path: str
@@ -103,7 +109,8 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def read(self, part: SourceRange, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents that begin in a range, in order; count those that are left out in `skipped`.
 
-        Raises `UserError` if the range is damaged or contradicts the configuration; names the file and the location.
+        Raises `UserError` if the range is damaged or contradicts the configuration, or the file has changed since it
+        was listed; names the file and the location.
         """
         try:
             for found in self.scan(part):
@@ -114,9 +121,11 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
                 else:
                     skipped.note(found)
         except BadDocument as bad:
+            check_unchanged(part)  # a change explains more than the damage that it makes
             if self.on_bad_document == STOP:
                 raise
             skipped.note(bad)
+        check_unchanged(part)
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in order, read by this process."""
@@ -134,7 +143,8 @@ class FileSource(SourceConfig):
     exclude: tuple[str, ...] = setting((), "patterns of paths to leave out; a * matches any text, / included")
 
     def parts(self) -> list[SourceRange]:
-        return [part for path, found in self.found().items() for part in self.parts_of(path, found.size)]
+        found = self.found().items()
+        return [replace(part, version=each) for path, each in found for part in self.parts_of(path, each.size)]
 
     def parts_of(self, path: str, size: int) -> list[SourceRange]:
         """Return the ranges of one file. An unsplittable file is one range, so that reading reports the error."""
@@ -180,6 +190,12 @@ def identity_of(path: str, found: Status) -> list:
     return [str(Path(path).absolute()), found.size, Path(path).stat().st_mtime_ns]
 
 
+def check_unchanged(part: SourceRange) -> None:
+    """Raise `UserError` if the file of a range is not the version that was listed."""
+    if part.version is not None and status(storage_path(part.path)) != part.version:
+        raise UserError(f"{part.path} {CHANGED}")
+
+
 def code_of(kind: type) -> dict[str, str]:
     """Return a digest of a class's file if the class is the user's own: with other code its documents may be others."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -212,6 +228,11 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
         raise UserError(
             f"{key}: {expanded} is a folder, and patterns of files are needed: {expanded.rstrip('/')}/**/* matches all "
             f"files in it and below, {expanded.rstrip('/')}/*.txt those of one kind."
+        )
+    if os.path.exists(expanded) and not os.path.isfile(expanded) and not os.path.isdir(expanded):
+        raise UserError(
+            f"{key}: {expanded} is a pipe or a device. Its text can be read only once, but several processes read a "
+            f"text, and read it again. Write it into a file: cat {expanded} > FILE."
         )
     if os.path.isfile(expanded):
         raise UserError(

@@ -1,10 +1,11 @@
 """CSV and TSV files, plain or compressed."""
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
@@ -15,7 +16,7 @@ from gregale.data.sources.base import (
     SourceRange,
     encodable,
 )
-from gregale.data.sources.jsonl import compressed_lines, is_compressed, lines_of_part
+from gregale.data.sources.compression import pieces_of_part
 from gregale.errors import KeyedError, UserError
 from gregale.settings import restated, setting
 
@@ -23,7 +24,7 @@ from gregale.settings import restated, setting
 @SourceConfig.register_subclass("csv")
 @dataclass(frozen=True)
 class CsvSource(FileSource):
-    """Values separated by commas (.csv, or compressed as .gz or .zst), a document per record, its text in one column.
+    """Values separated by commas, plain or compressed, a document per record, its text in one column.
 
     One process reads a file, because only its beginning tells which line breaks lie inside quotes.
     """
@@ -36,46 +37,42 @@ class CsvSource(FileSource):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.header and not (self.column.isdecimal() and int(self.column) > 0):
+        if not self.header and not re.fullmatch("0*[1-9][0-9]*", self.column):
             raise KeyedError("column", f"is {self.column!r}", ", but header is false: give its number, from 1.")
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         csv.field_size_limit(sys.maxsize)  # of this process; 131,072 characters by default
-        lines = Lines(part)
         quoting = csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE
-        records = csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
-        found = self.records(records, lines)
+        found = self.records(csv.reader(lines_of(part), delimiter=self.delimiter, quoting=quoting, strict=True))
         place, count = self.place_in(next(found, None), part.path) if self.header else (int(self.column) - 1, None)
-        for location, start, record in found:
-            if isinstance(record, BadDocument):
-                yield record
+        for line, record in found:
+            if isinstance(record, str):
+                yield BadDocument(f"{part.path}, line {line}: {record}")
             elif len(record) <= place or (count is not None and len(record) != count):
                 expected = f"expected {count}, as the header" if count else f"expected column {self.column}"
-                yield BadDocument(f"{location}: {len(record)} values, {expected}.")
+                yield BadDocument(f"{part.path}, line {line}: {len(record)} values, {expected}.")
             else:
-                yield document(record[place], location, part.path, start)
+                yield document(record[place], part.path, line)
 
-    def records(
-        self, reader: Iterator[list[str]], lines: "Lines"
-    ) -> Iterator[tuple[str, int, list[str] | BadDocument]]:
-        """Yield location, byte offset and values of each record that is not an empty line."""
+    def records(self, reader: Any) -> Iterator[tuple[int, list[str] | str]]:
+        """Yield first line and values of each record that is not an empty line, or the error of an invalid one."""
         while True:
-            lines.begin()
+            line = reader.line_num + 1
             try:
-                record: list[str] | BadDocument = next(reader)
+                record: list[str] | str = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                record = BadDocument(f"{lines.location}: not {self.get_choice_name(type(self)).upper()} ({error}).")
+                record = f"not {self.get_choice_name(type(self)).upper()} ({error})."
             if record:
-                yield lines.location, lines.start, record
+                yield line, record
 
-    def place_in(self, header: tuple[str, int, list[str] | BadDocument] | None, path: str) -> tuple[int, int]:
+    def place_in(self, header: tuple[int, list[str] | str] | None, path: str) -> tuple[int, int]:
         """Return the index of the column, and the number of columns."""
         if header is None:
             raise BadDocument(f"{path}: empty, expected a header with the columns' names.")
-        if isinstance(names := header[2], BadDocument):
-            raise names
+        if isinstance(names := header[1], str):
+            raise BadDocument(f"{path}, line {header[0]}: {names}")
         if names.count(self.column) != 1:
             how = "several columns are" if self.column in names else "no column is"
             raise UserError(f"{path}: {how} named `{self.column}`; the columns are: {', '.join(names)}.")
@@ -85,45 +82,24 @@ class CsvSource(FileSource):
 @SourceConfig.register_subclass("tsv")
 @dataclass(frozen=True)
 class TsvSource(CsvSource):
-    """Values separated by tabs (.tsv, or compressed), otherwise as `csv`."""
+    """Values separated by tabs, otherwise as `csv`."""
 
     delimiter: ClassVar[str] = "\t"
 
     quotes: bool = restated(CsvSource, "quotes", False)
 
 
-class Lines:
-    """The lines of a file as text, with the place of the record that is read; bytes that are not UTF-8 stay escaped."""
-
-    def __init__(self, part: SourceRange):
-        self._path = part.path
-        self._lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
-        self._next, self._number, self._first = 0, 0, 1
-        self.start = 0
-
-    def begin(self) -> None:
-        """Begin a record with the next line."""
-        self.start, self._first = self._next, self._number + 1
-
-    @property
-    def location(self) -> str:
-        """Return the file and the line where the record begins."""
-        return f"{self._path}, line {self._first}"
-
-    def __iter__(self) -> "Lines":
-        return self
-
-    def __next__(self) -> str:
-        start, line = next(self._lines)
-        self._number += 1
-        line = line if line.endswith(b"\n") else line + b"\n"
-        self._next = start + len(line)
-        return (line.removeprefix(BYTE_ORDER_MARK) if start == 0 else line).decode("utf-8", "surrogateescape")
+def lines_of(part: SourceRange) -> Iterator[str]:
+    """Yield the lines of a file as text; bytes that are not UTF-8 stay escaped."""
+    for start, line in pieces_of_part(part, b"\n"):
+        line = line.removeprefix(BYTE_ORDER_MARK) if start == 0 else line
+        yield line.decode("utf-8", "surrogateescape") + "\n"
 
 
-def document(text: str, location: str, path: str, start: int) -> Document | BadDocument:
+def document(text: str, path: str, line: int) -> Document | BadDocument:
     """Return a value as a document if it is UTF-8."""
+    location = f"{path}, line {line}"
     escaped = next((each for each in text if "\udc80" <= each <= "\udcff"), None)
     if escaped is not None:
         return BadDocument(f"{location}: the byte 0x{ord(escaped) - 0xDC00:02x} of the text is not UTF-8.")
-    return Document(encodable(text, location), path, start)
+    return Document(encodable(text, location), path, line)

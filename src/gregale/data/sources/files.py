@@ -93,6 +93,11 @@ class RemoteFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def readall(self) -> bytes:  # that of the base class reads 8 KiB at a time
+        data = self._remote.read_range(self._at, self._size)
+        self._at += len(data)
+        return data
+
     def readinto(self, buffer) -> int:
         data = self._remote.read_range(self._at, min(self._at + len(buffer), self._size))
         buffer[: len(data)] = data

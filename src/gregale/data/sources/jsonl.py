@@ -1,8 +1,6 @@
 """JSON lines, plain or compressed."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,34 +14,29 @@ from gregale.data.sources.base import (
     SourceConfig,
     SourceRange,
     encodable,
-    ranges,
 )
+from gregale.data.sources.compression import READ_BYTES, pieces_of_part, text_ranges
 from gregale.data.sources.files import opened, readable
-from gregale.errors import UserError, install_hint
 from gregale.settings import setting
 
 PART_BYTES = 8 << 20
-READ_BYTES = 1 << 20
 FIELDS_SHOWN = 20
 
 
 @SourceConfig.register_subclass("jsonl")
 @dataclass(frozen=True)
 class JsonLinesSource(FileSource):
-    """One JSON object a line (.jsonl, or compressed as .gz or .zst), its text in one field."""
+    """One JSON object a line, plain or compressed (.gz, .zst, .bz2, .xz), its text in one field."""
 
-    field: str = setting("text", "name of the field that holds a document's text")
+    field: str = setting("text", "name of the field that holds a document's text; `a.b` is field `b` inside of `a`")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        if is_compressed(path):
-            return [SourceRange(path, 0, size, size)]
-        return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+        return text_ranges(path, size, PART_BYTES)
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         first = None  # the offset of the first of these lines
-        lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
-        for number, (start, line) in enumerate(lines, 1):
-            first = (0 if is_compressed(part.path) else start) if first is None else first
+        for number, (start, line) in enumerate(pieces_of_part(part, b"\n"), 1):
+            first = start if first is None else first
             content = line.removeprefix(BYTE_ORDER_MARK)
             if content.strip():
                 try:
@@ -55,16 +48,19 @@ class JsonLinesSource(FileSource):
         """Return the text field of one line of JSON; raise `BadDocument` if it has none."""
         record = parsed(line, location)
         if not isinstance(record, dict):
+            found = type(record).__name__
             raise BadDocument(
-                f"{location}: found {type(record).__name__}, expected a JSON object with field `{self.field}`."
+                f"{location}: found {found}, expected a JSON object with field `{self.field}`.{array_advice(line)}"
             )
-        if self.field not in record:
-            found = ", ".join(list(record)[:FIELDS_SHOWN]) or "none"
-            raise BadDocument(f"{location}: no field `{self.field}`; the fields of this line are: {found}.")
-        if not isinstance(record[self.field], str):
-            kind = type(record[self.field]).__name__
-            raise BadDocument(f"{location}: field `{self.field}` is {kind}, expected text.")
-        return encodable(record[self.field], location)
+        value, level = record, "this line"
+        for name in [self.field] if self.field in record else self.field.split("."):
+            if not isinstance(value, dict) or name not in value:
+                found = ", ".join(list(value)[:FIELDS_SHOWN]) if isinstance(value, dict) else ""
+                raise BadDocument(f"{location}: no field `{self.field}`; the fields of {level} are: {found or 'none'}.")
+            value, level = value[name], f"`{name}`"
+        if not isinstance(value, str):
+            raise BadDocument(f"{location}: field `{self.field}` is {type(value).__name__}, expected text.")
+        return encodable(value, location)
 
 
 def parsed(line: bytes, location: object) -> Any:
@@ -77,13 +73,15 @@ def parsed(line: bytes, location: object) -> Any:
             f"{location}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
         ) from error
     except json.JSONDecodeError as error:
-        raise BadDocument(f"{location}: not JSON ({error.msg} at column {error.colno}).") from error
+        raise BadDocument(f"{location}: not JSON ({error.msg} at column {error.colno}).{array_advice(line)}") from error
     except RecursionError as error:
         raise BadDocument(f"{location}: the JSON is nested too deeply.") from error
 
 
-def is_compressed(path: str) -> bool:
-    return path.endswith((".gz", ".zst"))
+def array_advice(line: bytes) -> str:
+    """Return a sentence about a line that begins a JSON array."""
+    is_array = line.lstrip().startswith(b"[")
+    return " It begins a JSON array: `jq -c '.[]' OLD > NEW` writes its elements one a line." if is_array else ""
 
 
 @dataclass(frozen=True)
@@ -98,18 +96,6 @@ class Line:
         return f"{self.path}, line {newlines_before(self.path, self.first) + self.number}"
 
 
-def lines_of_part(part: SourceRange) -> Iterator[tuple[int, bytes]]:
-    """Yield (byte offset, line) of the lines that begin in a range of a plain file."""
-    with readable(part.path), opened(part.path) as file:
-        start = part.start
-        if start > 0:
-            file.seek(start - 1)
-            start += len(file.readline()) - 1  # skip the rest of a line that began earlier, or its newline
-        while start < part.stop and (line := file.readline()):
-            yield start, line
-            start += len(line)
-
-
 @lru_cache(maxsize=8)  # the lines of one range are counted from the same offset
 def newlines_before(path: str, stop: int) -> int:
     """Return the number of newlines in the first `stop` bytes of a file."""
@@ -118,44 +104,3 @@ def newlines_before(path: str, stop: int) -> int:
         while (left := stop - file.tell()) > 0 and (block := file.read(min(left, READ_BYTES))):
             count += block.count(b"\n")
     return count
-
-
-def compressed_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (byte offset in the unpacked text, line) of a compressed file."""
-    start, rest = 0, b""
-    for block in gzip_blocks(path) if path.endswith(".gz") else zstd_blocks(path):
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            yield start, line
-            start += len(line) + 1
-    if rest:
-        yield start, rest
-
-
-def gzip_blocks(path: str) -> Iterator[bytes]:
-    try:
-        with readable(path), opened(path) as packed, gzip.open(packed, "rb") as file:
-            while block := file.read(READ_BYTES):
-                yield block
-    except (EOFError, zlib.error, OSError) as error:
-        raise BadDocument(f"{path}: a damaged or truncated gzip file ({error}).") from error
-
-
-def zstd_blocks(path: str) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(f"{path}: .zst files need the extra `formats`. {install_hint('formats')}") from error
-    try:
-        with readable(path), opened(path) as file:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            waiting = b""
-            while data := waiting or file.read(READ_BYTES):
-                if frame.eof:
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                waiting = frame.unused_data if frame.eof else b""
-            if not frame.eof:
-                raise BadDocument(f"{path}: a truncated zstd file (it ends inside a frame).")
-    except zstandard.ZstdError as error:
-        raise BadDocument(f"{path}: a damaged zstd file ({error}).") from error

@@ -17,7 +17,7 @@ BATCH_ROWS = 1024
 class ParquetSource(FileSource):
     """Parquet files, a document per row, its text in one column. Needs the extra `formats` (pyarrow)."""
 
-    column: str = setting("text", "name of the column that holds a document's text")
+    column: str = setting("text", "name of the column that holds a document's text; `a.b` is field `b` of struct `a`")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         metadata = open_parquet(path).metadata
@@ -26,20 +26,31 @@ class ParquetSource(FileSource):
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         import pyarrow
+        import pyarrow.compute
 
         file = open_parquet(part.path)
         row = 0
         try:
-            names = file.schema_arrow.names
-            if self.column not in names:
-                raise UserError(f"{part.path}: no column `{self.column}`; the columns are: {', '.join(names)}.")
+            names = self.names_in(file.schema_arrow, part.path)
             row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[part.start], columns=[self.column]):
-                for value in batch.column(0):
+                for value in pyarrow.compute.struct_field(batch.to_struct_array(), names):
                     yield self.document(value, part.path, row)
                     row += 1
         except (pyarrow.ArrowException, OSError, UnicodeError) as error:
             raise BadDocument(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
+
+    def names_in(self, schema, path: str) -> list[str]:
+        """Return the names that lead to the column: its own or, for `a.b`, those of structs and of a field."""
+        names = [self.column] if self.column in schema.names else self.column.split(".")
+        level = schema
+        for name in names:
+            found = level.get_all_field_indices(name) if hasattr(level, "get_all_field_indices") else []
+            if len(found) != 1:
+                how = "several columns" if found else "no column"
+                raise UserError(f"{path}: {how} `{self.column}`; the columns are: {', '.join(schema.names)}.")
+            level = level.field(found[0]).type
+        return names
 
     def document(self, value, path: str, row: int) -> Document | BadDocument:
         try:

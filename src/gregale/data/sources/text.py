@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
@@ -11,67 +10,44 @@ from gregale.data.sources.base import (
     FileSource,
     SourceConfig,
     SourceRange,
-    ranges,
 )
-from gregale.data.sources.files import opened, read_bytes, readable
+from gregale.data.sources.compression import compression_of, pieces_of_part, text_ranges, unpacked
+from gregale.data.sources.files import opened, readable
 from gregale.settings import setting
 
 PART_BYTES = 8 << 20
-SEARCH_BYTES = 64 << 10
 
 
 @SourceConfig.register_subclass("text")
 @dataclass(frozen=True)
 class TextSource(FileSource):
-    """UTF-8 text or source files: a document per file, or several if a separator is given."""
+    """UTF-8 text or source files, plain or compressed: a document per file, or several if a separator is given."""
 
     separator: str = setting("", "text between two documents of one file; empty: a document per file")
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        if not can_be_cut_at(self.separator.encode()):
-            return super().split(path, size)
-        return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+        if can_be_cut_at(self.separator.encode()):
+            return text_ranges(path, size, PART_BYTES)
+        return super().split(path, size)
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
-        separator = self.separator.encode()
-        with readable(part.path):
-            data, start = of_part(part, separator) if can_be_cut_at(separator) else (read_bytes(part.path), 0)
-        if start == 0 and data.startswith(BYTE_ORDER_MARK):
-            start, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
-        for content in data.split(separator) if separator else [data]:
-            yield decoded(content, part.path, start)
-            start += len(content) + len(separator)
+        for start, content in self.contents(part):
+            mark = len(BYTE_ORDER_MARK) if start == 0 and content.startswith(BYTE_ORDER_MARK) else 0
+            yield decoded(content[mark:], part.path, start + mark)
+
+    def contents(self, part: SourceRange) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes of the documents that begin in a range."""
+        if self.separator:
+            yield from pieces_of_part(part, self.separator.encode())
+        else:
+            with readable(part.path), opened(part.path) as file:
+                kind = compression_of(part.path, file)
+                yield 0, b"".join(unpacked(part.path, kind)) if kind else file.read()
 
 
 def can_be_cut_at(separator: bytes) -> bool:
     """Return whether a separator can be found from the middle of a file: no two of them can overlap."""
     return bool(separator) and not any(separator.startswith(separator[at:]) for at in range(1, len(separator)))
-
-
-def of_part(part: SourceRange, separator: bytes) -> tuple[bytes, int]:
-    """Return the bytes of the documents that begin in a range, up to the last separator, and their offset."""
-    with opened(part.path) as file:
-        start = 0
-        if part.start > 0:  # the separator before the first document here may begin earlier
-            start = find(file, separator, part.start - len(separator)) + len(separator)
-        if start >= part.stop:
-            return b"", part.stop
-        stop = find(file, separator, max(part.stop - len(separator), start))
-        file.seek(start)
-        return file.read(stop - start), start
-
-
-def find(file: BinaryIO, separator: bytes, start: int) -> int:
-    """Return the offset of the first separator at or after `start`; the end of the file if there is none."""
-    at = file.seek(max(start, 0))
-    rest = b""
-    while block := file.read(SEARCH_BYTES):
-        data = rest + block
-        if (found := data.find(separator)) >= 0:
-            return at + found
-        rest = data[len(data) - len(separator) + 1 :]
-        at += len(data) - len(rest)
-    return at + len(rest)
 
 
 def decoded(content: bytes, path: str, start: int) -> Document | BadDocument:

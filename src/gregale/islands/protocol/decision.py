@@ -23,8 +23,7 @@ The members in the view begin a new *generation* in three cases: with half of th
 absent members may have committed and too few hold; or after a wait. Its name is derived from this view, so no other
 view begins the same one. It begins with the newest result that one of the members holds.
 
-A view without all voters is requested once more. The coordinator's timeout starts at the oldest request, also a
-joiner's, so a view may lack live members that were about to send a request.
+A view without all voters is requested once more: it may lack live members that were about to send a request.
 
 The coordinator (`membership`) also guarantees that a view has one header for each name. A restarted coordinator begins
 with an id that no member has seen, so no earlier id makes a witness.
@@ -32,11 +31,6 @@ with an id that no member has seen, so no earlier id makes a witness.
 The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more
 rounds wins, and the others heal from it. Every generation still has one state for each round; only such a wait can lose
 a round.
-
-Two simpler rules fail: "commit a result if all members of its group in the view hold it", and "continue a view if a
-member saw the previous one". A member that returns alone, or two after a restart of the coordinator, drop a result that
-an absent member committed. A healed member counts as a witness of rounds in which it took no part. An abandoned request
-may have been in a view that its member never saw.
 """
 
 from collections import Counter
@@ -146,8 +140,9 @@ def _names(headers: Iterable[Header]) -> tuple[str, ...]:
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
-    # An island restored from a checkpoint waits like a new fleet: the first to come may have an older state.
-    needed = max(rules.minimum, rules.start if all(header.from_checkpoint for header in current) else 0)
+    # Islands restored from checkpoints wait like a new fleet: the first to come may have an older state.
+    is_running = any(header.round > NO_ROUND and not header.from_checkpoint for header in headers)
+    needed = rules.minimum if is_running else max(rules.minimum, rules.start)
     if len(headers) < needed:
         return _too_few(headers, needed)
     best = _newest_held(current)

@@ -5,8 +5,7 @@ that view to each member. A header is a promise: its entries about held results 
 request. So a member acts on a view only if the view has the header of its newest request (`asked`).
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
@@ -54,13 +53,7 @@ class OuterRecord:
         spans = [*found.ledger.free, *(span for lease in found.ledger.leases for span in lease.spans)]
         if any(start >= stop for start, stop in spans):
             raise GarbageError("a ledger of leases is not one that Gregale writes")
-        _check_sizes(found.sizes)
         return found
-
-
-def _check_sizes(sizes: tuple[Size, ...]) -> None:
-    if not all(size.norm > 0 and size.weight > 0 for size in sizes):
-        raise GarbageError("the size of a message is not two numbers above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +108,13 @@ class Header:
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Header":
-        """Return the header of `to_json`; raise `GarbageError` with the reason for anything else."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise GarbageError("a header is not JSON") from None
-        found: Header = decode(cls, value, "header")
-        _check_sizes((found.usual,) if found.usual else ())
-        return found
-
     @property
     def identity(self) -> str:
         return f"{self.name}/{self.session}"
+
+
+# The format of requests and views, in which islands and the coordinator must agree; the number counts other changes.
+FORMAT = digest_of(1, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.member_state import MemberState, PendingCommit
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
+from gregale.islands.protocol.spread import recipients
 
 HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
 
@@ -46,15 +47,15 @@ class Member(MemberState):
         if self._reducing and self._now >= self._reducing[1]:
             self._do(m.DropGroup())
             self._reduce_failed(())
-        if self.handover.own and not self._reducing and self._now >= self._ping_at:
+        if self.handover.due and not self._reducing and self._now >= self._ping_at:
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
             self._leave(clean=False)
 
     def _ping(self) -> None:
-        self._ping_at = self._now + self.timing.ping_seconds
-        peers = tuple(address for address in self._peers if address not in self.identity.hosts)
-        if peers:
+        self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
+        if len(self._peers) > 1:
+            peers = recipients(self._peers, self.identity.hosts[0], self._pings)
             self._do(m.AnnounceRound(peers, self.outer.round))
 
     def _on_round_due(self, event: m.RoundDue) -> None:
@@ -66,10 +67,9 @@ class Member(MemberState):
     def _begin_round(self, own: bool) -> None:
         if own and self.handover.sent:
             self.handover.old = True
-        if own and not self.handover.own:
-            self.handover.own = True
-            self._ping()
+        self.handover.own = self.handover.own or own
         if not self.handover.due:
+            self._ping()
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
@@ -97,12 +97,17 @@ class Member(MemberState):
         """Set the message's weight to 0, and restart the island from the outer parameters."""
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
-        self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
+        self._do(m.Reset(self.others))
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.
-        self._waiting_for, self._seen, self._view_error = False, 0, event.reason
+        self._waiting_for, self._seen, self._error = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
+
+    def _on_heartbeat(self, event: m.Heartbeat) -> None:
+        self._error, self._held_request = event.error, event.held
+        if not event.error:
+            self._heard_at = self._now
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self._reducing is None or self._reducing[0].key != event.key:
@@ -177,7 +182,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._view_at, self._view_error = self._now, ""
+        self._heard_at, self._error, self._held_request = self._now, "", ""
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -338,6 +343,6 @@ class Member(MemberState):
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
             self._asked += 1
-            self._view_at = self._now if math.isnan(self._view_at) else self._view_at
+            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
-            self._do(m.RequestView(self.header))
+            self._do(m.RequestView(self.header, self._needed()))

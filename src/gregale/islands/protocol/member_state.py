@@ -54,11 +54,13 @@ class MemberState:
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
-        self._peers: tuple[str, ...] = ()
+        self._peers: tuple[str, ...] = ()  # addresses in the newest view
+        self._pings = 0  # announcements so far
         self._slowest = 0.0
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
-        self._view_at, self._view_error = math.nan, ""  # time of the newest view; reason why the newest request failed
+        self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
+        self._held_request = ""  # why the coordinator holds the newest request
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
         self._heal_failed = ""
@@ -126,6 +128,10 @@ class MemberState:
             step_seconds=self._step_seconds,
         )
 
+    def _needed(self) -> int:
+        """Return the smallest number of members of a view that is of use to this member."""
+        return max(self.rules.minimum, self.rules.start if self._from_checkpoint or self.outer.round == NO_ROUND else 1)
+
     def _pause_if_excluded(self) -> None:
         """Pause if the others continue without this member because its reduces failed; each pause doubles."""
         if self._failures >= decisions.EXCLUDE_AFTER:
@@ -158,6 +164,11 @@ class MemberState:
         return self._hold_time_before + now
 
     @property
+    def others(self) -> tuple[Peer, ...]:
+        """The other members of the newest round in which this member took part."""
+        return tuple(peer for peer in self._group if peer.identity != self._me)
+
+    @property
     def done(self) -> bool:
         """Whether the member has left or was rejected."""
         return self._done
@@ -182,9 +193,8 @@ class MemberState:
 
     def _note_plan(self, decision: Decision) -> None:
         plan = decision.plan
-        waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
-        names = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
-        self._plan = plan, names or (plan.names if isinstance(plan, Wait) else ())
+        missing = tuple(peer.name for peer in decision.missing(self._group))
+        self._plan = plan, (plan.names or missing) if isinstance(plan, Wait) else ()
 
     def _note_asks(self, decision: Decision) -> bool:
         """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""
@@ -195,27 +205,34 @@ class MemberState:
 
     def stall_reason(self) -> str:
         """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
-        number, since = self.outer.round, self._now - self._view_at
+        exchange = self._exchange_reason()
+        if self._error:
+            silent = f"the coordinator has not answered for {self._now - self._heard_at:.0f} s ({self._error})"
+            return f"{silent}; {exchange}" if exchange else silent
+        if exchange:
+            return exchange
+        plan, names = self._plan
+        if self._waiting_for and (self._held_request or not isinstance(plan, Wait)):
+            return f"{self._held_request or 'the coordinator has not formed a view yet'}{self._tries()}"
+        if isinstance(plan, Wait):
+            return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
+        if self._held:
+            tries = self._tries()
+            return f"the result of round {self.outer.round} is not held by more than half of its islands yet{tries}"
+        if self.handover.wanted:
+            return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
+        return ""
+
+    def _exchange_reason(self) -> str:
+        """Return the exchange with peers that is in progress; empty if there is none."""
         if self._reducing:
             names = [peer.name for peer in self._reducing[0].members]
-            return f"round {number} is being reduced by {format_names(names)}{self._tries()}"
+            return f"round {self.outer.round} is being reduced by {format_names(names)}{self._tries()}"
         if self._healing:
             failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
             seconds = self._now - self._healing_since
             sources = format_names(peer.name for peer in self._sources)
             return f"this island fetches the state of {sources} for {seconds:.0f} s{failed}"
-        if self._view_error:
-            return f"the coordinator has not answered for {since:.0f} s ({self._view_error})"
-        plan, names = self._plan
-        if isinstance(plan, Wait):
-            return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
-        if self._waiting_for:
-            made = f" (the last round was made by {format_names(p.name for p in self._group)})" if self._group else ""
-            return f"the coordinator waits for other islands to ask, for {since:.0f} s now{made}"
-        if self._held:
-            return f"the result of round {number} is not held by more than half of its islands yet{self._tries()}"
-        if self.handover.wanted:
-            return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
         return ""
 
     def _tries(self) -> str:
@@ -229,7 +246,7 @@ class MemberState:
         if self._reducing:
             times.append(self._reducing[1])
         else:
-            if self.handover.own:
+            if self.handover.due:
                 times.append(self._ping_at)
             if not self._waiting_for and (self.handover.due or self._held or self._needs_view):
                 times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))

@@ -1,29 +1,28 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
-A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or a request within
-`heartbeat_seconds`; after that it has no owner. A tick answers all pending requests with one view in two cases:
+A name belongs to a session of a process, the oldest that is *healthy*: it sent a heartbeat or a request within its
+`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time. A
+request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
+leaves. If it is repeated, it gets its view again. Every view has all pending requests. A tick forms a view if at least
+`needed` names have a request, in two cases:
 
-- fast: all names of the last view have a pending request;
-- slow: at least `minimum` names and more than half of the healthy names have one, and either all healthy names have one
-  or the oldest request has waited for `join_seconds`.
+- fast: all names of the last view have one;
+- slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
+  `gather_seconds`.
 
-| event | rule |
-|---|---|
-| a view forms | all pending requests are answered; the id increases by one only if the set of names has changed |
-| the only name of the last view sends a request | it is answered at once; other requests of that moment are in the view too |
-| a healthy name sends no request | the others are answered after `join_seconds`, if they are more than half |
-| a session sends another request | the request with the higher number replaces the other, which is dropped |
-| a request arrives late or twice | a request with a number that was answered or replaced is dropped |
-| a request expires | the request is dropped, and is in no view |
-| a process dies | its name is healthy for `heartbeat_seconds`, and its pending request can be in a view until then |
-| a process leaves | its name is not healthy any more |
-| another session uses a name that has an owner | it waits. If the owner sends a heartbeat, it is refused; if the owner is silent for `heartbeat_seconds`, it becomes the owner |
-| the coordinator restarts | it has no members; its first id is one that no member has seen (`first_id`) |
-"""  # noqa: E501
+A name *runs* if it has reported a round. A view without such a name may begin a fleet, so it is not formed while there
+is one, nor before the names that run had the time for a heartbeat since the coordinator's start.
+
+The islands give these numbers with their requests: the smallest `needed`, and the largest `gather_seconds`. The
+coordinator has none of its own. The id of a view increases by one only if the set of names has changed. The first id
+(`first_id`) is one that no member has seen, so that a restarted coordinator repeats none.
+"""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from gregale.distributed.agreement import listed
 
 BEATS_PER_TIMEOUT = 5
 
@@ -36,7 +35,9 @@ class Ask:
     session: str
     number: int  # increases with the requests of one session
     header: Any  # this member's header, for all members of the view
-    until: float = math.inf  # the time at which the member stops waiting
+    needed: int  # the smallest number of members in a view that are of use to this one
+    gather_seconds: float
+    heartbeat_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,128 +58,131 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Owner:
-    """A session that owns a name, or claims it (`ask`: with this request, since `since`)."""
+class Session:
+    """A process that the coordinator hears. The oldest of a name owns it."""
 
-    session: str
+    since: float
     heard: float
-    newest: int = -1  # number of its newest request that was answered or replaced
-    ask: Ask | None = None
-    since: float = 0.0
-    rival: "Owner | None" = None
+    heartbeat_seconds: float
+    runs: bool = False
+    ask: Ask | None = None  # its pending request
+    newest: int = -1  # number of its newest request that a view answered
+    view: Formed | None = None  # that view
 
 
 class Membership:
     """The state of a coordinator. Times are seconds of one clock; ticks may be any time apart."""
 
-    def __init__(self, minimum: int, join_seconds: float, heartbeat_seconds: float, first_id: int = 1):
-        self._minimum, self._join_seconds, self._heartbeat_seconds = minimum, join_seconds, heartbeat_seconds
+    def __init__(self, first_id: int = 1):
         self._id = first_id - 1
-        self._owners: dict[str, Owner] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}  # by name and session, the oldest first
         self._answers: list[Answer] = []
-        self.pending: dict[str, tuple[float, Ask]] = {}  # by name, with the time of arrival, the oldest first
+        self._enough_since: float | None = None  # when more than half of the names had a request for a view
+        self._started = math.inf  # the first tick
         self.last: frozenset[str] | None = None
 
     @property
     def healthy(self) -> dict[str, str]:
         """Sessions by name, as of the last tick."""
-        return {name: owner.session for name, owner in self._owners.items()}
+        return dict(reversed(self._sessions))
 
-    def beat(self, name: str, session: str, now: float) -> None:
-        owner = self._heard(name, session, now)
-        rival = owner.rival
-        if owner.session == session and rival and now - rival.since >= self._heartbeat_seconds / BEATS_PER_TIMEOUT:
-            owner.rival = None
-            assert rival.ask is not None
-            self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
+    @property
+    def pending(self) -> dict[str, Ask]:
+        """Requests by name."""
+        return {name: owner.ask for name, owner in self._owners().items() if owner.ask}
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """The longest silence of a healthy name."""
+        return max((each.heartbeat_seconds for each in self._sessions.values()), default=0.0)
+
+    def held(self, name: str) -> str:
+        """Return why the request of `name` is held; empty if it has none."""
+        if name not in (pending := self.pending):
+            return ""
+        if len(pending) < (needed := _needed(pending)):
+            return f"{len(pending)} of at least {needed} islands are here ({listed(sorted(pending))})"
+        others = sorted(self.healthy.keys() - pending.keys())
+        return f"the coordinator waits for the requests of {listed(others)}" if others else ""
+
+    def beat(self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float) -> None:
+        """Record a heartbeat; that of an owner refuses other processes of its name."""
+        self._heard(name, session, heartbeat_seconds, now).runs = runs
+        if self.healthy[name] != session:
+            return
+        for key, rival in list(self._sessions.items()):
+            # Earlier heartbeats of the owner may have been sent before the other process began.
+            if key[0] == name and key[1] != session and rival.ask and now - rival.since >= heartbeat_seconds:
+                del self._sessions[key]
+                self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
 
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
-        owner = self._heard(ask.name, ask.session, now)
-        if owner.session != ask.session:
-            self._claim(owner, ask, now)
-            return
-        _, pending = self.pending.get(ask.name, (now, None))
-        if ask.number <= owner.newest or (pending and ask.number < pending.number):
-            self._forget(ask)
-            return
-        if pending:
-            self._forget(self.pending.pop(ask.name)[1])
-        self.pending[ask.name] = now, ask
+        session = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
+        if ask.number == session.newest and not session.ask:  # the member has not received the view
+            self._answers.append(Answer(ask, session.view))
+        elif ask.number <= session.newest or (session.ask and ask.number < session.ask.number):
+            self._answers.append(Answer(ask))
+        else:
+            self._drop_ask(session)
+            session.ask = ask
 
     def leave(self, name: str, session: str) -> None:
-        """Record the end of a process; a session that claims its name becomes the owner."""
-        owner = self._owners.get(name)
-        if owner and owner.session == session:
-            self._end(name, owner)
-        elif owner and owner.rival and owner.rival.session == session:
-            owner.rival = None
+        """Record the end of a process; the next oldest of the name becomes the owner."""
+        if found := self._sessions.pop((name, session), None):
+            self._drop_ask(found)
 
     def tick(self, now: float) -> list[Answer]:
         """Return the answers that are due."""
-        self._lapse(now)
+        self._started = min(self._started, now)
+        for key, session in list(self._sessions.items()):
+            if now - session.heard >= session.heartbeat_seconds:
+                self.leave(*key)
         view = self._form(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
-    def _heard(self, name: str, session: str, now: float) -> Owner:
-        """Update the time of the last heartbeat; return the name's owner, this session if there was none."""
-        owner = self._owners.get(name)
-        if owner is None:
-            owner = self._owners[name] = Owner(session, now)
-        for each in (owner, owner.rival):
-            if each and each.session == session:
-                each.heard = max(each.heard, now)
-        return owner
+    def _owners(self) -> dict[str, Session]:
+        return {name: session for (name, _), session in reversed(self._sessions.items())}
 
-    def _claim(self, owner: Owner, ask: Ask, now: float) -> None:
-        since = now
-        if (rival := owner.rival) and rival.ask:
-            self._forget(rival.ask)
-            since = rival.since if rival.session == ask.session else now
-        owner.rival = Owner(ask.session, now, ask=ask, since=since)
+    def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Session:
+        """Record that a process is alive."""
+        found = self._sessions.setdefault((name, session), Session(now, now, heartbeat_seconds))
+        found.heard = max(found.heard, now)
+        return found
 
-    def _forget(self, ask: Ask) -> None:
-        self._answers.append(Answer(ask))
+    def _drop_ask(self, session: Session) -> None:
+        if session.ask:
+            self._answers.append(Answer(session.ask))
 
-    def _lapse(self, now: float) -> None:
-        """Drop expired requests and silent owners."""
-        for name, (_, ask) in list(self.pending.items()):
-            if now >= ask.until:
-                del self.pending[name]
-                self._forget(ask)
-        for name, owner in list(self._owners.items()):
-            if owner.rival and owner.rival.ask and now >= owner.rival.ask.until:
-                self._forget(owner.rival.ask)
-                owner.rival = None
-            while (silent := self._owners.get(name)) and now - silent.heard >= self._heartbeat_seconds:
-                self._end(name, silent)
-
-    def _end(self, name: str, owner: Owner) -> None:
-        """Remove a name's owner; the session that claims the name becomes the owner."""
-        del self._owners[name]
-        if name in self.pending:
-            self._forget(self.pending.pop(name)[1])
-        if (rival := owner.rival) and rival.ask:
-            self._owners[name] = replace(rival, ask=None)
-            self.pending[name] = rival.since, rival.ask
-            self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
+    def _is_due(self, pending: dict[str, Ask], owners: dict[str, Session], now: float) -> bool:
+        """Return whether the pending requests make a view."""
+        running = {name for name, owner in owners.items() if owner.runs}
+        is_early = now - self._started < 2 * self.heartbeat_seconds / BEATS_PER_TIMEOUT
+        begins = not running & pending.keys()
+        possible = len(pending) >= _needed(pending) and not (begins and (running or is_early))
+        if possible and self.last is not None and self.last <= pending.keys():
+            return True
+        if not possible or 2 * len(pending) <= len(owners):
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        gather_seconds = max(ask.gather_seconds for ask in pending.values())
+        return len(pending) == len(owners) or now - self._enough_since >= gather_seconds
 
     def _form(self, now: float) -> Formed | None:
-        if not self.pending:
+        pending, owners = self.pending, self._owners()
+        if not pending or not self._is_due(pending, owners, now):
             return None
-        if self.last is None or not self.last <= self.pending.keys():
-            asking, healthy = len(self.pending), len(self._owners)
-            oldest, _ = next(iter(self.pending.values()))
-            if asking < self._minimum or 2 * asking <= healthy:
-                return None
-            if asking < healthy and now - oldest < self._join_seconds:
-                return None
-        names = frozenset(self.pending)
+        names, self._enough_since = frozenset(pending), None
         if names != self.last:
             self._id, self.last = self._id + 1, names
-        asks = tuple(self.pending[name][1] for name in sorted(names))
-        for ask in asks:
-            self._owners[ask.name].newest = ask.number
-        self.pending.clear()
-        return Formed(self._id, asks)
+        view = Formed(self._id, tuple(pending[name] for name in sorted(names)))
+        for ask in view.asks:
+            owner = owners[ask.name]
+            owner.newest, owner.view, owner.ask = ask.number, view, None
+        return view
+
+
+def _needed(pending: dict[str, Ask]) -> int:
+    return min(ask.needed for ask in pending.values())

@@ -54,9 +54,20 @@ class ViewReceived:
 
 @dataclass(frozen=True, slots=True)
 class ViewFailed:
-    """The coordinator did not answer the request. A later answer must not be passed on."""
+    """The coordinator cannot be reached for the request. A later answer must not be passed on."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A heartbeat failed with this `error`; or the coordinator answered it, and holds the request for a view.
+
+    `held`: the reason; empty if there is no request.
+    """
+
+    error: str = ""
+    held: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,7 @@ Event = (
     | MessageReady
     | ViewReceived
     | ViewFailed
+    | Heartbeat
     | Reduced
     | ReduceFailed
     | Healed
@@ -125,18 +137,22 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """Request a view from the coordinator with this header. Answer with `ViewReceived` or `ViewFailed`.
+    """Request a view of `needed` members or more with this header. Answer with `ViewReceived` or `ViewFailed`.
 
     There is one request at a time, except that after `Healed` a new one replaces an unanswered one: the older one's
-    answer must not be passed on. Send a request once: a repeated one would put an old promise into a later view.
+    answer must not be passed on.
     """
 
     header: Header
+    needed: int
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceRound:
-    """Announce to these addresses (of hosts 0) that the round after `round` is due; delivery is optional."""
+    """Announce to these addresses (of hosts 0) that the round after `round` is due; delivery is optional.
+
+    They are few of the members, which announce it in turn.
+    """
 
     addresses: tuple[str, ...]
     round: int

@@ -41,8 +41,8 @@ class Progress:
 class News:
     """The lines of one coordinator; reports come at most `heartbeat_seconds` apart."""
 
-    def __init__(self, heartbeat_seconds: float):
-        self._heartbeat_seconds = heartbeat_seconds
+    def __init__(self):
+        self._heartbeat_seconds = 0.0  # as of the islands that were here last
         self._sessions: dict[str, str] = {}
         self._reports: dict[str, str] = {}  # of the healthy islands: the reason of a stall, or empty
         self._missed: set[str] = set()  # silent since the newest round
@@ -66,9 +66,10 @@ class News:
     def leave(self, name: str) -> None:
         self._left.add(name)
 
-    def changes(self, healthy: Mapping[str, str], now: float) -> list[str]:
+    def changes(self, healthy: Mapping[str, str], now: float, heartbeat_seconds: float) -> list[str]:
         """Return lines about islands that came or went since the last call; `healthy` has sessions by name."""
         lines, before, self._sessions = [], self._sessions, dict(healthy)
+        self._heartbeat_seconds = heartbeat_seconds or self._heartbeat_seconds
         if not before or not healthy:  # no fleet: nothing can stall
             self._progress, self._is_stalled = Progress(now), False
             self._missed.clear()

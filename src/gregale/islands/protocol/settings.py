@@ -11,7 +11,7 @@ class Timing:
     """Seconds. The defaults are those of `LAN`."""
 
     heartbeat_seconds: float = 2.0  # silence after which an island is out of the fleet (the coordinator's rule)
-    join_seconds: float = 2.0  # how long the coordinator waits for the others after the first request
+    join_seconds: float = 2.0  # a part of `gather_seconds`, longer than a round trip
     reduce_seconds: float = 5.0  # the limit of one reduce
     grace_seconds: float | None = None  # a round's wait for a member's step; None: the longest step that members report
     max_grace_seconds: float = 10.0  # the limit of the learned grace, and its value before any is learned
@@ -19,11 +19,18 @@ class Timing:
     retry_seconds: float = 0.2  # pause before an unsuccessful request is repeated
     turnover_seconds: float = 8.0  # wait of half of the fleet or less for the others, which may have continued alone
     leave_seconds: float = 20.0  # how long a leaver waits for its last round
+    hold_seconds: float = 2.0  # interval in which the coordinator confirms that it still holds a request
+    network_seconds: float = 3.0  # the limit of a message to the coordinator and its reply
+
+    @property
+    def gather_seconds(self) -> float:
+        """The coordinator's wait for other members, which may pause before they repeat their requests."""
+        return self.join_seconds + self.retry_seconds
 
     @property
     def ask_seconds(self) -> float:
-        """The limit of a view request: twice the coordinator's longest time to answer."""
-        return 2 * (self.heartbeat_seconds + self.join_seconds)
+        """The time after which a request without view or confirmation has failed."""
+        return self.hold_seconds + self.network_seconds
 
 
 LAN = Timing()

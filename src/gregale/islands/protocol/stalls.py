@@ -17,6 +17,8 @@ class Stalls:
     """The rounds of one member. Before its first, a round counts as late from when it is due, by `Timing`.
 
     - `line`, `reason`: the last stall line and the reason in it, while no round is committed
+
+    Times are those of `RunningTime`.
     """
 
     def __init__(self, member: Member, trainer: TrainerSide):
@@ -24,7 +26,7 @@ class Stalls:
         self._took: deque[float] = deque(maxlen=ROUNDS)
         self._since: float | None = None  # the last round, or the time at which the first one was due
         self._next = 0.0  # seconds after which the next line is due
-        self._has_rounds = False
+        self._has_rounds, self._stopped = False, 0.0
         self.line: str | None = None
         self.reason: str | None = None
 
@@ -43,11 +45,21 @@ class Stalls:
         self._next = self._late_seconds()
         return f"Rounds go on: round {outer.round} after {format_seconds(seconds)}." if was_stalled else None
 
-    def look(self, now: float) -> str | None:
-        """Return the stall line that is due now, if any."""
+    def look(self, now: float, stopped: float = 0.0) -> str | None:
+        """Return the stall line that is due now, if any.
+
+        `stopped`: the seconds for which this process did not run so far. After a stop that the others have noticed, the
+        wait for a round begins again: it is not their fault.
+        """
         member = self._member
+        gap, self._stopped = stopped - self._stopped, stopped
         if member.done:
             return None
+        if gap >= member.timing.heartbeat_seconds and self._since is not None:
+            self._since, self._next = now, self._late_seconds()
+            self.reason = "this process was stopped, or its machine was suspended"
+            self.line = f"No round for {format_seconds(gap)}: {self.reason}."
+            return self.line
         if self._since is None:
             if member.handover.due or member.outer.round == NO_ROUND:
                 self._since, self._next = now, self._late_seconds()

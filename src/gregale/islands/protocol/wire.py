@@ -1,16 +1,52 @@
-"""The check of JSON values from peers and checkpoints: they become the protocol's types, or are rejected."""
+"""The packing of JSON values of peers, and the check by which they become the protocol's types, or are rejected.
 
+The headers of a view have most values in common. So a view has columns: for each key the different values, and for each
+header the index of its value. Each value is sent and checked once.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 NO_ROUND = -1
+Columns = Mapping[str, tuple[list[Any], list[int]]]
 _hints = cache(get_type_hints)
 
 
 class GarbageError(ValueError):
     """A header or record of a peer does not have the format of this version."""
+
+
+def pack(objects: Sequence[Mapping[str, Any]]) -> Columns:
+    """Return JSON objects as columns; an absent key counts as null."""
+    columns = {}
+    for key in dict.fromkeys(key for each in objects for key in each):
+        values = [each.get(key) for each in objects]
+        marks = [json.dumps(each) if isinstance(each, list | dict) else (type(each), each) for each in values]
+        different = dict(zip(marks, values, strict=True))
+        places = {mark: place for place, mark in enumerate(different)}
+        columns[key] = list(different.values()), [places[mark] for mark in marks]
+    return columns
+
+
+def unpack(columns: Columns, key: str) -> list[Any]:
+    """Return the value of a key in each object."""
+    values, places = columns[key]
+    return [values[place] for place in places]
+
+
+def decode_all(kind: Any, columns: Columns, what: str) -> list[Any]:
+    """Return each packed object as `decode` does, or its `GarbageError`; ignore other keys."""
+    fields = []
+    for name, hint in _hints(kind).items():
+        values, places = columns[name]
+        checked = [_checked(hint, each, name, what) for each in values]
+        fields.append([checked[place] for place in places])
+    rows = zip(*fields, strict=True)
+    return [next((each for each in row if isinstance(each, GarbageError)), None) or kind(*row) for row in rows]
 
 
 def decode(kind: Any, value: object, what: str) -> Any:
@@ -21,13 +57,20 @@ def decode(kind: Any, value: object, what: str) -> Any:
     hints = _hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise GarbageError(f"a {what} does not have the fields of this version of Gregale")
-    found = {}
-    for name, hint in hints.items():
-        try:
-            found[name] = _value(hint, value[name], name)
-        except TypeError:
-            raise GarbageError(f"a {what} has no usable {name!r}") from None
-    return kind(**found)
+    [found] = decode_all(kind, {name: ([each], [0]) for name, each in value.items()}, what)
+    if isinstance(found, GarbageError):
+        raise found
+    return found
+
+
+def _checked(kind: Any, value: Any, name: str, what: str) -> Any:
+    """Return a field's value as type `kind`, or the `GarbageError` that rejects it."""
+    try:
+        return _value(kind, value, name)
+    except TypeError:
+        return GarbageError(f"a {what} has no usable {name!r}")
+    except GarbageError as error:
+        return error
 
 
 def _value(kind: Any, value: Any, name: str) -> Any:

@@ -1,1 +1,1 @@
-"""The network transport of islands: coordinator, groups, servers. Only here is PyTorch imported, and late."""
+"""The network transport of islands: coordinator, groups, servers, all over TLS connections of the fleet."""

@@ -1,44 +1,48 @@
-"""Signed requests to peers' servers, with signed replies."""
+"""Requests to peers' servers, over TLS connections of the fleet."""
 
 import json
-import secrets
+import socket
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
 from gregale.atomic_files import os_error_text
-from gregale.distributed.signing import canonical, digest, is_signed, sign
+from gregale.distributed.signing import canonical
+from gregale.islands.transport.tls import tls_contexts
 
 LARGEST_REPLY_BYTES = 1 << 20
-STATUS_PATH = "/status"
+RECIPIENT = "X-Recipient"
+STATUS_PATH, STREAM_PATH = "/status", "/stream"
 IDLE_SECONDS = 5.0  # less than a server's IDLE_SECONDS
 
 
 class PeerUnreachable(Exception):
-    """A peer did not answer in time, or answered without the token's signature."""
+    """A peer did not answer in time, or is not the expected server."""
 
 
-class Unsigned(PeerUnreachable):
-    """The answer lacks the token's signature: the sender has another token, or is not the expected server."""
+class WrongServer(PeerUnreachable):
+    """The server at the address has another token, or is not the expected one."""
 
 
 class RequestRejected(Exception):
-    """A peer rejected the request, with its reason (clocks too far apart, unknown message, ...)."""
+    """A peer rejected the request, with its reason (unknown message, ...)."""
 
 
 class PeerClient:
     """A connection to a peer's server, for one request after the other. Use it in one thread, and close it.
 
-    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; the recipient is signed
+    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; only the server with this recipient answers
     - `timeout_seconds`: for connecting, and for each wait for bytes
     """
 
     def __init__(self, address: str, token: bytes, timeout_seconds: float):
         self.address, _, self._recipient = address.partition("/")
-        self._token, self._timeout_seconds = token, timeout_seconds
-        self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._connection = HTTPSConnection(self.address, timeout=timeout_seconds, context=tls_contexts(token).client)
         self._used = time.monotonic()
         self._chunks: Any = None
 
@@ -50,9 +54,9 @@ class PeerClient:
         largest_reply_bytes: int = LARGEST_REPLY_BYTES,
         wait_seconds: float | None = None,
     ) -> dict:
-        """Return the JSON object of a signed reply within `wait_seconds`. Raises PeerUnreachable or RequestRejected."""
+        """Return the JSON object of a reply within `wait_seconds`. Raises PeerUnreachable or RequestRejected."""
         try:
-            response, nonce = self._send(method, path, body, wait_seconds)
+            response = self._send(method, path, body, wait_seconds)
             length = int(response.headers.get("Content-Length") or 0)
             if length > largest_reply_bytes:
                 self.close()
@@ -60,13 +64,12 @@ class PeerClient:
                     f"{self.address} offers {length} bytes for {path}; at most {largest_reply_bytes} are expected"
                 )
             content = response.read(length)
+            if len(content) < length:
+                raise OSError("the connection ended in the middle")
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
-        signature = response.headers.get("X-Signature", "")
-        if not is_signed(self._token, signature, b"reply", nonce.encode(), str(response.status).encode(), content):
-            raise Unsigned(
-                f"{self.address} answers without this fleet's signature: it has another token, or started again"
-            )
+        if response.status == HTTPStatus.MISDIRECTED_REQUEST:
+            raise WrongServer(f"{self.address} is not the expected server, or has started again")
         reply = json.loads(content)
         if response.status != 200:
             raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
@@ -78,7 +81,7 @@ class PeerClient:
         Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
         """
         try:
-            response, _ = self._send("POST", "/pieces", canonical([list(chunk) for chunk in chunks]))
+            response = self._send("POST", "/pieces", canonical([list(chunk) for chunk in chunks]))
             if response.status == 404:
                 response.read(LARGEST_REPLY_BYTES)
                 return False
@@ -101,6 +104,13 @@ class PeerClient:
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
 
+    def open_stream(self, greeting: dict, wait_seconds: float) -> socket.socket:
+        """Return the connection for messages to a group of the peer. Raises PeerUnreachable or RequestRejected."""
+        self.request("POST", STREAM_PATH, canonical(greeting), wait_seconds=wait_seconds)
+        stream, self._connection.sock = self._connection.sock, None
+        stream.settimeout(None)
+        return stream
+
     def connect(self) -> None:
         """Open the connection ahead of its first request. Raises PeerUnreachable."""
         try:
@@ -112,25 +122,26 @@ class PeerClient:
     def close(self) -> None:
         self._connection.close()
 
-    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> tuple[HTTPResponse, str]:
+    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
         if time.monotonic() - self._used > IDLE_SECONDS:
             self._connection.close()  # a server closes an idle connection; the next request opens another
         if self._connection.sock is None:
             self._connection.connect()
         opened: Any = self._connection.sock  # `connect` has set it
         opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
-        nonce, moment, hashed = secrets.token_hex(16), f"{time.time():.3f}", digest(body)
-        parts = self._recipient, method, path, moment, nonce, hashed
-        signature = sign(self._token, *(part.encode() for part in parts))
-        headers = {"X-Nonce": nonce, "X-Time": moment, "X-Body": hashed, "X-Signature": signature}
-        self._connection.request(method, path, body or None, headers)
+        self._connection.request(method, path, body or None, {RECIPIENT: self._recipient})
         response = self._connection.getresponse()
         self._used = time.monotonic()
-        return response, nonce
+        return response
 
     def _unreachable(self, error: Exception) -> PeerUnreachable:
         self.close()
-        return PeerUnreachable(f"{self.address} cannot be reached: {os_error_text(error)}")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return WrongServer(f"{self.address} does not have this fleet's certificate: it has another token")
+        if isinstance(error, TimeoutError):  # whose texts name functions of the standard library
+            return PeerUnreachable(f"{self.address} cannot be reached: timed out")
+        reason = "the TLS connection broke" if isinstance(error, ssl.SSLError) else os_error_text(error)
+        return PeerUnreachable(f"{self.address} cannot be reached: {reason}")
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float, path: str = "/message") -> dict:

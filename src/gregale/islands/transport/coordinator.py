@@ -1,20 +1,22 @@
-"""The client of the coordinator (`lighthouse`): signed requests and heartbeats; `protocol.membership` has its rules."""
+"""The client of the coordinator (`lighthouse`): requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
 import secrets
 import threading
+import time
 from collections import deque
 from contextlib import suppress
-from typing import NamedTuple
 
 from gregale.distributed.signing import canonical
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
-from gregale.islands.protocol.wire import NO_ROUND
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned, ask_status
-from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
+from gregale.islands.protocol.messages import Heartbeat
+from gregale.islands.protocol.settings import Timing
+from gregale.islands.protocol.wire import NO_ROUND, Columns
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status
+from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON, OTHER_FORMAT
 
 CONNECT_SECONDS = 2.0
-NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
 MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
@@ -32,48 +34,48 @@ class NotAdmitted(Exception):
     """The coordinator does not admit this member: another token, a wrong clock, or a duplicate name."""
 
 
-class CoordinatorTimeout(Exception):
-    """The coordinator has not answered within the timeout, because it waits for other members."""
-
-
-class View(NamedTuple):
-    """The coordinator's answer, the same for all its members."""
-
-    id: int  # increases when the *membership* changes, not with each answer; arbitrary after a restart
-    headers: list[dict]  # of all members, sorted by `name`
+class RequestDropped(Exception):
+    """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
 class CoordinatorClient:
     """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
     - `name`: of the member, unique in the fleet
+    - `timing`: the coordinator takes its seconds from it
     - `session`: of this process; by default a new one
+    - `last_heartbeat`: the result of the newest heartbeat
     """
 
-    def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float, session: str | None = None):
-        self.address, self.name = address, name
-        self._session = session or secrets.token_hex(8)
+    def __init__(self, address: str, name: str, token: bytes, timing: Timing, session: str | None = None):
+        self.address, self.name, self.last_heartbeat = address, name, Heartbeat()
+        self._session, self._timing = session or secrets.token_hex(8), timing
         self._pool = ConnectionPool(address, token)
-        self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, timeout_seconds: float) -> View:
-        """Send this member's header (JSON; `name` is added) and wait for the view.
+    def ask(self, header: dict, needed: int) -> tuple[int, Columns]:
+        """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
 
-        Raises CoordinatorUnreachable or CoordinatorTimeout, both of which may be retried, and NotAdmitted. A newer
-        request of this member ends an older one with CoordinatorTimeout.
+        Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
+
+        The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
+        and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
+        RequestDropped and NotAdmitted.
         """
-        request = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
-        reply = self._send("ask", request, timeout_seconds + NETWORK_SECONDS)
+        timing = self._timing
+        request = {"format": FORMAT, "number": next(self._numbers), "needed": needed, "header": header}
+        request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
+        while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
+            pass
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
-            raise CoordinatorTimeout(f"The lighthouse at {self.address} has not answered in time.")
-        return View(view["id"], view["headers"])
+            raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
+        return view["id"], view["headers"]
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
@@ -90,17 +92,21 @@ class CoordinatorClient:
         self._pool.close()
 
     def _beat(self) -> None:
-        while not self._closed.wait(self._interval_seconds):
-            self._say("beat", self._status)
+        interval = wait = self._timing.heartbeat_seconds / BEATS_PER_TIMEOUT
+        while not self._closed.wait(max(wait, 0.0)):
+            began = time.monotonic()
+            self.last_heartbeat = self._say("beat", self._status)
+            wait = interval - (time.monotonic() - began)
 
-    def _say(self, kind: str, content: dict) -> None:
+    def _say(self, kind: str, content: dict) -> Heartbeat:
         try:
-            self._send(kind, content, CONNECT_SECONDS)
-        except (CoordinatorUnreachable, NotAdmitted):
-            return  # the next view request raises
+            return Heartbeat(held=str(self._send(kind, content, self._timing.network_seconds).get("held", "")))
+        except (CoordinatorUnreachable, NotAdmitted) as error:
+            return Heartbeat(str(error))
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
-        message = {"kind": kind, "name": self.name, "session": self._session, **content}
+        seconds = {"heartbeat_seconds": self._timing.heartbeat_seconds}
+        message = {"kind": kind, "name": self.name, "session": self._session, **seconds, **content}
         return self._pool.request(message, wait_seconds)
 
 
@@ -124,7 +130,7 @@ class ConnectionPool:
         body = canonical(message)
         try:
             if self._recipient is not None:
-                with suppress(Unsigned):  # it has restarted and has another name
+                with suppress(WrongServer):  # it has restarted and has another name
                     return self._exchange(body, wait_seconds)
                 self._recipient = None
             return self._exchange(body, wait_seconds)
@@ -154,7 +160,12 @@ class ConnectionPool:
         if recipient is None:
             self.close()
             # The random name that the server drew at its start.
-            recipient = str(ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS).get("recipient"))
+            status = ask_status(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
+            if status.get("format") != FORMAT:
+                raise (CoordinatorRefuses if self.has_met else NotAdmitted)(
+                    f"islands.lighthouse: the lighthouse at {self._address} has {OTHER_FORMAT}"
+                )
+            recipient = str(status.get("recipient"))
             self._recipient, self.has_met = recipient, True
         with self._lock:
             if self._kept:
@@ -169,7 +180,7 @@ class ConnectionPool:
         peer.close()
 
     def _failure(self, error: Exception) -> Exception:
-        if not isinstance(error, Unsigned | RequestRejected):
+        if not isinstance(error, WrongServer | RequestRejected):
             return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
             return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")

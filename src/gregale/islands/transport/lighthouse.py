@@ -1,61 +1,49 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-Clients (`coordinator`) send signed requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
-answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
+Clients (`coordinator`) send requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
+answered at once. A view request waits in its thread for its view, or for the time after which the client repeats it.
+The TLS handshake refuses everybody else.
 """
 
 import secrets
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
+from gregale.islands.protocol.running_time import RunningTime
+from gregale.islands.protocol.wire import NO_ROUND, pack
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
-LONGEST_NAME, LONGEST_REASON, LONGEST_WAIT_SECONDS = 100, 300, 10**6
+BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
+LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
+OTHER_FORMAT = "another version of Gregale, with other messages: install the same one everywhere"
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
-@dataclass(frozen=True)
-class Quorum:
-    """The conditions for a view: see `protocol.membership`."""
-
-    minimum: int
-    join_seconds: float
-    heartbeat_seconds: float
-
-
-@dataclass(eq=False)
-class Waiting:
-    """The thread of a view request that waits for its answer."""
-
-    answered: threading.Event = field(default_factory=threading.Event)
-    reply: dict | bytes = field(default_factory=dict)
-
-
 class Lighthouse:
-    """A running coordinator. `address` is `host:port` for `CoordinatorClient`."""
+    """A running coordinator. `address` is `host:port` for `CoordinatorClient`.
 
-    def __init__(self, bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None]):
-        self._membership = Membership(
-            quorum.minimum, quorum.join_seconds, quorum.heartbeat_seconds, 1 + secrets.randbelow(FIRST_IDS)
-        )
-        self._news, self._say = News(quorum.heartbeat_seconds), say
+    Its clock stands still while this process is stopped: the silence of islands then is no silence of theirs.
+    """
+
+    def __init__(self, bind: str, token: bytes, say: Callable[[str], None]):
+        self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
+        self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(
-            bind, token, self._take, lambda: {"recipient": self._server.recipient}, say, key="bind", alias=ALIAS
-        )
+        self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
+        self._waiting: dict[Ask, Future[dict | bytes]] = {}
+        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -63,9 +51,12 @@ class Lighthouse:
         self._closed.set()
         self._server.close()
         with self._lock:
-            waiting = list(self._waiting.values())
-        for each in waiting:
-            each.answered.set()
+            for answer in self._waiting.values():
+                answer.set_result({})
+            self._waiting.clear()
+
+    def _status(self) -> dict:
+        return {"recipient": self._server.recipient, "format": FORMAT}
 
     def _take(self, message: dict) -> dict | bytes:
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
@@ -73,56 +64,56 @@ class Lighthouse:
             return self._ask(name, session, message)
         with self._lock:
             if message.get("kind") == "beat":
-                self._membership.beat(name, session, time.monotonic())
-                self._report(name, session, message)
+                self._beat(name, session, message)
             elif message.get("kind") == "leave":
                 self._membership.leave(name, session)
                 self._news.leave(name)
             else:
                 raise RequestRejected("unknown message")
             self._tick()
-        return {}
+            return {"held": self._membership.held(name)}
 
-    def _report(self, name: str, session: str, message: dict) -> None:
-        round, stalled = message.get("round"), text_of(message, "stalled", LONGEST_REASON)
-        if type(round) is int and self._membership.healthy.get(name) == session:
-            self._tell(self._news.report(name, round, stalled, time.monotonic()), self._say)
+    def _beat(self, name: str, session: str, message: dict) -> None:
+        round, stalled, now = message.get("round"), text_of(message, "stalled", LONGEST_REASON), self._time()
+        if type(round) is not int:
+            raise RequestRejected("a heartbeat has a round")
+        self._membership.beat(name, session, seconds_of(message, "heartbeat_seconds"), round > NO_ROUND, now)
+        if self._membership.healthy.get(name) == session:
+            self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
-        number, seconds, header = message.get("number"), message.get("seconds"), message.get("header")
-        if not (isinstance(number, int) and isinstance(seconds, int | float) and isinstance(header, dict)):
-            raise RequestRejected("a question has a number, a header and seconds")
-        if not 0 <= seconds <= LONGEST_WAIT_SECONDS:
-            raise RequestRejected(f"a question waits for at most {LONGEST_WAIT_SECONDS} seconds")
-        now, waiting = time.monotonic(), Waiting()
-        ask = Ask(name, session, number, {**header, "name": name}, now + seconds)
+        if message.get("format") != FORMAT:
+            return {"refused": f"it has {OTHER_FORMAT}"}
+        number, needed, header = message.get("number"), message.get("needed"), message.get("header")
+        if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
+            raise RequestRejected("a view request has a number, the needed members and a header")
+        hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
+        ask, answer = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Future()
         with self._lock:
-            self._waiting[ask] = waiting
-            self._membership.ask(ask, now)
-            round = header.get("round")
-            if type(round) is int and self._membership.healthy.get(name) == session:
-                self._tell(self._news.note(round, now), self._say)
-            self._tick()
-        waiting.answered.wait()
-        return waiting.reply
+            self._waiting[ask] = answer
+            self._membership.ask(ask, self._time())
+        self._asked.set()
+        with suppress(TimeoutError):
+            return answer.result(hold)
+        return {"held": True}
 
     def _tick(self) -> None:
         """Send the answers that are due, and print the resulting lines."""
-        now, refused = time.monotonic(), set[str]()
+        now, refused = self._time(), set[str]()
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
-            waiting = self._waiting.pop(answer.ask)
+            reply: dict | bytes = {"refused": answer.refused}
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
-                    replies[view] = canonical({"view": {"id": view.id, "headers": headers}})
-                waiting.reply = replies[view]
+                    replies[view] = canonical({"view": {"id": view.id, "headers": pack(headers)}})
+                reply = replies[view]
             elif answer.refused:
-                waiting.reply = {"refused": answer.refused}
                 refused.add(answer.ask.name)
-            waiting.answered.set()
+            self._waiting.pop(answer.ask).set_result(reply)
         self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
-        self._tell(self._news.changes(self._membership.healthy, now), self._say_change)
+        heartbeat_seconds = self._membership.heartbeat_seconds
+        self._tell(self._news.changes(self._membership.healthy, now, heartbeat_seconds), self._say_change)
         self._tell(self._news.stall(self._membership.pending, now), self._say)
 
     def _tell(self, lines: list[str], say: Callable[[str], None]) -> None:
@@ -130,12 +121,14 @@ class Lighthouse:
             say(line)
 
     def _run(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
+        while not self._closed.wait(BURST_SECONDS):
+            self._asked.wait(TICK_SECONDS)
+            self._asked.clear()
             with self._lock:
                 self._tick()
 
 
-def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
+def serve(bind: str, token: bytes, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
     """Start a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
 
     - `say`: receives the lines for its user
@@ -145,7 +138,7 @@ def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = 
     host, colon, port = bind.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 2**16):
         raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
-    return Lighthouse(bind, token, quorum, say)
+    return Lighthouse(bind, token, say)
 
 
 def text_of(message: dict, key: str, longest: int) -> str:
@@ -154,3 +147,11 @@ def text_of(message: dict, key: str, longest: int) -> str:
     if not isinstance(text, str) or len(text) > longest:
         raise RequestRejected(f"a message has {key!r}, a text of at most {longest} characters")
     return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def seconds_of(message: dict, key: str) -> float:
+    """Return a number of seconds of a message."""
+    seconds = message.get(key)
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_SECONDS:
+        raise RequestRejected(f"a message has {key!r}, at most {LONGEST_SECONDS} seconds")
+    return seconds

@@ -1,11 +1,12 @@
 """The connections of a server: limited in number and time, so that unidentified connections cost little.
 
-A connection is *unidentified* until it has sent a request with the token's signature. Unidentified connections use
+A connection is *unidentified* until its TLS handshake has shown the fleet's certificate. Unidentified connections use
 `MAX_UNIDENTIFIED` slots of their own, each for `IDLE_SECONDS`, and never take a slot of the fleet. When these slots are
 full, a new connection ends the oldest one of the address that has the most.
 """
 
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -14,10 +15,11 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from gregale.islands.transport.tls import shut
+
 IDLE_SECONDS = 10.0
 MAX_UNIDENTIFIED = 32
 MAX_IDENTIFIED = 2048
-CLOCKS_APART_SECONDS = 300.0
 LINES_AT_ONCE, SECONDS_PER_LINE = 4, 30.0
 
 
@@ -45,28 +47,10 @@ class RateLimitedLines:
         self._say(f"{line} ({dropped} other lines of this kind were left out)" if dropped else line)
 
 
-class Nonces:
-    """Nonces that were used; the time that clocks may differ bounds how long they are kept."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._taken: dict[str, float] = {}
-
-    def take(self, nonce: str) -> bool:
-        """Record a nonce; return whether it is new."""
-        now = time.monotonic()
-        with self._lock:
-            while self._taken and now - next(iter(self._taken.values())) > 2 * CLOCKS_APART_SECONDS:
-                del self._taken[next(iter(self._taken))]
-            if nonce in self._taken:
-                return False
-            self._taken[nonce] = now
-            return True
-
-
 class Listener(ThreadingHTTPServer):
     """A server with a thread for each connection, which closes connections without useful traffic in time.
 
+    - `tls`: of the fleet; the handler makes the handshake, in the thread of the connection
     - `complain`: receives a line for each rejected connection
     """
 
@@ -74,8 +58,8 @@ class Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: Any, complain: Callable[[str], None]):
-        self._complain, self._lock = complain, threading.Lock()
+    def __init__(self, address: tuple[str, int], handler: Any, tls: ssl.SSLContext, complain: Callable[[str], None]):
+        self._tls, self._complain, self._lock = tls, complain, threading.Lock()
         self._unidentified: dict[Any, tuple[str, float]] = {}  # address and deadline, the oldest first
         self._ended: set[Any] = set()  # unidentified ones that were ended, with threads that still run
         self._identified: dict[Any, float] = {}  # deadlines
@@ -88,6 +72,10 @@ class Listener(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_port = self.server_address[1]
 
+    def get_request(self) -> tuple[ssl.SSLSocket, Any]:
+        connection, address = super().get_request()
+        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a new connection; if no slot is free, end an unidentified connection."""
         with self._lock:
@@ -98,7 +86,7 @@ class Listener(ThreadingHTTPServer):
             if has_room:
                 self._unidentified[request] = client_address[0], time.monotonic() + IDLE_SECONDS
         if is_full:
-            self._complain(f"{client_address[0]} connects while {MAX_UNIDENTIFIED} connections have brought no request")
+            self._complain(f"{client_address[0]} connects while {MAX_UNIDENTIFIED} connections have no handshake")
         if has_room:
             super().process_request(request, client_address)
         else:
@@ -113,10 +101,8 @@ class Listener(ThreadingHTTPServer):
         shut(oldest)
 
     def admit(self, request: Any) -> bool:
-        """Give a connection with a signed request a slot; return whether there was one."""
+        """Give a connection of the fleet a slot; return whether there was one."""
         with self._lock:
-            if request in self._identified:
-                return True
             if self._unidentified.pop(request, None) is None or len(self._identified) >= MAX_IDENTIFIED:
                 return False
             self._identified[request] = time.monotonic() + IDLE_SECONDS
@@ -152,15 +138,11 @@ class Listener(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report an internal error; an `OSError` means that the client has gone."""
+        """Report a failed handshake or an internal error; any other `OSError` means that the client has gone."""
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            self._complain(
+                f"{client_address[0]} was refused: it has another token, or does not speak TLS ({error.reason})"
+            )
+        elif not isinstance(error, OSError):
             self._complain(f"{client_address[0]}: a request ended in {error!r}")
-
-
-def shut(request: Any) -> None:
-    """End a connection; its thread notices."""
-    try:
-        request.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # the peer closed it first

@@ -1,40 +1,34 @@
-"""The server of each host: serves its state to joiners, accepts small messages and returns its status. HTTP, signed.
+"""The server of each host: serves its state to joiners, accepts messages and streams, returns its status. HTTP in TLS.
 
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
 
-A request is signed over its recipient, method, path, time, single-use nonce and body hash. The server checks the
-signature before it reads the body; a wrong one gets an empty refusal. The recipient is the last part of `address`, a
-word that every server draws at its start. So no other server accepts a captured request, and the same one does not
-accept it twice, nor after a restart at the same port. A connection without a complete signed request within
-`IDLE_SECONDS` is closed (`listener`). Replies are signed over the request's nonce, or are chunks whose hashes are in a
-signed manifest. Nothing is encrypted.
+Only the fleet's members get through the TLS handshake (`tls`), within `IDLE_SECONDS` (`listener`). A request names its
+recipient: the last part of `address`, a word that every server draws at its start. So no server answers in the place
+of another, nor of one that had its port before.
 """
 
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
-from http.client import HTTPException
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from io import BufferedIOBase
-from typing import Any, cast
+from socket import socket
+from typing import Any
 
-from gregale.distributed.signing import canonical, digest, is_signed, sign
+from gregale.distributed.signing import canonical
 from gregale.errors import UserError
-from gregale.islands.transport.client import STATUS_PATH, RequestRejected
-from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
+from gregale.islands.transport.client import RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
+from gregale.islands.transport.listener import IDLE_SECONDS, Listener, RateLimitedLines
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
+from gregale.islands.transport.tls import tls_contexts
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
-LARGEST_HEAD_BYTES = 8 << 10
-LARGEST_VALUE_BYTES = 64 << 10
-MAX_VALUES = 4096
-KEPT_SECONDS = 120.0
+LONGEST_STREAM_WAIT_SECONDS = 120.0
 
 
 class Server:
@@ -49,6 +43,7 @@ class Server:
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
     - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
+    - `address`: HOST:PORT at which peers reach the server; default: `bind`
     """
 
     def __init__(
@@ -60,18 +55,20 @@ class Server:
         complain: Callable[[str], None] = lambda line: None,
         key: str = "islands.bind",
         alias: str | None = None,
+        address: str | None = None,
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
-        self.outer, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
-        self.nonces, self.complain = Nonces(), RateLimitedLines(complain)
+        self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
+        self.complain = RateLimitedLines(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
+        handler, tls = partial(Handler, owner=self), tls_contexts(token).server
         try:
-            self._http = Listener((self.host, int(port or 0)), partial(Handler, owner=self), self.complain)
+            self._http = Listener((self.host, int(port or 0)), handler, tls, self.complain)
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
-        self.address = f"{self.host}:{self.port}/{self.recipient}"
+        self.address = f"{address or f'{self.host}:{self.port}'}/{self.recipient}"
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
@@ -82,39 +79,22 @@ class Server:
         self._http.end_all()
 
 
-class Head:
-    """The header lines of a request, limited in total; the standard library's limit is 100 times 64 KiB."""
-
-    def __init__(self, stream: BufferedIOBase):
-        self._stream, self._left = stream, LARGEST_HEAD_BYTES
-
-    def readline(self, size: int) -> bytes:
-        """Return the next line; raise `HTTPException` when there are too many bytes."""
-        line = self._stream.readline(min(size, self._left))
-        self._left -= len(line)
-        if not self._left:
-            raise HTTPException("the headers are too large")
-        return line
-
-
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
     timeout = IDLE_SECONDS
     server: Listener
-    nonce = ""
 
     def __init__(self, request: Any, client_address: Any, listener: Listener, owner: Server):
         self.owner = owner
         super().__init__(request, client_address, listener)
 
-    def parse_request(self) -> bool:
-        """Parse a request as the parent does, with a limit on all headers together."""
-        whole, self.rfile = self.rfile, cast(BufferedIOBase, Head(self.rfile))
-        try:
-            return super().parse_request()
-        finally:
-            self.rfile = whole
+    def setup(self) -> None:
+        """Make the TLS handshake."""
+        super().setup()
+        self.connection.do_handshake()
+        if not self.server.admit(self.connection):
+            raise ConnectionAbortedError("the server has no free connection slot")
 
     def do_GET(self) -> None:
         self._answer(
@@ -127,51 +107,42 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def do_POST(self) -> None:
-        self._answer({"/message": self._message, "/store": self.owner.mailbox.post})
+        self._answer({"/message": self._message})
 
     def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
         try:
-            body = self._read_signed()
+            body = self._read_body()
+            if not self._is_recipient():
+                self._reply(HTTPStatus.MISDIRECTED_REQUEST, b"")
+                return
             if (self.command, self.path) == ("POST", "/pieces"):
                 self._send_chunks(body)
+                return
+            if (self.command, self.path) == ("POST", STREAM_PATH):
+                self._hand_over(body)
                 return
             if self.path not in routes:
                 raise RequestRejected("there is nothing at this path")
             reply = routes[self.path](body)
         except RequestRejected as refusal:
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
-            self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
+            self._reply(HTTPStatus.FORBIDDEN, canonical({"refused": str(refusal)}))
         else:
-            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
+            self._reply(HTTPStatus.OK, reply if isinstance(reply, bytes) else canonical(reply))
         self.server.set_deadline(self.connection, IDLE_SECONDS)
 
-    def _read_signed(self) -> bytes:
-        """Return the body of a request with the token's signature; raise RequestRejected."""
-        owner, header, self.nonce = self.owner, self.headers.get, ""
-        is_last, self.close_connection = self.close_connection, True  # until the request has passed all checks
-        nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
-        signed = (self.command, self.path, moment, nonce, hashed)
-        names = (owner.recipient, owner.alias) if owner.alias and self.path == STATUS_PATH else (owner.recipient,)
-        signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
-        if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
-            raise RequestRejected(
-                "its signature is missing or wrong: it has another token, or was meant for another server"
-            )
-        if not self.server.admit(self.connection):
-            raise RequestRejected("the server has no free connection slot")
-        self.nonce = nonce
-        apart = abs(time.time() - float(moment))
-        if apart > CLOCKS_APART_SECONDS:
-            raise RequestRejected(f"its clock is {apart:.0f} s away from this one: set them right")
-        if not owner.nonces.take(nonce):
-            raise RequestRejected("this request was already used")
-        length = header("Content-Length", "0")
+    def _is_recipient(self) -> bool:
+        recipient, owner = self.headers[RECIPIENT], self.owner
+        return recipient == owner.recipient or (recipient == owner.alias is not None and self.path == STATUS_PATH)
+
+    def _read_body(self) -> bytes:
+        length = self.headers.get("Content-Length", "0")
         if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
+            self.close_connection = True
             raise RequestRejected(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
         body = self.rfile.read(int(length))
-        if digest(body) != hashed:
-            raise RequestRejected("its body is not the one that was signed")
-        self.close_connection = is_last
+        if len(body) < int(length):
+            raise ConnectionResetError
         return body
 
     def _manifest(self, store: SnapshotStore, wait_seconds: float) -> dict:
@@ -211,72 +182,58 @@ class Handler(BaseHTTPRequestHandler):
             self._send_all(bytes_of(arrays[name])[start:stop])
         self.server.set_deadline(self.connection, IDLE_SECONDS)
 
+    def _hand_over(self, body: bytes) -> None:
+        """Give the connection to a group, for the messages of one member, and return when the group ends."""
+        greeting = json.loads(body)
+        seconds = min(float(greeting["seconds"]), LONGEST_STREAM_WAIT_SECONDS)
+        self.server.set_deadline(self.connection, seconds + IDLE_SECONDS)
+        receive = self.owner.groups.find(greeting["group"], seconds)
+        if receive is None:
+            raise RequestRejected("the group has not come together here")
+        self._reply(HTTPStatus.OK, b"{}")
+        self.close_connection = True
+        self.server.set_deadline(self.connection, float("inf"))
+        self.connection.settimeout(None)
+        receive(greeting["rank"], self.connection)
+
     def _send_all(self, content: bytes | memoryview) -> None:
         for offset in range(0, len(content), SEND_BYTES):
             self.server.set_deadline(self.connection, 2 * IDLE_SECONDS)
             self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:
-        # A client without a valid signature gets no signature, because there is no nonce, and no information.
         self.send_response_only(code)
         self.send_header("Content-Length", str(len(body)))
-        if self.nonce:
-            proof = sign(self.owner.token, b"reply", self.nonce.encode(), str(code).encode(), body)
-            self.send_header("X-Signature", proof)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
         self._send_all(body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Reject a request that is not HTTP; the standard library calls this."""
-        self.close_connection = True
-        self.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
-
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
-class Mailbox:
-    """A limited number of values by (group, key); a thread that waits for one wakes when it arrives."""
+Receive = Callable[[int, socket], None]
+
+
+class Groups:
+    """The groups of this host by key: `receive(rank, stream)` of each takes the streams that its members open."""
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._values: dict[tuple[str, str], tuple[float, bytes]] = {}
-        self._cancelled: set[str] = set()
+        self._receivers: dict[str, Receive] = {}
 
-    def post(self, body: bytes) -> dict:
-        """Store a peer's value: JSON with group, key and the value as hexadecimal digits."""
-        posted = json.loads(body)
-        self.put(posted["group"], posted["key"], bytes.fromhex(posted["value"]))
-        return {}
-
-    def put(self, group: str, key: str, value: bytes) -> None:
+    def add(self, key: str, receive: Receive) -> None:
         with self._changed:
-            oldest = time.monotonic() - KEPT_SECONDS
-            self._values = {name: kept for name, kept in self._values.items() if kept[0] > oldest}
-            if len(value) > LARGEST_VALUE_BYTES or len(self._values) >= MAX_VALUES:
-                raise RequestRejected("there is no room for this value")
-            self._values[group, key] = time.monotonic(), value
+            self._receivers[key] = receive
             self._changed.notify_all()
 
-    def get(self, group: str, key: str, timeout_seconds: float) -> bytes | None:
-        """Return the value; wait for it. None after the timeout, or if the group is cancelled."""
+    def find(self, key: str, seconds: float) -> Receive | None:
+        """Return the receiver of a group; wait for it."""
         with self._changed:
-            self._changed.wait_for(lambda: (group, key) in self._values or group in self._cancelled, timeout_seconds)
-            kept = None if group in self._cancelled else self._values.get((group, key))
-            return None if kept is None else kept[1]
+            self._changed.wait_for(lambda: key in self._receivers, seconds)
+            return self._receivers.get(key)
 
-    def cancel(self, group: str) -> None:
-        """Cancel all waits for this group's values, until `forget`."""
+    def remove(self, key: str) -> None:
         with self._changed:
-            self._cancelled.add(group)
-            self._changed.notify_all()
-
-    def is_cancelled(self, group: str) -> bool:
-        return group in self._cancelled
-
-    def forget(self, group: str) -> None:
-        with self._changed:
-            self._cancelled.discard(group)
-            self._values = {name: kept for name, kept in self._values.items() if name[0] != group}
+            self._receivers.pop(key, None)

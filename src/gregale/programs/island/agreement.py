@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from gregale.data.preparation import Corpus
-from gregale.distributed.agreement import to_text
+from gregale.distributed.agreement import format_term, to_text
 from gregale.islands.protocol.ledger import digest_of
+from gregale.islands.protocol.settings import timing_of
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
@@ -16,7 +17,7 @@ MUST_AGREE = (
     "batch.sequence_length",
     *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
     *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
-    "islands.outlier_factor",
+    *("islands.outlier_factor", "islands.network"),
 )
 
 
@@ -26,9 +27,11 @@ def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
     - `shards`: `shards_of` of each of the island's hosts
     """
     hosts = {"the number of an island's hosts": str(len(shards))}
+    seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
     settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
     text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
-    return to_text(hosts | settings | text | {"the digest of the shapes of the mesh's shards": digest_of(list(shards))})
+    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    return to_text(hosts | settings | seconds | text | shapes)
 
 
 def shards_of(outer: HostOuter) -> str:

@@ -142,7 +142,7 @@ def train(
 ) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
     config = setup.config
-    before = run.read_config() if run.config.is_file() else None
+    before = run.saved_config()
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
         console.message(note)
     start = starting_point(setup, before, checkpoints, corpus)
@@ -202,7 +202,14 @@ def join(
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
-    server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
+    server = Server(
+        islands.bind,
+        token,
+        status.on_message,
+        status.status,
+        lambda line: say(f"refused: {line}"),
+        address=islands.address,
+    )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
         record = run_on_all(lambda: restore(outer, folder, saved["round"]))
@@ -241,9 +248,7 @@ def join(
     rounds = lines_at(run.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
-        coordinator=CoordinatorClient(
-            str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session
-        ),
+        coordinator=CoordinatorClient(str(islands.lighthouse), islands.own_name, token, timing, session),
         worker=hosts,
         leases=DataLeases(islands.own_name, holder, config.batch.size, used),
         pace=pace,

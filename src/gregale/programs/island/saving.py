@@ -2,6 +2,8 @@
 
 import math
 
+from gregale.checkpoint.finite import not_finite
+from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.errors import UserError
@@ -45,6 +47,9 @@ class IslandSaving(Saving):
         outer, moment = resources.controller.side
         if outer is None or pause.step == 0:
             return {}
+        is_broken = not island.ended and not_finite(pause.state.method)
+        if is_broken and first_message("it has peers" if resources.controller.diverged() else None):
+            return {}  # the next command replaces the state on all hosts
 
         def save_outer() -> None:
             outer_checkpoint.keep_only(resources.folder, rounds_of(self._checkpoints) | {outer.round})

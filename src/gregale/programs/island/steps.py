@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
+from gregale.checkpoint.finite import not_finite
 from gregale.communication import shards
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
@@ -63,6 +64,7 @@ class IslandSteps(Steps):
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
         self.state, self.step, self.batches = start.state, start.step, 0
+        self._report: StepReport | None = None  # of the newest step with these parameters
         self.arrived: int | None = None
         self.save_offset = 0.0
         self._is_leaving = False
@@ -94,12 +96,23 @@ class IslandSteps(Steps):
         return None
 
     def take(self, batch: Batch) -> StepReport:
-        self.step += 1
-        self.state, report = self._take(self.state, batch, self.step)
-        self._seen = _add(self._seen, report.metrics.weight)
+        self.step, before = self.step + 1, self._report
+        self.state, self._report = self._take(self.state, batch, self.step)
+        self._seen = _add(self._seen, self._report.metrics.weight)
         self.batches += 1
         self._controller.stepped()
-        return report
+        if before is not None:  # read one step late, as the log does, so that a step is queued on the device
+            self._check(before)
+        return self._report
+
+    def _check(self, report: StepReport) -> None:
+        """Report a divergence after a skipped step: a state that is not finite, or a second skipped step in a row.
+
+        A single skipped step changes nothing, and a finite state may be right for the next batch.
+        """
+        in_a_row = int(report.skipped_in_a_row)
+        if in_a_row > 1 or (in_a_row and not_finite(self.state.method)):
+            self._controller.diverged()
 
     def between(self, starved: bool = False) -> None:
         """Execute the pending commands; after `Finish` there are no more steps.
@@ -115,8 +128,8 @@ class IslandSteps(Steps):
                     self.state = self._arrive(self.state, number, weight)
                 case LoadOuterState(number, inherits):
                     inner = self._controller.inherited() if inherits else None
-                    self.state = self._taken_over(self._with_outer_parameters(self.state), inner)
-                    self._seen, self._errors = jnp.zeros_like(self._seen), {}
+                    self.state = self._with_outer_parameters(self.state, inner)
+                    self._seen, self._errors, self._report = jnp.zeros_like(self._seen), {}, None
                     self.arrived = number - 1
                 case CopyInnerState():
                     self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
@@ -131,26 +144,19 @@ class IslandSteps(Steps):
     def __exit__(self, *_: object) -> None:
         self._examples.close()
 
-    def _with_outer_parameters(self, state: TrainState) -> TrainState:
-        """Return the state with the outer parameters in place of its own."""
+    def _with_outer_parameters(self, state: TrainState, inner: InnerOptimizerState | None = None) -> TrainState:
+        """Return the state with the outer parameters, a peer's inner optimizer and step if given, and all finite."""
         for index in range(self._island.schedule.fragments):
             state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
-        return state
+        if inner is not None:
+            self.step, psdp = inner.step, taken_over(state.method.psdp, inner.arrays)
+            step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
+            state = state._replace(step=step, method=state.method._replace(psdp=psdp))
+        return state._replace(method=without_nonfinite(state.method))
 
     def seen(self) -> list[float]:
         """Return the tokens by fragment since this island last contributed to it; wait for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
-
-    def _taken_over(self, state: TrainState, inner: InnerOptimizerState | None) -> TrainState:
-        """Return the state with a peer's inner optimizer and step count, or with its own optimizer, made finite."""
-        if inner is None:
-            psdp = state.method.psdp
-            sharded, gathered = without_nonfinite((psdp.sharded, psdp.gathered))
-            return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
-        self.step = inner.step
-        psdp = taken_over(state.method.psdp, inner.arrays)
-        step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
-        return state._replace(step=step, method=state.method._replace(psdp=psdp))
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
@@ -165,11 +171,13 @@ class IslandSteps(Steps):
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         self.arrived = number
+        is_of_state = number in self._errors  # otherwise the state was replaced after the message had departed
         error = self._errors.pop(number, None)
         if weight == 0:  # it did not contribute, so it keeps its own parameters
             return state
         index = self._island.schedule.round_fragment(number)
-        self._seen = self._seen.at[index].add(-weight)
+        if is_of_state:
+            self._seen = self._seen.at[index].add(-weight)
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
     def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
@@ -183,13 +191,13 @@ def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) ->
 
 
 @partial(jax.jit, donate_argnums=0)
-def without_nonfinite(optimizer: Tree) -> Tree:
-    """Return an optimizer's state with 0 in place of values that are not finite, after a divergence."""
+def without_nonfinite(state: Tree) -> Tree:
+    """Return a state with 0 in place of values that are not finite, after a divergence."""
 
     def finite(array: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(array), array, 0) if jnp.issubdtype(array.dtype, jnp.inexact) else array
 
-    return jax.tree.map(finite, optimizer)
+    return jax.tree.map(finite, state)
 
 
 @jax.jit

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.islands.protocol.settings import timing_of
 from gregale.programs.command import Command
 from gregale.programs.local_fleet.processes import Member, claimed, end, end_of, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
@@ -98,7 +97,7 @@ class Fleet:
 
     def _start(self) -> None:
         output = self._folder / "lighthouse.log"
-        self._lighthouse, address = start_lighthouse(self._token, timing_of(self._islands), output)
+        self._lighthouse, address = start_lighthouse(self._token, output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]

@@ -15,7 +15,6 @@ from pathlib import Path
 from gregale.atomic_files import LockHeld, locked
 from gregale.distributed.parent_death import end_with_parent
 from gregale.errors import Busy, UserError
-from gregale.islands.protocol.settings import Timing
 from gregale.storage import StoragePath
 
 GREGALE = (sys.executable, "-m", "gregale")
@@ -59,12 +58,10 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen:
         )
 
 
-def start_lighthouse(token: Path, timing: Timing, output: Path) -> tuple[subprocess.Popen, str]:
+def start_lighthouse(token: Path, output: Path) -> tuple[subprocess.Popen, str]:
     """Start the coordinator; return its process and address once it listens. Raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
-    seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
-    command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
-    process = start(command, output)
+    process = start(["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token)], output)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         if found := _LISTENS.search(output.read_bytes()):

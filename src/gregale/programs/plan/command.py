@@ -21,7 +21,6 @@ from gregale.streams import say_beside
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
-WIDTH = 110  # width of tables without a terminal
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        print_report(report, console_for_tables())
+        print_report(report, Console())
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
 
 
@@ -90,13 +89,8 @@ def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Tar
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        print_search(report, console_for_tables())
+        print_search(report, Console())
     return found.best is not None
-
-
-def console_for_tables() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def tokens_of(config: TrainConfig) -> int:

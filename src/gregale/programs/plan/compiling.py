@@ -16,6 +16,7 @@ import jax
 
 from gregale.audit.memory import CompilerMemory, compiler_memory
 from gregale.errors import UserError
+from gregale.formatting import listed
 from gregale.programs.plan.devices import Target
 
 # Suffixes of the files that the TPU compiler writes with `DUMPED`, in this order; then it generates code.
@@ -86,9 +87,7 @@ def largest_buffers(report: str) -> list[tuple[int, str]]:
     """Return bytes and shapes of the largest buffers in the compiler's memory report."""
     found = []
     for amount, unit, shapes in _BUFFER.findall(report.partition("Memory Space: vmem")[0])[:SHOWN_BUFFERS]:
-        listed = re.split(r", (?![^(]*\))", shapes)
-        more = f" and {len(listed) - SHOWN_SHAPES} more" if len(listed) > SHOWN_SHAPES else ""
-        found.append((_bytes(amount, unit), ", ".join(listed[:SHOWN_SHAPES]) + more))
+        found.append((_bytes(amount, unit), listed(re.split(r", (?![^(]*\))", shapes), SHOWN_SHAPES)))
     return found
 
 

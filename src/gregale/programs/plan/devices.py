@@ -19,8 +19,14 @@ from gregale.runs.config import TrainConfig
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
 KNOWN = ", ".join(family for family in (*CHIP_OF_TOPOLOGY, *GPUS) if family != "v5litepod")
-# Without a TPU there is no metadata server, and no chip that another process could hold.
-WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+# Without a TPU there is no metadata server, and no chip that another process could hold. Without a type and a host the
+# compiler logs errors; it takes both from the topology, whatever they are.
+WITHOUT_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Remedy:
     gives more. For several keys together, which change most of the program, it is the closed form.
     """
 
-    change: str  # the keys to set
+    change: str  # options of the command
     peak_bytes: int  # on a device, of the largest program
     fits: bool  # whether it is within the chip's memory
     step_time: float  # of the roofline without overlap, as a multiple of the present one
@@ -87,7 +87,7 @@ def _values(setup: Setup, key: Key) -> Changes:
     for value in key.values(setup):
         if value != now[key.name] and value not in TO_HOST:
             with suppress(UserError):
-                yield f"{key.name}: {value}", changed_setup(setup, now.changed(key.name, value))
+                yield flags({key.name: value}), changed_setup(setup, now.changed(key.name, value))
 
 
 def _mesh(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
@@ -97,8 +97,8 @@ def _mesh(setup: Setup) -> Iterator[tuple[str, TrainConfig]]:
         factor = 2
         while factor <= sizes[source] and sizes[source] % factor == 0:
             moved = {**sizes, source: sizes[source] // factor, to: sizes[to] * factor}
-            text = ", ".join(f"mesh.{axis}: {moved[axis]}" for axis in (source, to))
-            yield text, replace(setup.config, mesh=replace(setup.config.mesh, **moved))
+            mesh = replace(setup.config.mesh, **moved)
+            yield flags({f"mesh.{axis}": moved[axis] for axis in (source, to)}), replace(setup.config, mesh=mesh)
             factor *= 2
 
 
@@ -154,12 +154,17 @@ def _remedy(plan: Plan, change: str, peak: int, step_time: float, config: TrainC
 
 
 def _changed_keys(now: Setup, then: Setup) -> str:
-    """Return the keys in which two setups differ, with the second one's values."""
+    """Return the options that change the first setup into the second."""
     before, after = (
         {f"mesh.{axis}": size for axis, size in each.layout.mesh.shape.items()} | dict(candidate_of(each).settings)
         for each in (now, then)
     )
-    return ", ".join(f"{key}: {value}" for key, value in after.items() if value != before.get(key))
+    return flags({key: value for key, value in after.items() if value != before.get(key)})
+
+
+def flags(settings: dict[str, Any]) -> str:
+    """Return settings by key as options of a command, such as `--mesh.data 4 --mesh.model 2`."""
+    return " ".join(f"--{key} {value}" for key, value in settings.items())
 
 
 def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:

@@ -114,7 +114,7 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
 
 
 def print_remedies(remedies: list[dict[str, Any]], memory: int, console: Console) -> None:
-    """Print each remedy with its effect; `memory` are the bytes of a device for programs."""
+    """Print each remedy after its effect; `memory` are the bytes of a device for programs."""
     if remedies:
         console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
@@ -123,7 +123,7 @@ def print_remedies(remedies: list[dict[str, Any]], memory: int, console: Console
             fits = f"uncertain ({size(low)} to {size(high)})"
         by = " (compiled)" if remedy["compiled"] else ""
         effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
-        console.print(f"  {remedy['change']}: {effect}")
+        console.print(f"  {effect}: {remedy['change']}")
 
 
 def _collectives(name: str, collectives: list[dict[str, Any]], console: Console) -> None:

@@ -37,8 +37,10 @@ class Measure:
         return [self._cell(value, value is not None and value == best) for value in values]
 
     def _cell(self, value: float | None, is_best: bool) -> object:
-        text = format_quantity(value, self.unit) if value is None or not self.loss else f"{value:.4f}"
-        return element("span", text, class_="best", title="the best") if is_best else text
+        if value is None:
+            return NONE
+        text, mark = f"{value:.4f}" if self.loss else format_quantity(value, self.unit), "best" if is_best else None
+        return element("data", text, value=value, class_=mark, title=mark)
 
 
 def reduced(name: str, fold: Callable[[np.ndarray], float]) -> Value:
@@ -160,7 +162,7 @@ def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool
         for index, run in enumerate(runs)
     ]
     headings = ["run", *(["method"] if methods else []), *(measure.heading for measure in measures)]
-    return table(headings, rows, numbers=True, label="runs")
+    return table([element("button", each, type="button") for each in headings], rows, "numbers runs", label="runs")
 
 
 def _step_at(run: ReportRun, axis: str, point: float) -> float | None:

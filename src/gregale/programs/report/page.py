@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from gregale.formatting import listed
 from gregale.programs.report import comparison, run_panels
 from gregale.programs.report.metric_charts import groups_of, silent, without_number
 from gregale.programs.report.runs import ReportRun, axes_of, shown
@@ -27,7 +28,7 @@ def report_page(
     - `live_seconds`: as for `Page`
     """
     runs = shown(histories)
-    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.label for run in runs)}"
+    title = runs[0].label if len(runs) == 1 else f"{len(runs):,} runs: {listed([run.label for run in runs])}"
     about = f"Written by gregale, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M:%S UTC')}."
     page = Page(title, about, [run.on_page for run in runs], axes_of(runs), live_seconds)
     page.add(notice(*notes, *problems_of(runs)))

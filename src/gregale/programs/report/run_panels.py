@@ -109,7 +109,7 @@ def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     )
     return element(
         "div",
-        table(["", "plan", "measured, median", "measured / plan"], rows, numbers=True, label="plan beside run"),
+        table(["", "plan", "measured, median", "measured / plan"], rows, kinds="numbers", label="plan beside run"),
         element("p", f"Of the run {run.label}; {on}.", class_="help"),
     )
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from gregale.checkpoint.multihost import messages_of_all
-from gregale.data.special import taken_as_text
+from gregale.data.special import counter_of_names, taken_as_text
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
@@ -100,7 +100,7 @@ def evaluation_on(
     Also report the names of special tokens that the tasks have as plain text.
     """
     texts = ["".join(pair) for task in tasks for question in task.questions for pair in question.pairs]
-    if note := taken_as_text(texts, tokenizer, "texts of the tasks"):
+    if note := taken_as_text(counter_of_names(tokenizer)(texts), "the tasks", "parse_special"):
         report(note)
     evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
     for task in tasks:

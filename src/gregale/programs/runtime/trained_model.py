@@ -14,11 +14,11 @@ from gregale.axes.layout import BATCH, is_named
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.checkpoint.store import Checkpoints
-from gregale.data.tokenizers import load_tokenizer
+from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
-from gregale.huggingface.folder import open_folder
+from gregale.huggingface.folder import BESIDE, WEIGHTS, check_files, open_folder
 from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
@@ -41,7 +41,10 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    return RunDirectory(run_paths.find_run(name).path)
+    """Return the named run; raise `UserError` if there is none, or if a file of its model is a link out of it."""
+    run = RunDirectory(run_paths.find_run(name).path)
+    check_files(run.path, (SAVED_NAME, *(f"{run.huggingface.name}/{file}" for file in (*BESIDE, WEIGHTS))))
+    return run
 
 
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:

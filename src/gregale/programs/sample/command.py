@@ -8,7 +8,7 @@ from typing import TextIO, cast
 
 from gregale.axes.layout import BATCH
 from gregale.axes.mesh import MeshConfig
-from gregale.data.special import taken_as_text
+from gregale.data.special import counter_of_names, taken_as_text
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
@@ -77,7 +77,8 @@ def main(options: SampleOptions) -> int:
     context = context_of(run)
     for each, prompt in zip(requests, prompts, strict=True):
         check_length(each.source, len(prompt.tokens), context)
-    if note := taken_as_text([each.prompt for each in requests], form.tokenizer, "prompts"):
+    found = counter_of_names(form.tokenizer)(each.prompt for each in requests)
+    if note := taken_as_text(found, "the prompts", "parse_special"):
         say_beside(note)
     if options.prompts is None:
         counts = [show(options, form, prompts[0])]

@@ -88,7 +88,6 @@ class Watching:
 def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watching: Watching) -> int:
     """Check the configuration, prepare the data, take the run's lock and train."""
     if not fresh:
-        run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
@@ -164,7 +163,7 @@ def train(
 ) -> int:
     """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
-    before = run.read_config() if run.config.is_file() else None
+    before = run.saved_config()
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
         console.message(note)
     start = starting_point(setup, before, checkpoints, corpus)

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from gregale.checkpoint.finite import listed, not_finite
+from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
+from gregale.formatting import listed
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.inspection import Inspection

@@ -122,7 +122,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
     config = setup.config
     origin = origin_of(config)
     theirs = origin.read_config()
-    if load_tokenizer(origin.path).fingerprint != tokenizer.fingerprint:
+    if load_tokenizer(origin.path).parsing_special().fingerprint != tokenizer.parsing_special().fingerprint:
         raise UserError(
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "
             f"`data.tokenizer` of {origin.config}."

@@ -71,7 +71,7 @@ class StepLog:
 
     def restart(self) -> None:
         """Restart the measurement of the step rate, which excludes time outside steps."""
-        self._rate = Rate(time.monotonic(), self.done)
+        self._rate = Rate(time.monotonic())
 
     def took(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
         """Queue the report of a started step; log inspected steps always."""
@@ -88,7 +88,7 @@ class StepLog:
         config = self._setup.config
         with self._observers.progress.waiting():
             report = jax.device_get(report)
-        self._rate.completed(step, config.batch.tokens, time.monotonic())
+        self._rate.completed(config.batch.tokens, time.monotonic())
         self.done = step
         self._outer = report.metrics.outer or self._outer
         self.skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
@@ -120,7 +120,8 @@ def measured(report: StepReport) -> dict[str, float]:
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
     total = weights.sum()
-    values = {"loss": float((losses * weights).sum() / total if total else np.nan), "grad_norm": float(norms.mean())}
+    loss = np.sum(losses * weights, where=weights > 0) / total if total else np.nan
+    values = {"loss": float(loss), "grad_norm": float(norms.mean())}
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
         values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}

@@ -49,12 +49,16 @@ class RunStatus:
 
 
 def seconds_a_step(metrics: Figures) -> float | None:
-    """Return the recent time per step since the newest start, which includes evaluations and checkpoints."""
+    """Return the recent time per step, which includes evaluations and checkpoints.
+
+    It is that since the newest start, or since an island took over the step count of a peer.
+    """
     elapsed = metrics.get("elapsed_seconds")
     if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
-        falls = (values[1:] < values[:-1]).nonzero()[0]  # each start begins at 0
-        first = falls[-1] + 1 if len(falls) else 0
+        gaps = np.diff(steps)
+        breaks = ((np.diff(values) < 0) | (gaps > 2 * np.median(gaps))).nonzero()[0]  # each start begins at 0
+        first = breaks[-1] + 1 if len(breaks) else 0
         if steps[-1] > steps[first]:
             return float((values[-1] - values[first]) / (steps[-1] - steps[first]))
     seconds = metrics.get("step_seconds")
