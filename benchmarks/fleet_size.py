@@ -112,7 +112,7 @@ class Fleet:
             if isinstance(event, m.ViewFailed):
                 self.failed += 1
                 self._handle(number, event)
-                self._handle(number, m.Tick(time.monotonic() + TIMING.retry_seconds))
+                self._handle(number, m.Tick(self._members[number].next_tick()))
             else:
                 seen[number] = event
                 self.member_seconds += seconds

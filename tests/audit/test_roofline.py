@@ -8,6 +8,7 @@ from gregale.audit.chips import chip
 from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
 from gregale.model.execution import execution
 from gregale.programs.plan.shapes import abstract_batch, step_shape
+from gregale.runs.config import BatchConfig
 from tests.audit.steps import flops_of, small_setup, small_step
 
 WORK = Work(model_flops=3e12, flops=4e12, memory_bytes=1e9, link_bytes={"inside slice": 2e9, "between slices": 1e8})
@@ -95,8 +96,8 @@ def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, nor
         assert more_traced - traced == pytest.approx(more_counted - counted, rel=0.02, abs=0.01 * traced), remat
 
 
-def traced_loss(setup):
-    run = execution(setup.config.compute, setup.layout, setup.config.model)
+def traced_loss(setup, **changes):
+    run = replace(execution(setup.config.compute, setup.layout, setup.config.model), **changes)
 
     def loss(model, batch):
         return model.loss(batch, run)[0]
@@ -127,7 +128,8 @@ def test_what_goes_to_the_host_crosses_its_link_twice():
 
 
 def test_a_kernel_leaves_out_what_the_mask_hides():
-    step = replace(small_step((1, 1, 1), compute={"remat": "none"}), scores=False)
+    compute = {"remat": "none", "loss_block": 512}  # no padding of the loss
+    step = replace(small_step((1, 1, 1), compute=compute), scores=False)
     pairs = 2 * 2 * 3 * 32 * 32 * 16  # two products of 2 FLOPs, three layers, heads of 32 together, tokens of a step
     counted = work_of(step, 0, {})
     assert counted.model_flops - counted.flops == pytest.approx(pairs * (3 - 3.5) * (1 + 16) / 2)
@@ -135,7 +137,7 @@ def test_a_kernel_leaves_out_what_the_mask_hides():
     windowed = work_of(replace(step, windows=(4,)), 0, {})
     assert counted.flops - windowed.flops == pytest.approx(pairs * 3.5 * (8.5 - (1 + 2 + 3 + 4 * 13) / 16))
     assert work_of(replace(step, windows=(99,)), 0, {}).flops == counted.flops
-    mixed = small_step((1, 1, 1), compute={"remat": "none"}, model={"sliding_window": 4, "full_layers": (2,)})
+    mixed = small_step((1, 1, 1), compute=compute, model={"sliding_window": 4, "full_layers": (2,)})
     mixed = work_of(replace(mixed, scores=False), 0, {})
     assert counted.flops - mixed.flops == pytest.approx(2 / 3 * (counted.flops - windowed.flops)), "two of three layers"
 
@@ -154,3 +156,16 @@ def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
     assert flops_of(traced_loss(setup)) == pytest.approx(counted * tokens, rel=0.01)
     tied = small_setup((1, 1, 1), 1, model={"layers": 2, "tied_head": True})
     assert model_flops_per_token(step_shape(tied), full=True) == counted, "a tied table is multiplied, too"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("hidden", [1152, 1536, 1600, 2304, 2560])
+def test_the_losss_padding_is_counted(hidden, fused):
+    """At widths whose groups are no powers of two, 20,000 tokens on a device; the head has nearly all products."""
+    model = {"layers": 1, "hidden": hidden, "vocabulary": 100_000}
+    compute = {"dtype": "bfloat16", "loss_block": 1024, "remat": "none", "autodiff_rules": "plain"}
+    setup = small_setup((1, 1, 1), 1, compute, model, {"batch": BatchConfig(200, 100)})
+    step = replace(step_shape(setup), fuses_logits=fused)
+    counted = work_of(step, 0, {})
+    assert counted.flops == pytest.approx(flops_of(traced_loss(setup, fused_logits=fused)), rel=0.002)
+    assert counted.flops < 1.04 * counted.full_flops

@@ -1,5 +1,7 @@
 """Stacks of several kinds: cut into stretches, scanned as a plain loop over the layers computes."""
 
+from dataclasses import replace
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -64,3 +66,31 @@ def test_scanned_layers_equal_a_loop(kinds, remat, unroll):
     )
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), found, expected)
     assert "cond" not in str(jax.make_jaxpr(scanned)(weights, x))
+
+
+def recomputed(jaxpr) -> list[bool]:
+    """Whether each recomputation in a traced gradient waits for the gradient that it is for."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith(("remat", "checkpoint")) and equation.params["differentiated"]:
+            found.append(all(equation.params["prevent_cse"]))
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            found += recomputed(inner)
+    return found
+
+
+@pytest.mark.parametrize("remat", sorted(set(REMAT) - {"none"}))
+@pytest.mark.parametrize(("kinds", "first", "layers"), [(GEMMA_3, 0, 7), ((0,) * 8, 0, 1), ((0,) * 8, 1, 2)])
+def test_layers_are_differentiated_one_by_one(kinds, first, layers, remat):
+    """No layer is computed again before its gradient is there, nor while the products of a later one wait."""
+    weights = hax.ones((Axis(LAYERS, len(kinds)), Axis("embed", 3)))
+    run = replace(one_device(remat=remat), first_layers=first)
+
+    def loss(weights, x):
+        x, _ = run.scan_layers(lambda x, weight, kind: (hax.tanh(x * weight + kind), None), kinds, x, weights)
+        return hax.sum(x).scalar()
+
+    traced = jax.make_jaxpr(jax.grad(loss))(weights, hax.ones(Axis("embed", 3)))
+    assert recomputed(traced.jaxpr) == [True] * layers
+    together = {GEMMA_3: 6 + 1}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and between the stretches
+    assert str(traced).count("optimization_barrier") == together

@@ -213,12 +213,12 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
     apart = backend.adds_at_end and step.microbatches > 1
     own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
-    return narrow + own + unsummed_head(step, backend)
+    return narrow + own + unsummed_head(step)
 
 
-def unsummed_head(step: StepShape, backend: Backend) -> int:
+def unsummed_head(step: StepShape) -> int:
     """Return the bytes of the head's complete gradient, which exists until its sum over devices is done."""
-    width = FLOAT32 if step.loss_blocks(backend).groups > 1 and step.microbatches > 1 else step.compute_bytes
+    width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
     return width * step.embed * step.vocabulary if step.sums_behind else 0
 
 
@@ -230,15 +230,15 @@ def loss_bytes(step: StepShape, backend: Backend) -> int:
     gradients of a single group whose rows do not fill whole lanes. One that fuses logits has none of them in float32,
     copies a single group always, and beside the table has the gradient, which the last group writes.
     """
-    blocks, head, hidden = step.loss_blocks(backend), step.embed * step.vocabulary, step.tokens * step.embed
+    blocks, head, hidden = step.loss_blocks, step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
     gathered = 0 if step.per_step or backend.hoists_gathers else step.compute_bytes
     table = FLOAT32 if blocks.groups > 1 else 0
     tied = sum(map(has_vocabulary, step.single())) == 1
-    if step.fuses_logits(backend):
+    if step.fuses_logits:
         arrays = 0
     elif table and backend.fuses_softmax and not tied and step.microbatches == 1:
         table -= sent
-    copies = 2 if blocks.groups == 1 and (step.vocabulary % backend.lanes or step.fuses_logits(backend)) else 1
+    copies = 2 if blocks.groups == 1 and (step.vocabulary % backend.lanes or step.fuses_logits) else 1
     logits = FLOAT32 * arrays * blocks.block * step.vocabulary + copies * sent * blocks.group * step.vocabulary
     return logits + FLOAT32 * 2 * hidden + (table + sent + gathered) * head

@@ -94,7 +94,7 @@ def _iteration(step: StepShape, pipeline: PipelineShape, backend: Backend) -> in
     if several or step.remat == "projections":
         activations -= 2 * max(step.compute_bytes, backend.narrowest_bytes) * one.tokens * one.mlp
     inside = saved + activations if several else max(saved, activations)
-    return _value_bytes(step, pipeline, backend) * _slot(step, pipeline) + rows + inside + unsummed_head(step, backend)
+    return _value_bytes(step, pipeline, backend) * _slot(step, pipeline) + rows + inside + unsummed_head(step)
 
 
 def _value_bytes(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:

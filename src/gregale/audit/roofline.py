@@ -22,7 +22,7 @@ class Work:
         model_flops: FLOPs of the model in closed form, with the pairs that the mask leaves.
         full_flops: the same with all pairs of a query and a key.
         flops: computed FLOPs: without products that an attention kernel skips, with recomputation in the backward pass,
-            idle stages of a pipeline, and the optimizer's matrix products.
+            the loss's padding, idle stages of a pipeline, and the optimizer's matrix products.
         memory_bytes: minimum bytes read from or written to the device's memory.
         link_bytes: bytes that the device sends over each link.
         host_bytes: bytes moved to the host's memory and back.
@@ -101,7 +101,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     attention = FORWARD * keys * _for_a_key(step)
     backward = BACKWARD / FORWARD if step.scores else KERNEL_BACKWARD
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
-    single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step))
+    single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step)) * step.loss_blocks.tokens / step.tokens
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
     products = (FORWARD + BACKWARD) * _stacked(step) + _again(step, attention=0)
     return Work(

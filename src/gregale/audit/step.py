@@ -24,7 +24,6 @@ class Backend:
       it applies to the last axis of gradients too, see `gradient_values`.
     - `narrows_ahead`: all weights of a device are cast to the compute dtype before the loop over layers.
     - `adds_at_end`: a microbatch's gradients of all layers exist before their addition to the buffers.
-    - `fuses_logits`: what `Execution.fused_logits` has it.
     - `least`, `most`: the compiler's peak over the closed form's in compiled examples, docs/plan.md.
     """
 
@@ -36,7 +35,6 @@ class Backend:
     lanes: int = 1
     narrows_ahead: bool = False
     adds_at_end: bool = False
-    fuses_logits: bool = False
     least: float = 0.85
     most: float = 1.17
 
@@ -49,7 +47,7 @@ CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatter
 ACCELERATOR = Backend(
     narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True, least=0.65
 )
-TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True, fuses_logits=True, least=0.85)
+TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True, least=0.85)
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,7 @@ class StepShape(ParameterShape):
     - `splits_stream`: `model` splits the stream between the halves of layers too, see `Execution.stream`
     - `pipeline`: pipeline of the layers; None: they are scanned
     - `matmul`: numbers of the layers' products (`compute.matmul`)
+    - `fuses_logits`: logits are in memory only as a group's exponentials (`Execution.fused_logits`, a whole vocabulary)
     """
 
     layers: int
@@ -147,6 +146,7 @@ class StepShape(ParameterShape):
     splits_stream: bool = False
     pipeline: PipelineShape | None = None
     matmul: str = "dtype"
+    fuses_logits: bool = False
 
     @property
     def tokens(self) -> int:
@@ -215,13 +215,10 @@ class StepShape(ParameterShape):
         heads = [each for each in self.single() if each.axes[0].name != "vocab" and has_vocabulary(each)]
         return (not heads) + (not self.exchanges_rows)
 
-    def loss_blocks(self, backend: Backend) -> LossBlocks:
+    @property
+    def loss_blocks(self) -> LossBlocks:
         """Return the blocks into which the loss splits a device's tokens."""
-        return loss_blocks(self.tokens, self.embed, self.compute_bytes, self.loss_block, self.fuses_logits(backend))
-
-    def fuses_logits(self, backend: Backend) -> bool:
-        """Return whether logits are in memory only as a group's exponentials: a device has the whole vocabulary."""
-        return backend.fuses_logits and self.mesh["model"] == 1
+        return loss_blocks(self.tokens, self.embed, self.compute_bytes, self.loss_block, self.fuses_logits)
 
     def stacked(self) -> list[NamedArray]:
         """Return the weights of the layers."""

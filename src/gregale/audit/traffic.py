@@ -250,7 +250,7 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows."""
-    found, softmax = activation_bytes(step, backend), SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks(backend).tokens
+    found, softmax = activation_bytes(step, backend), SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
     over_model = [
         Transfer("loss", "all-reduce", (MODEL,), softmax, step.microbatches),
         *_activations(step, backend, 2, 2, step.microbatches),

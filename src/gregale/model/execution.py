@@ -226,9 +226,11 @@ class Execution:
             return carry, tuple(outs)
         parts, outs = stretches(kinds, self.first_layers), []
         for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
-            if number and self.first_layers:
-                # The weights are awaited after the first layers, and their gradients are complete before theirs.
-                carry, layers = jax.lax.optimization_barrier((carry, layers))
+            if number:
+                # The gradients of these layers are complete before those of the layers before are computed. After the
+                # first layers, the weights are awaited too.
+                together = jax.lax.optimization_barrier if self.first_layers else gradients_together
+                carry, layers = together((carry, layers))
             carry, out = self._scan_stretch(block, part, carry, layers)
             outs.append(out)
         return carry, joined(outs)
@@ -236,9 +238,10 @@ class Execution:
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
         policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
-        policy = policies[self.remat]
-        if self.first_layers and part.repeats == 1:  # without a loop, the compiler would keep what is computed again
-            policy = replace(policy, prevent_cse=True)
+        # Else the compiler computes a layer again long before its gradient: with other layers of a loop's body, or,
+        # where it takes an iteration out of the loop, before the loss. The tuple leaves `rows` out: what depends on them
+        # alone is the same for both passes.
+        policy = replace(policies[self.remat], prevent_cse=(True,))
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
             (kind,) = part.pattern
@@ -257,12 +260,26 @@ class Execution:
 
         def pattern(carry, *layers):
             outs = []
-            for kind, layer in zip(part.pattern, layers, strict=True):
-                carry, out = one(kind)(carry, *layer)
+            for kind, (weights, *more) in zip(part.pattern, layers, strict=True):
+                carry, out = one(kind)(*gradients_together((carry, weights)), *more)
                 outs.append(out)
             return carry, tuple(outs)
 
         return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
+
+
+@jax.custom_vjp
+def gradients_together(values):
+    """Return the values, whose gradients are used only when all are complete.
+
+    Between layers, the compiler then does not put off the products for weights, which need the layer's activations.
+    """
+    return values
+
+
+gradients_together.defvjp(
+    lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)
 
 
 def channels_last(x: NamedArray, layout: Layout, mapping: AxisMapping) -> NamedArray:

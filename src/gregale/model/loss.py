@@ -91,11 +91,10 @@ class HeadLoss:
         """Return a device's tokens: [groups, blocks, block, embed], twice [groups, blocks, block]; padding weighs 0."""
         count = targets.size
         blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block, fused)
-        shape = (blocks.groups, 1, blocks.group) if fused else blocks
 
         def cut(x):
             filled = jnp.pad(x, [(0, blocks.tokens - count)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(*shape, *x.shape[1:])
+            return filled.reshape(*blocks, *x.shape[1:])
 
         return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
 

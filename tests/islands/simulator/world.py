@@ -265,7 +265,7 @@ class World:
         self._to_coordinator(node.name, lambda: self.coordinator.leave(node.name, node.member.identity.session))
 
     def _answer_asks(self) -> None:
-        answers = self.coordinator.tick(self.clock)
+        answers = self.coordinator.tick(self.clock, self.behind)
         for answer in answers:
             view = self._view(answer.view) if answer.view else None
             node = self.nodes[answer.ask.name]

@@ -34,7 +34,7 @@ class ParquetSource(FileSource):
             names = self.names_in(file.schema_arrow, part.path)
             row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[part.start], columns=[self.column]):
-                for value in pyarrow.compute.struct_field(batch.to_struct_array(), names):
+                for value in pyarrow.compute.struct_field(batch.to_struct_array(), names):  # pyright: ignore -- made at import
                     yield self.document(value, part.path, row)
                     row += 1
         except (pyarrow.ArrowException, OSError, UnicodeError) as error:

@@ -78,7 +78,7 @@ class Membership:
         self._sessions: dict[tuple[str, str], Session] = {}  # by name and session, the oldest first
         self._answers: list[Answer] = []
         self._enough_since: float | None = None  # when more than half of the names had a request for a view
-        self._started = math.inf  # the first tick
+        self._started, self._stopped = math.inf, 0.0  # when it began to listen; `stopped` of the last tick
         self.last: frozenset[str] | None = None
 
     @property
@@ -132,9 +132,13 @@ class Membership:
         if found := self._sessions.pop((name, session), None):
             self._drop_ask(found)
 
-    def tick(self, now: float) -> list[Answer]:
-        """Return the answers that are due."""
-        self._started = min(self._started, now)
+    def tick(self, now: float, stopped: float = 0.0) -> list[Answer]:
+        """Return the answers that are due.
+
+        - `stopped`: see `RunningTime`; heartbeats sent while this process was stopped may not have been read yet
+        """
+        self._started = now if stopped > self._stopped else min(self._started, now)
+        self._stopped = stopped
         for key, session in list(self._sessions.items()):
             if now - session.heard >= session.heartbeat_seconds:
                 self.leave(*key)

@@ -101,7 +101,7 @@ class Lighthouse:
         """Send the answers that are due, and print the resulting lines."""
         now, refused = self._time(), set[str]()
         replies: dict[Formed, bytes] = {}
-        for answer in self._membership.tick(now):
+        for answer in self._membership.tick(now, self._time.stopped):
             reply: dict | bytes = {"refused": answer.refused}
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members

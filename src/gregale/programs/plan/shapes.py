@@ -16,7 +16,7 @@ from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
-from gregale.axes.layout import REPLICA, is_named, is_parameter
+from gregale.axes.layout import MODEL, REPLICA, is_named, is_parameter
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES
@@ -87,6 +87,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         splits_stream=shape is None and run.splits(config.batch.sequence_length),
         pipeline=shape,
         matmul=compute.matmul,
+        fuses_logits=run.fused_logits and setup.layout.mesh.shape[MODEL] == 1,
     )
 
 
