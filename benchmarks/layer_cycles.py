@@ -26,7 +26,7 @@ def compiled(chip: str, length: int) -> str:
     import jax.numpy as jnp
     from haliax import Axis
 
-    from gregale.axes.layout import standard_layout
+    from gregale.axes.mapping import standard_layout
     from gregale.axes.mesh import MeshConfig, make_mesh
     from gregale.model.config import ComputeConfig, LlamaConfig
     from gregale.model.execution import execution

@@ -42,7 +42,8 @@ from yardstick import Yardstick
 
 from gregale.audit.call_graph import walk
 from gregale.audit.hlo import parse
-from gregale.axes.layout import Layout, standard_layout
+from gregale.axes.layout import Layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.accumulate import accumulate
 from gregale.communication.reduce import ExactReducer

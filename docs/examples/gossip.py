@@ -36,11 +36,11 @@ class Gossip(Mixing):
         turn, rest = divmod(step, self.period)
         return None if rest or not self.hops() else np.int32(turn % len(self.hops()))
 
-    def mix(self, parameters: Any, due: Any) -> Any:
+    def mix(self, parameters: Any, own: Any, due: Any) -> tuple[Any, Any]:
         def averaged(hop: int) -> Any:
             return jax.tree.map(lambda x: (x + hax.roll(x, hop, self.axis)) / 2, parameters, is_leaf=is_named)
 
-        return jax.lax.switch(due, [partial(averaged, hop) for hop in self.hops()])
+        return jax.lax.switch(due, [partial(averaged, hop) for hop in self.hops()]), own
 
     def hops(self) -> list[int]:
         return [2**j for j in range((self.replicas.Lanes.size - 1).bit_length())]

@@ -66,11 +66,26 @@ def naming_own_code(what: str, owner: type) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError) or owner.__module__.partition(".")[0] == "gregale":
             raise
-        file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        text = textwrap.shorten(str(error), 300, placeholder="...").rstrip(".")
-        raise UserError(f"{what} raised {type(error).__name__}{place}{': ' if text else ''}{text}.") from error
+        raise UserError(f"{what} {_raised(error, own_frame(error))}") from error
+
+
+def own_code_text(error: Exception) -> str | None:
+    """Return the message for an exception of a plugin's code; None for one of other code."""
+    frame = own_frame(error)
+    return None if frame is None else f"{frame.name} of a plugin {_raised(error, frame)}"
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of an exception that is not of Gregale, an installed package or Python itself."""
+    others = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<")
+    frames = (each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(others))
+    return next(reversed([*frames]), None)
+
+
+def _raised(error: Exception, frame: traceback.FrameSummary | None) -> str:
+    place = f" ({frame.filename}, line {frame.lineno})" if frame else ""
+    text = textwrap.shorten(str(error), 300, placeholder="...").rstrip(".")
+    return f"raised {type(error).__name__}{place}{': ' if text else ''}{text}."
 
 
 def install_hint(extra: str) -> str:

@@ -90,3 +90,26 @@ def test_sizes_multiply_to_the_devices_or_the_message_has_the_arithmetic(given_s
         if free is None:
             assert sum(config.sizes(given).values()) == sum(given_sizes), "the number of devices it offers works"
             assert f"devices: {given}`" in message
+
+
+def test_own_mesh_axes_lie_last_or_in_the_given_order():
+    assert make_mesh(MeshConfig(data=2, axes={"wide": 4})).axis_names == (*AXES, "wide")
+    order = ["island", "replica", "wide", *AXES[2:]]
+    mesh = make_mesh(MeshConfig(replica=2, data=2, axes={"wide": -1}, order=order))
+    assert list(mesh.shape.items())[1:3] == [("replica", 2), ("wide", 2)]
+    assert [device.id for device in mesh.devices[0, 0, 0].flat] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"axes": {"data": 2}}, "axes.data is 2, but 'data' is a mesh axis already"),
+        ({"axes": {"a b": 2}}, "axes.a b is 2, but 'a b' is no name of letters, digits and `_`"),
+        ({"axes": {"wide": 2}, "order": list(AXES)}, "order is .*; it has to be all of island, .*, model, wide"),
+        ({"order": [*AXES[::-1]]}, "in any order that begins with island and replica"),
+        ({"axes": {"wide": -1}}, "is -1, and so is .*more than one -1"),
+    ],
+)
+def test_own_mesh_axes_that_are_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        MeshConfig(**given)

@@ -45,9 +45,7 @@ def logits_and_gradients(model: Llama):
         total, weight = model.loss(batch(), one_device())
         return total / weight
 
-    b, run = batch(), one_device()
-    hidden = model.hidden(b["tokens"], b["positions"], None, run)
-    logits = model.logits(hidden, run).rearrange((BATCH, "position", "vocab"))
+    logits = model.logits(batch(), one_device()).rearrange((BATCH, "position", "vocab"))
     return logits.array, jax.grad(loss)(model)
 
 

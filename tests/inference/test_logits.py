@@ -23,8 +23,7 @@ class Alone(eqx.Module):
     other: Llama
 
     def logits(self, batch, execution):
-        hidden = self.other.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
-        return self.other.logits(hidden, execution)
+        return self.other.logits(batch, execution)
 
 
 def test_prompts_of_several_lengths_are_continued_as_with_a_cache(monkeypatch):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, Layout, is_named, standard_layout
+from gregale.axes.layout import BATCH, Layout, is_named
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.position_order import position_order
 from gregale.model.config import LlamaConfig

@@ -79,7 +79,7 @@ def whole():
         MeshConfig(replica=2, context=2, data=1, model=2),
         MeshConfig(context=2, data=2, model=2),
     ],
-    ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in vars(mesh).items() if size > 1),
+    ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.sizes(mesh.device_count).items() if size > 1),
 )
 def test_gradients_are_those_of_whole_sequences(mesh, whole):
     setup = set_up_on(mesh)

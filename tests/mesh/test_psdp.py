@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout
+from gregale.axes.layout import EMBED, REPLICA, Layout
+from gregale.axes.mapping import TENSOR_PARALLEL
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
 from tests.audit.warnings import captured_compiler_warnings

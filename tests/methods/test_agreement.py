@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layout import standard_layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.methods.agreement import PseudoGradient, cosine, products
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from gregale.axes.layout import standard_layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.shards import host_device

@@ -11,7 +11,7 @@ import optax
 import pytest
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import standard_layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisedReducer

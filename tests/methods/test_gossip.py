@@ -8,7 +8,7 @@ import pytest
 from haliax import Axis
 
 from gregale.audit import audit
-from gregale.axes.layout import standard_layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
@@ -77,5 +77,37 @@ def test_steps_without_training_average_all_replicas_exactly():
     method = made(8, 1)
     values = hax.named(np.arange(8.0) ** 2, Axis("replica", 8))
     for t in range(3):
-        values = jax.jit(method.mix)({"a": values}, method.due(t))["a"]
+        mixed, _ = jax.jit(method.mix)({"a": values}, None, method.due(t))
+        values = mixed["a"]
     np.testing.assert_array_equal(values.array, np.full(8, np.mean(np.arange(8.0) ** 2)))
+
+
+def test_sign_diloco_is_that_of_the_slow_rewrite():
+    """Written from the page alone, with a state of its own: theta and its momentum."""
+    with plugins_from(EXAMPLES):
+        from sign_diloco import SignDiloco  # type: ignore[import-not-found]
+    gossip, model = made(4, 2), first_model()
+    method = SignDiloco(gossip.inner, gossip.layout, period=3, rate=0.01, momentum=0.5)
+    state, take = initial_state(method, lambda: model), Stepper(method, model)
+    theta = np.concatenate([model.stacked.array, model.rest.array[None]]).astype(float)
+    own, velocity, scales = [theta.copy() for _ in range(4)], np.zeros_like(theta), np.append(SCALES, 1.0)
+    for t in range(1, STEPS + 1):
+        values = rows(t, uneven=True)
+        state, _ = take(state, named_batch(values), t)
+        jax.block_until_ready(state)
+        for k in range(4):
+            x, y, mask = (np.split(values[name], 4)[k].astype(float) for name in ("x", "y", "mask"))
+            error = x @ (scales @ own[k]) - y
+            own[k] = own[k] - INNER_RATE * scales[:, None] * (2 * (mask * error) @ x / mask.sum())
+        if t % 3 == 0:
+            velocity = 0.5 * velocity + np.mean([np.sign(theta - each) for each in own], axis=0)
+            theta = theta - 0.01 * velocity
+            own = [theta.copy() for _ in range(4)]
+    for k in range(4):
+        found = state.method.inner.parameters
+        np.testing.assert_allclose([*found.stacked["replica", k].array], own[k][:-1], rtol=2e-5, atol=1e-6)
+    mean = method.eval_model(state.method)
+    np.testing.assert_allclose([*mean.stacked.array, mean.rest.array], theta, rtol=2e-5, atol=1e-6)
+    program = take.program.lower(state, named_batch(rows(1)), *method.actions(3).during).compile()
+    sent = audit(program, method.layout.mesh).over("replica")
+    assert sum(each.bytes_sent for each in sent) == method.bytes_sent(3)

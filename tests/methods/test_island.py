@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.axes.layout import standard_layout
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.diloco import Diloco

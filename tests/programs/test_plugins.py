@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,37 @@ def test_the_schedule_tokenizer_codec_and_tracker_of_the_pages_train(folder, gre
     rows = [[str(line["step"]), str(line["loss"])] for line in lines(run) if "loss" in line]
     assert list(csv.reader((run / "losses.csv").open())) == rows
     assert gregale("eval", "pages") == 0
+
+
+RAISING = {
+    "schedule": ("def after_warmup", ["--optimizer", "{type: adamw, schedule: {type: raising}}"]),
+    "source": ("def scan", ["--data.sources", "{p: {type: raising, files: [text/0.txt]}}"]),
+    "tokenizer": ("def encode", ["--data.tokenizer", "{type: raising}"]),
+    "codec": ("def encode", ["--reduce.codec", "raising"]),
+    "optimizer": ("def direction", ["--optimizer", "{type: raising}"]),
+    "method": ("def mix", ["--sync.type", "raising"]),
+}
+
+
+@pytest.mark.parametrize("kind", RAISING)
+def test_code_of_any_kind_that_raises_ends_the_command_with_its_file_and_line(folder, gregale, capsys, kind):
+    method, given = RAISING[kind]
+    sources = {"optimizer": EXAMPLES / "adan.py", "method": EXAMPLES / "gossip.py"}
+    code = sources[kind].read_text() if kind in sources else blocks((PAGES / f"{kind}.md").read_text(), "python")[0]
+    code = re.sub(r'(register_subclass|register_codec)\("\w+"', r'\1("raising"', code).replace(
+        '"type": "indent"', '"type": "raising"'
+    )
+    code = re.sub(r"\n(schedule|tokenizer|codec) = [\s\S]*", "\n", code)  # what a page does with it
+    before, line, after = re.split(rf"( +{method}\(.*\n)", code, maxsplit=1)
+    indented = " " * (len(line) - len(line.lstrip()) + 4)
+    own = folder / f"raising_{kind}.py"
+    own.write_text(f'{before}{line}{indented}raise ZeroDivisionError("no luck")\n{after}')
+    base = ["--optimizer", "{type: adamw}", "--callbacks", "[]", "--sync.type", "psdp", "--samples.prompts", "[]"]
+    with plugins_from(folder):
+        found = gregale("train", "own.yaml", "--name", kind, "--plugins", f"causal_mixer,{own.stem}", *base, *given)
+    error = capsys.readouterr().err
+    assert (found, error.count("\n")) == (2, 1), error
+    assert f"ZeroDivisionError ({own}, line {(before + line).count(chr(10)) + 1}): no luck." in error
 
 
 WRONG = """

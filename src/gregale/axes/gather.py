@@ -7,9 +7,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import Layout, is_named, is_parameter
+from gregale.axes.layout import Layout, is_named, is_parameter, mesh_axes_of
 
 Tree = TypeVar("Tree")
 
@@ -37,7 +37,8 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
     """Inside `jax.shard_map`: return the sum over mesh axes of a gathered weight's gradient, as the shard of `params`.
 
     One reduce-scatter for each mesh axis that `params` splits the weight by (for eight chips or more XLA:TPU replaces
-    it with an all-reduce), one all-reduce for all others.
+    it with an all-reduce), one all-reduce for all others. Devices along an axis of `params` that is not in `over` have
+    the same gradient, and keep their part.
 
     - `gradient`: this device's addend, [*axes] under `compute`
     - `over`: the mesh axes to sum over
@@ -46,13 +47,23 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
     for dimension, axis in enumerate(axes):
         gathered_over = layout.mesh_axes((axis,), layout.compute)
         for mesh_axis in layout.mesh_axes((axis,), layout.params):
-            if mesh_axis not in gathered_over:
+            if mesh_axis in gathered_over:
+                continue
+            if mesh_axis not in left:
+                gradient = own_part(gradient, dimension, mesh_axis)
+            else:
                 gradient = jax.lax.psum_scatter(gradient, mesh_axis, scatter_dimension=dimension, tiled=True)
                 left.remove(mesh_axis)
     gradient = jax.lax.psum(gradient, tuple(left)) if left else gradient
     # Without the barrier XLA:TPU moves the sum out of the microbatch loop, where it needs a buffer for the gradient of
     # the whole weight; in bfloat16 this fails with an internal error.
     return jax.lax.optimization_barrier(gradient)
+
+
+def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
+    """Inside `shard_map`: return a device's part of its shard when one more mesh axis splits a dimension."""
+    size = shard.shape[dimension] // jax.lax.axis_size(mesh_axis)
+    return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -66,7 +77,17 @@ def _gather_forward(x, dtype, compute, params):
 
 
 def _gather_backward(dtype, compute, params, like, cotangent):
+    if (ordered := in_mesh_order(params)) != params:
+        # XLA's partitioner computes wrong sums for a product whose result has a dimension in another order.
+        cotangent = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(cotangent, ordered))
     return (jax.lax.with_sharding_constraint(cotangent, params).astype(like.dtype),)
+
+
+def in_mesh_order(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding with the mesh axes of each dimension in the order of the mesh."""
+    place = sharding.mesh.axis_names.index
+    entries = (sorted(mesh_axes_of(entry or ()), key=place) for entry in sharding.spec)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(tuple(axes) or None for axes in entries)))
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

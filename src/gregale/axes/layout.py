@@ -27,8 +27,6 @@ MODEL = "model"
 EMBED = "embed"
 LAYERS = "layers"
 
-TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,8 +36,9 @@ class Layout:
     - `params`: parameters and gradient buffers
     - `opt_state`: optimizer state, reduced gradients, outer parameters
 
-    `opt_state` maps `embed` to (data, replica) in this order, so that a device's shard of the optimizer state is a
-    slice of its own parameter shard: "average over replica and reshard" is one reduce-scatter over `replica`.
+    For each axis `opt_state` begins with the mesh axes of `params`, so that a device's shard of the optimizer state is
+    a slice of its own parameter shard: "average over replica and reshard" is one reduce-scatter over `replica`.
+    `gregale.axes.mapping` has the defaults and checks the rules.
     """
 
     mesh: Mesh
@@ -63,13 +62,13 @@ class Layout:
     @property
     def context(self) -> int:
         """Return the number of devices that share a sequence: they hold its positions in `position_order`."""
-        return prod(self.mesh.shape[name] for name in self.mesh_axes((POSITION,), self.compute))
+        return self.devices((POSITION,), self.compute)
 
     def inside(self, name: str) -> "Layout":
         """Return the layout of one index of the axis `name` under `vmap_over`: nothing maps to that mesh axis."""
 
         def without(mapping: AxisMapping) -> AxisMapping:
-            left = {key: tuple(axis for axis in _as_tuple(axes) if axis != name) for key, axes in mapping.items()}
+            left = {key: tuple(axis for axis in mesh_axes_of(axes) if axis != name) for key, axes in mapping.items()}
             return {key: axes for key, axes in left.items() if axes}
 
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
@@ -85,7 +84,15 @@ class Layout:
     def mesh_axes(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> tuple[str, ...]:
         """Return the mesh axes over which an array with these named axes is split."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
-        return tuple(mesh_axis for name in names for mesh_axis in _as_tuple(mapping.get(name, ())))
+        return tuple(mesh_axis for name in names for mesh_axis in mesh_axes_of(mapping.get(name, ())))
+
+    def devices(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> int:
+        """Return the number of devices over which an array with these named axes is split."""
+        return prod(self.mesh.shape[name] for name in self.mesh_axes(axes, mapping))
+
+    def gathers(self, axes: Sequence[Axis | str]) -> bool:
+        """Return whether a weight with these named axes is gathered for use: `params` splits it further."""
+        return self.devices(axes, self.params) > self.devices(axes, self.compute)
 
     def sharding(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, mapping))
@@ -135,43 +142,26 @@ def is_parameter(leaf) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def standard_layout(mesh: Mesh) -> Layout:
-    """Return the three mappings of a `Layout` for a model whose `TENSOR_PARALLEL` axes are split over `model`.
-
-    Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
-    embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline. The devices of `context`
-    share the parameters with those of `data`, so that the axis costs no memory.
-    """
-    model = dict.fromkeys(TENSOR_PARALLEL, MODEL)
-    data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
-    positions, shards = {}, data
-    if mesh.shape[CONTEXT] > 1:
-        positions, shards = {POSITION: CONTEXT}, (CONTEXT, *data)
-    return Layout(
-        mesh=mesh,
-        compute={BATCH: (ISLAND, REPLICA, *data), **positions, REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        params={EMBED: shards, REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        opt_state={EMBED: (*shards, REPLICA), **model},
-    )
-
-
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
-    """Reject an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
+    """Reject an axis that its mesh axes do not divide.
 
     - `layout`: the mesh and the mappings
     - `axes`: configuration key -> (the meaning of the axis, the axis), for all axes of the model and the batch
 
     Raises `UserError` with the arithmetic and the nearest valid sizes.
     """
-    used: set[str] = set()
     for key, (meaning, axis) in axes.items():
         # `opt_state` first: its split is the finest, so the sizes in its message suit the other mappings too.
         for mapping in (layout.opt_state, layout.params, layout.compute):
-            mesh_axes = _as_tuple(mapping.get(axis.name, ()))
+            mesh_axes = mesh_axes_of(mapping.get(axis.name, ()))
             sizes = [layout.mesh.shape[name] for name in mesh_axes]
             if axis.size % prod(sizes):
                 raise UserError(_does_not_divide(key, meaning, axis.size, mesh_axes, sizes))
-            used |= set(mesh_axes)
+
+
+def check_used(layout: Layout, axes: Sequence[Axis | str]) -> None:
+    """Raise `UserError` for a mesh axis larger than 1 that splits none of the named axes of parameters and batch."""
+    used = {axis for mapping in (layout.opt_state, layout.compute) for axis in layout.mesh_axes(axes, mapping)}
     for name, size in layout.mesh.shape.items():
         if size > 1 and name not in used:
             raise UserError(
@@ -190,7 +180,8 @@ def _does_not_divide(key: str, meaning: str, size: int, mesh_axes: tuple[str, ..
     )
 
 
-def _as_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
+def mesh_axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a mapping."""
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 

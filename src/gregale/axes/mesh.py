@@ -20,7 +20,10 @@ AXES = ("island", "replica", "stage", "context", "data", "model")
 
 @dataclass(frozen=True)
 class MeshConfig(Settings):
-    """The sizes of the mesh axes, slowest link first; at most one is -1 and takes the remaining devices."""
+    """The sizes of the mesh axes, slowest link first; at most one is -1 and takes the remaining devices.
+
+    The axes of `axes` lie after `model`, or where `order` has them.
+    """
 
     island: int = setting(1, "groups of replicas that DiLoCo joins; 1: it joins the replicas", range=AXIS_SIZE)
     replica: int = setting(
@@ -48,10 +51,13 @@ class MeshConfig(Settings):
         range=AXIS_SIZE,
         aliases=("tensor", "tp", "tensor_parallel", "model_parallel"),
     )
+    axes: dict[str, int] = setting(dict, "sizes of mesh axes of your own, for `mapping`", range=AXIS_SIZE)
+    order: list[str] | None = setting(None, "all mesh axes, slowest link first; null: your own ones last")
 
     def __post_init__(self):
         super().__post_init__()
-        if len(free := [axis for axis in AXES if getattr(self, axis) == -1]) > 1:
+        self._check_names()
+        if len(free := self.free) > 1:
             others = " and ".join(f"mesh.{axis}" for axis in free[:-1])
             raise KeyedError(
                 free[-1],
@@ -60,19 +66,42 @@ class MeshConfig(Settings):
                 f"the others their sizes, for example mesh.{free[0]} 1.",
             )
 
+    def _check_names(self) -> None:
+        for name in self.axes:
+            if name in AXES or not name.isidentifier():
+                why = "is a mesh axis already" if name in AXES else "is no name of letters, digits and `_`"
+                raise KeyedError(f"axes.{name}", f"is {self.axes[name]}", f", but {name!r} {why}.")
+        known = (*AXES, *self.axes)
+        if self.order is not None and (sorted(self.order) != sorted(known) or tuple(self.order[:2]) != AXES[:2]):
+            rest = f"; it has to be all of {', '.join(known)}, in any order that begins with {' and '.join(AXES[:2])}."
+            raise KeyedError("order", f"is [{', '.join(self.order)}]", rest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all mesh axes, slowest link first."""
+        return (*AXES, *self.axes) if self.order is None else tuple(self.order)
+
+    @property
+    def _given(self) -> dict[str, int]:
+        return {name: self.axes[name] if name in self.axes else getattr(self, name) for name in self.names}
+
+    @property
+    def free(self) -> list[str]:
+        """Return the axis of size -1, or none."""
+        return [axis for axis, size in self._given.items() if size == -1]
+
     @property
     def device_count(self) -> int | None:
         """Return the number of devices that the axes need; None if one axis takes the remaining devices."""
-        sizes = [getattr(self, axis) for axis in AXES]
+        sizes = self._given.values()
         return None if -1 in sizes else prod(sizes)
 
     def sizes(self, device_count: int) -> dict[str, int]:
         """Return the axis sizes with -1 replaced, so that their product is `device_count`."""
-        sizes = {axis: getattr(self, axis) for axis in AXES}
+        sizes = self._given
         given = prod(size for size in sizes.values() if size != -1)
         product = " * ".join(str(size) for size in sizes.values() if size != -1)
-        free = [axis for axis, size in sizes.items() if size == -1]
-        if free:
+        if free := self.free:
             if device_count % given:
                 raise UserError(
                     f"mesh.{free[0]} is -1, but the other axes need {product} = {given} devices, which does not divide "
@@ -90,7 +119,8 @@ class MeshConfig(Settings):
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return the mesh with axes (island, replica, stage, context, data, model), in this device order.
+    """Return the mesh with the axes `config.names`, by default (island, replica, stage, context, data, model), in this
+    device order.
 
     Of all axes `island` and then `replica` cross slices first (`slice_index` on TPU), then hosts (`process_index`).
     Every other axis stays in the smallest possible group of close devices. On TPU the devices of one slice keep the
@@ -100,7 +130,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     sizes = config.sizes(len(devices))
     shape = tuple(sizes.values())
     array = arrange(devices, (shape[0] * shape[1], *shape[2:])).reshape(shape)
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(array, config.names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def slice_of(device: Device) -> int:

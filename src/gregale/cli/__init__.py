@@ -19,7 +19,7 @@ from typing import TextIO
 
 import gregale
 from gregale.atomic_files import DISK_ERRORS
-from gregale.errors import UserError
+from gregale.errors import UserError, own_code_text
 from gregale.streams import ResilientStream, abandon, say_beside
 
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
         say_beside("gregale: interrupted")
         return 130
     except Exception as error:
-        if (message := _machine_error_text(error)) is None:
+        if (message := _machine_error_text(error) or own_code_text(error)) is None:
             raise
         say_beside(f"gregale: error: {message}")
         return 2

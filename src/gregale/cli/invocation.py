@@ -5,13 +5,13 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import get_origin
+from typing import Any, get_origin
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import plugins
 from gregale.runs.parsing import load, load_plugins, split_arguments
-from gregale.settings.config_schema import REQUIRED, default_of, entries, types_of
+from gregale.settings.config_schema import REQUIRED, default_of, entries, section_at, types_of
 from gregale.settings.help import render, topics
 
 CONFIG = "config"
@@ -85,7 +85,9 @@ def command_help(
     with suppress(UserError):
         _imported(command, *_split(command, arguments))
     if topic is not None and command.config:
-        return render(command.config, topic, command.reads)
+        section: Any = next(iter(section_at(command.config, topic.split(".")) or ()), None)
+        explanation = f"\n{section.explanation()}\n" if hasattr(section, "explanation") else ""
+        return render(command.config, topic, command.reads) + explanation
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"

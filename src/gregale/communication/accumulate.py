@@ -11,9 +11,10 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, REPLICA, Layout, Tree, is_named, vmap_over
 from gregale.errors import UserError, multiples_near
+from gregale.model.losses import Losses, losses_of
 
-Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
-"""loss(parameters, batch) -> (sum of the examples' losses, sum of their weights)"""
+Loss = Callable[[Tree, Tree], Losses | tuple[jax.Array, jax.Array]]
+"""loss(parameters, batch) -> `Losses`, or (sum of the examples' losses, sum of their weights)"""
 
 MICROBATCH = "microbatch"
 
@@ -21,9 +22,10 @@ MICROBATCH = "microbatch"
 class Accumulated(NamedTuple):
     """Sums over a step's microbatches, each array with a leading [replica] axis; nothing is divided yet."""
 
-    gradients: Tree  # [replica, ...] like the parameters, float32: gradients of the sum of losses
+    gradients: Tree  # [replica, ...] like the parameters, float32: gradients of the sum of losses and auxiliary terms
     loss: NamedArray  # [replica]: sum of losses
     weight: NamedArray  # [replica]: sum of weights
+    named: dict[str, NamedArray]  # [replica]: sums of auxiliary terms and metrics
 
 
 def accumulate(
@@ -34,7 +36,7 @@ def accumulate(
     `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers are sharded by `layout.params`,
     with a leading `replica` axis, so nothing crosses `replica` here.
 
-    - `loss`: returns (sum of losses, sum of weights), so that a masked token weighs the same in every microbatch
+    - `loss`: returns sums, so that a masked token weighs the same in every microbatch
     - `parameters`: arrays, shared by all replicas
     - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
     - `prepare`: applied to the parameters once, before the fold; the gradients are those of its result
@@ -45,15 +47,21 @@ def accumulate(
     def one_replica(rows: Tree) -> Accumulated:
         ready = prepare(parameters)
 
-        def add(sums: Accumulated, microbatch: Tree) -> Accumulated:
-            (value, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ready, microbatch)
+        def trained(ready: Tree, microbatch: Tree) -> tuple[jax.Array, Losses]:
+            found = losses_of(loss(ready, microbatch))
+            return found.trained, found
+
+        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, dict[str, NamedArray]]:
+            (_, found), gradients = jax.value_and_grad(trained, has_aux=True)(ready, microbatch)
             gradients = inner.constrain(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), inner.params)
-            sums = jax.tree.map(jnp.add, sums, Accumulated(gradients, hax.named(value, ()), hax.named(weight, ())))
-            return sums._replace(gradients=inner.constrain(sums.gradients, inner.params))
+            sums = jax.tree.map(jnp.add, sums, (gradients, hax.named(found.loss, ()), hax.named(found.weight, ())))
+            named = {name: hax.named(value, ()) for name, value in found.named.items()}
+            return (inner.constrain(sums[0], inner.params), *sums[1:]), named
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
-        start = Accumulated(inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(()))
-        return hax.fold(add, Microbatch)(start, rows)
+        start = inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(())
+        sums, named = hax.scan(add, Microbatch)(start, rows)
+        return Accumulated(*sums, {name: hax.sum(values, Microbatch) for name, values in named.items()})
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
@@ -65,7 +73,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
     Every device keeps its contiguous rows and cuts them into microbatches.
     """
     inner = layout.inside_replica()
-    shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
+    shards = inner.devices((BATCH,), inner.compute)
 
     def cut(array: jax.Array) -> jax.Array:
         rows = rows_per_part(array.shape[0], layout, microbatches)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import LAYERS, Layout, Tree
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
-from gregale.communication.replica_shards import ShardedLeaf, leaves_of, shards
+from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 
 class ErrorState(NamedTuple):
@@ -44,7 +44,7 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
     if axes[-1].name == LAYERS:  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
-    block = stored_block(last.size // shards(last, layout, mapping))
+    block = stored_block(last.size // layout.devices((last,), mapping))
     scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
     return Stored(hax.zeros(axes, jnp.uint8), scales)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
+from gregale.axes.gather import own_part
 from gregale.axes.layout import REPLICA, Layout, Tree, is_named
 from gregale.optim.clipping import global_norm
 
@@ -116,12 +117,6 @@ def further_split(name: str, layout: Layout) -> tuple[str, ...]:
     """Return the mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
     coarse = layout.mesh_axes((name,), layout.params)
     return layout.mesh_axes((name,), layout.opt_state)[len(coarse) :]
-
-
-def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
-    """Inside `shard_map`: return a device's part of its shard when one more mesh axis splits a dimension."""
-    size = shard.shape[dimension] // jax.lax.axis_size(mesh_axis)
-    return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
 
 
 def all_gather_params(reduced: Tree, layout: Layout) -> Tree:

@@ -81,11 +81,6 @@ def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[S
 
 def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> ShardedLeaf:
     params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
-    shape = tuple(each.size // shards(each, layout, layout.params) for each in axes)
+    shape = tuple(each.size // layout.devices((each,), layout.params) for each in axes)
     split = [place for place, each in enumerate(axes) if axis in layout.mesh_axes((each,), layout.opt_state)]
     return ShardedLeaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)
-
-
-def shards(axis: Axis, layout: Layout, mapping) -> int:
-    """Return the number of devices over which a mapping splits an axis."""
-    return prod(layout.mesh.shape[name] for name in layout.mesh_axes((axis,), mapping))

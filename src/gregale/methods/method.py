@@ -20,6 +20,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
     finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
     outer: Any = None  # the `PseudoGradient` that was sent, if one was
+    named: Any = None  # float32, by name: auxiliary terms and metrics of `Losses`, each over the sum of weights
     callbacks: Any = None  # float32, by name: the metrics of callbacks
 
 

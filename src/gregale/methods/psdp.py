@@ -18,6 +18,7 @@ from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Method, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
+from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
 
 
@@ -43,7 +44,7 @@ class Psdp(Method):
         params  = params + (updates gathered to params)
 
     - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained
-    - `loss`: loss(model, batch) -> (sum of losses, sum of weights)
+    - `loss`: loss(model, batch) -> `Losses`, or (sum of losses, sum of weights)
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
@@ -55,7 +56,7 @@ class Psdp(Method):
     """
 
     model: Tree
-    loss: Callable[[Any, Tree], tuple[jax.Array, jax.Array]]
+    loss: Callable[[Any, Tree], Losses | tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
     layout: Layout
     microbatches: int = 1
@@ -115,14 +116,14 @@ class Psdp(Method):
     def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
         sums, reducer = self.sums(ready, batch), self.reducer
-        weight, loss = reducer.totals(sums.weight, sums.loss)
-        loss = loss / weight
+        weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
+        loss, named = loss / weight, {name: each / weight for name, each in zip(sums.named, named, strict=True)}
         reduced, error = reducer.reduce(sums.gradients, weight, state.error)
         grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        return moved, grads, StepMetrics(loss, weight, norm, finite)
+        return moved, grads, StepMetrics(loss, weight, norm, finite, named=named)
 
     def ready(self, state: PsdpState) -> Tree:
         """Return the parameters under `params`, those of `first_layers` apart from the others."""

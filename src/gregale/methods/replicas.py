@@ -61,6 +61,16 @@ class Replicas:
             gathered=per_replica(state.gathered, {}),
         )
 
+    def shardings_of_any(self, tree: Tree) -> Tree:
+        """Return the shardings of arrays with or without the axis: without it, `opt_state` splits them over it too."""
+
+        def of(leaf):
+            mapping = {**self.inside.params, self.axis: self.axis}
+            whole = is_named(leaf) and self.axis not in leaf.axis_names
+            return self.layout.shardings(leaf, self.outer.opt_state if whole else mapping)
+
+        return jax.tree.map(of, tree, is_leaf=is_named)
+
     def one(self, tree: Tree, index: int) -> Tree:
         """Turn [replica, ...] into one replica's [...] under `params`."""
 

@@ -64,17 +64,19 @@ class MixingState(NamedTuple):
     """The state of a `Mixing` method between steps."""
 
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
+    own: Tree = None  # the method's own state, see `Mixing.begin`
 
 
 class Mixing(Separate, ABC):
-    """A method without parameters of its own: after a step the replicas mix theirs.
+    """A method whose replicas mix their parameters after a step.
 
-        theta_k = step(theta_k, rows of replica k)
-        theta   = mix(theta, due(t))                    unless due(t) is None
+        theta_k    = step(theta_k, rows of replica k)
+        theta, own = mix(theta, own, due(t))            unless due(t) is None
 
     A subclass is a dataclass with the fields `inner` and `layout`, a `name`, and the methods `due`, `mix` and
-    `bytes_sent`. Evaluation, samples, export and the conversion to PSDP use the average of the replicas. Checkpoints
-    hold it too, so that one device can evaluate it.
+    `bytes_sent`; `begin` gives it a state of its own. Evaluation, samples, export and the conversion to PSDP use
+    `joined` parameters, by default the average of the replicas. Checkpoints hold these too, so that one device can
+    evaluate them.
     """
 
     shown: ClassVar[tuple[str, ...]] = ("replica_bytes",)
@@ -83,9 +85,25 @@ class Mixing(Separate, ABC):
     def due(self, step: int) -> Any:
         """Return the argument of `mix` after step number `step`, a tree of arrays; None: nothing is mixed."""
 
+    def begin(self, parameters: Tree) -> Tree:
+        """Return the method's own state before the first step, from the parameters of all replicas, [replica, ...].
+
+        Named arrays with the axis of the replicas lie with their replica, others are split as finely as `opt_state`
+        splits them. A conversion to another method drops this state.
+        """
+        del parameters
+
     @abstractmethod
-    def mix(self, parameters: Tree, due: Any) -> Tree:
-        """Return the parameters of all replicas, [replica, ...] each, after they are mixed; compiled with the step."""
+    def mix(self, parameters: Tree, own: Tree, due: Any) -> tuple[Tree, Tree]:
+        """Return the parameters of all replicas, [replica, ...] each, and the own state, after they are mixed.
+
+        It is compiled with the step. `self.replicas.average` averages a tree [replica, ...], and `copies` inverts it.
+        """
+
+    def joined(self, parameters: Tree, own: Tree) -> Tree:
+        """Return one model's parameters [...] for all replicas' parameters [replica, ...] and the own state."""
+        del own
+        return self.replicas.average(parameters)
 
     @property
     def parameter_bytes(self) -> int:
@@ -95,14 +113,15 @@ class Mixing(Separate, ABC):
 
     def from_psdp(self, start: PsdpState, step: Any) -> MixingState:
         del step
-        return MixingState(self.replicas.copies(start._replace(error=None)))
+        inner = self.replicas.copies(start._replace(error=None))
+        return MixingState(inner, self.begin(inner.parameters))
 
     def to_psdp(self, state: MixingState) -> PsdpState:
         sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
-        return PsdpState(self.replicas.average(state.inner.parameters), sharded, gathered)
+        return PsdpState(self.joined(state.inner.parameters, state.own), sharded, gathered)
 
     def shardings(self, state: MixingState) -> MixingState:
-        return MixingState(self.replicas.shardings(state.inner))
+        return MixingState(self.replicas.shardings(state.inner), self.replicas.shardings_of_any(state.own))
 
     def actions(self, step: int) -> Actions:
         return Actions((self.due(step),))
@@ -110,9 +129,10 @@ class Mixing(Separate, ABC):
     def step(self, state: MixingState, batch: Tree, due: Any = None) -> tuple[MixingState, StepMetrics]:
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
-        if due is not None:
-            inner = inner._replace(parameters=self.mix(inner.parameters, due))
-        return MixingState(inner), metrics
+        if due is None:
+            return MixingState(inner, state.own), metrics
+        parameters, own = self.mix(inner.parameters, state.own, due)
+        return MixingState(inner._replace(parameters=parameters), own), metrics
 
     def reset_error(self, state: MixingState) -> MixingState:
         return state
@@ -121,13 +141,14 @@ class Mixing(Separate, ABC):
         return state
 
     def trees(self, state: MixingState) -> dict[str, Tree]:
-        return {"parameters": state.inner.parameters, "optimizer": (state.inner.sharded, state.inner.gathered)}
+        found = {"parameters": state.inner.parameters, "optimizer": (state.inner.sharded, state.inner.gathered)}
+        return found if state.own is None else {**found, "own": state.own}
 
     def eval_model(self, state: MixingState) -> Tree:
-        return self.inner.model_with(self.replicas.average(state.inner.parameters))
+        return self.inner.model_with(self.joined(state.inner.parameters, state.own))
 
     def eval_subset(self, state: MixingState) -> MixingState:
-        return MixingState(self.inner.eval_subset(state.inner))
+        return MixingState(self.inner.eval_subset(state.inner), state.own)
 
     def needs_full_state(self, step: int) -> bool:
         del step

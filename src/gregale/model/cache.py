@@ -10,7 +10,6 @@ more slots move none.
 
 from dataclasses import replace
 from functools import partial
-from math import prod
 
 import equinox as eqx
 import haliax as hax
@@ -133,7 +132,7 @@ class Devices:
         self.layout = layout = execution.layout
         mapping = layout.compute
         self._over = layout.mesh_axes((POSITION, SLOT), mapping)
-        self.sharing = prod(layout.mesh.shape[axis] for axis in self._over)
+        self.sharing = layout.devices((POSITION, SLOT), mapping)
         self.of_keys = layout.spec(AS_GIVEN, mapping)
         self.of_queries = layout.spec((BATCH, POSITION, "heads", "head_size"), mapping)
         self.of_seen = PartitionSpec(mapping.get(BATCH), self._over or None)

@@ -75,20 +75,19 @@ class Lookup:
     @property
     def devices(self) -> int:
         """Return the number of devices that together have the columns of a row."""
-        return self.size(self.column_axes)
+        return self.layout.devices((self.Embed,), self.layout.params)
 
     @property
     def rows(self) -> int:
         """Return the rows of the table on a device."""
-        return self.Vocab.size // self.size(self.row_axes)
+        return self.Vocab.size // self.layout.devices((self.Vocab,), self.layout.compute)
 
     @property
     def exchanges(self) -> bool:
-        tokens = prod(axis.size for axis in self.tokens) // self.size(self.token_axes)
+        tokens = prod(axis.size for axis in self.tokens) // self.layout.devices(self.tokens, self.layout.compute)
+        if self.layout.mesh_axes((self.Vocab,), self.layout.params) != self.row_axes:
+            return False  # devices with the same columns have other rows
         return exchanges_rows(tokens, self.Embed.size, self.rows, self.dtype.itemsize, self.devices)
-
-    def size(self, mesh_axes: tuple[str, ...]) -> int:
-        return prod(self.layout.mesh.shape[axis] for axis in mesh_axes)
 
     @property
     def ids_spec(self) -> PartitionSpec:

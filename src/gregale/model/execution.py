@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import haliax as hax
@@ -18,7 +17,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, LAYERS, MODEL, POSITION, AxisMapping, Layout
+from gregale.axes.layout import BATCH, EMBED, LAYERS, POSITION, AxisMapping, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
@@ -82,6 +81,7 @@ class Execution:
     loss_block: int = 1024  # tokens whose logits are in memory at a time on a device
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
+    evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
@@ -109,7 +109,7 @@ class Execution:
 
     def splits(self, positions: int) -> bool:
         """Return whether `stream` splits sequences of this length over `model`."""
-        return self.splits_stream and positions % (self.layout.context * self.layout.mesh.shape[MODEL]) == 0
+        return self.splits_stream and positions % self.layout.devices((POSITION, "mlp"), self.layout.compute) == 0
 
     def stream(self, x: NamedArray) -> NamedArray:
         """Place the stream [batch, position, embed], to which halves of layers add: `model` splits positions too.
@@ -124,7 +124,7 @@ class Execution:
         compute = self.layout.compute
         if not self.splits(x.resolve_axis(POSITION).size):
             return compute
-        return {**compute, POSITION: (*self.layout.mesh_axes((POSITION,), compute), MODEL)}
+        return {**compute, POSITION: self.layout.mesh_axes((POSITION, "mlp"), compute)}
 
     def part(self, x: NamedArray) -> NamedArray:
         """Keep a device's part of a layer's input, in what is saved too: the compiler could gather it for products."""
@@ -155,7 +155,7 @@ class Execution:
 
     def _quantisation(self) -> Quantised:
         mesh, compute = self.layout.mesh, self.layout.compute
-        shared = {name: prod(mesh.shape[axis] for axis in self.layout.mesh_axes((name,), compute)) for name in compute}
+        shared = {name: self.layout.devices((name,), compute) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)
         return Quantised(FORMATS[self.matmul], mesh.devices.flat[0].platform, parts, self.layout)
 
@@ -329,8 +329,14 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         loss_block=config.loss_block,
         fused_logits=device.platform == "tpu",
         # `projections` adds nothing over `model` again, so that the repeated gathers would come on top.
-        splits_stream=layout.mesh.shape[MODEL] > 1 and config.remat in SPLIT_POLICIES,
+        splits_stream=shares_layers(layout) and config.remat in SPLIT_POLICIES,
     )
+
+
+def shares_layers(layout: Layout) -> bool:
+    """Return whether the same devices, more than one, split both halves of a layer: attention and MLP."""
+    heads, mlp = (layout.mesh_axes((name,), layout.compute) for name in ("heads", "mlp"))
+    return heads == mlp and layout.devices(("mlp",), layout.compute) > 1
 
 
 def named(x: NamedArray, name: str) -> NamedArray:

@@ -1,6 +1,6 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import haliax as hax
@@ -130,11 +130,11 @@ class Llama(eqx.Module):
     head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
     config: LlamaConfig = eqx.field(static=True)
 
-    @staticmethod
-    def init(config: LlamaConfig, Vocab: Axis, key) -> "Llama":
+    @classmethod
+    def init(cls, config: LlamaConfig, Vocab: Axis, key) -> Self:
         table_key, head_key, blocks_key = jax.random.split(key, 3)
         keys = jax.random.split(blocks_key, config.layers)
-        return Llama(
+        return cls(
             embedding=hax.random.normal(table_key, (Vocab, config.Embed)) * config.init_scale,
             blocks=hax.vmap(lambda key: Block.init(config, key), config.Layers)(keys),
             norm=norm(config),
@@ -258,9 +258,14 @@ class Llama(eqx.Module):
         return self._logits(x[POSITION, 0], execution), caches
 
     def _logits(self, x: NamedArray, execution: Execution) -> NamedArray:
-        return self.logits(execution.gathered(self.norm)(x, execution), execution)
+        return self.head_logits(execution.gathered(self.norm)(x, execution), execution)
 
-    def logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
+    def logits(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
+        """Return all logits of a batch as for `loss`: float32 [Batch, Position, Vocab]."""
+        hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
+        return self.head_logits(hidden, execution)
+
+    def head_logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
         """Return the logits of `hidden`: [..., Embed] -> [..., Vocab], float32."""
         head, (cap, rows) = self.output_head(execution), self.config.logits
         found = hax.dot(hidden, head, axis=self.config.Embed, preferred_element_type=jnp.float32)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +54,7 @@ def next_token_loss(
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
     layout = execution.layout
-    shards = prod(layout.mesh.shape[name] for name in layout.mesh_axes((Vocab,), layout.compute))
-    fused = execution.fused_logits and shards == 1
+    fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
     head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
     return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.retention import CheckpointConfig
 from gregale.codecs.config import ReduceConfig
@@ -132,6 +133,7 @@ class TrainConfig(Settings):
     )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
+    mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")

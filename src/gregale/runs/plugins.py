@@ -8,15 +8,11 @@ import importlib
 import os
 import sys
 import textwrap
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import draccus
-
-import gregale
-from gregale.errors import UserError
+from gregale.errors import UserError, own_frame
 from gregale.settings import Settings, setting, shown
 from gregale.settings.decoding import known_entries
 from gregale.storage import ObjectPath, StoragePath
@@ -24,7 +20,6 @@ from gregale.storage import ObjectPath, StoragePath
 KEY = "plugins"
 LONGEST_MESSAGE = 300
 TRUSTED = (0,)  # users whose files may name code: root can run any code anyway
-_OTHER_CODE = (*(str(Path(str(each.__file__)).parent) for each in (gregale, draccus, importlib)), "<frozen importlib")
 
 
 @dataclass(frozen=True)
@@ -111,10 +106,8 @@ def _problem(name: str, error: BaseException, folder: str) -> str:
     if isinstance(error, SyntaxError):
         file, line = error.filename, error.lineno
     else:
-        frames = [
-            each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OTHER_CODE)
-        ]
-        file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+        frame = own_frame(error)
+        file, line = (frame.filename, frame.lineno) if frame else (None, None)
     place = f" ({file}, line {line})" if file else ""
     message = textwrap.shorten(str(error), LONGEST_MESSAGE, placeholder="...")
     return f"{shown(name)} could not be imported{place}: {type(error).__name__}{f': {message}' if message else '.'}"

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import EMBED, Layout
+from gregale.axes.layout import Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
 PART, SUMMED = "_part", "_summed"  # the ending of axes of parts, and the name of joined axes
@@ -206,7 +206,7 @@ def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: 
     - `exact`, `shard`: the weight in the compute dtype, gathered and not
     """
     layout = how.layout
-    if layout is None or all(layout.mesh.shape[axis] == 1 for axis in layout.mesh_axes([EMBED], layout.params)):
+    if layout is None or not layout.gathers(shard.axes):
         return exact
     values = how.cut(jax.lax.stop_gradient(shard), shard.axis_names).astype(jnp.float32)
     parts = {_part(name): layout.compute[name] for name, _ in how.parts}

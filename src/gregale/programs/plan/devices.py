@@ -10,7 +10,7 @@ import jax
 
 from gregale.audit.chips import Chip, chip
 from gregale.audit.step import ACCELERATOR, CPU, TPU, Backend
-from gregale.axes.mesh import AXES, Device
+from gregale.axes.mesh import Device
 from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.programs.plan.gpus import GPUS, described
@@ -67,14 +67,12 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
 
 
 def _mesh_size(config: TrainConfig) -> int:
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if free:
+    if (count := config.mesh.device_count) is None:
         raise UserError(
-            f"mesh.{free[0]} is -1, so the number of devices is open: give it (`--devices 8`), or a TPU topology "
-            f"(`--topology v5e:4x4 --slices 2`)."
+            f"mesh.{config.mesh.free[0]} is -1, so the number of devices is open: give it (`--devices 8`), or a TPU "
+            "topology (`--topology v5e:4x4 --slices 2`)."
         )
-    return prod(sizes.values())
+    return count
 
 
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:

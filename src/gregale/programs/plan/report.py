@@ -8,6 +8,7 @@ from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
+from gregale.axes.mapping import mapping_rows
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.model.llama import parameter_count
@@ -51,6 +52,7 @@ def report_of(
         "devices": setup.layout.mesh.size,
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
+        "mapping": mapping_rows(setup.layout),
         "chip": target.chip.name,
         "until": plan.until,
         "kernels": kernels_of(setup),

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from gregale.audit.device_axes import BETWEEN
+from gregale.axes.mapping import MAPPINGS
 from gregale.programs.plan.step import STEP
 from gregale.tables import print_table
 from gregale.terminal import Console
@@ -40,6 +41,8 @@ def size(count: float | None) -> str:
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print the report as tables, and whether the run fits."""
     _head(report, console)
+    if report["mapping"]:
+        print_table(console, "Mappings: the mesh axes that split named axes", ("axis", *MAPPINGS), report["mapping"])
     if report["pipeline"] is not None:
         _pipeline(report["pipeline"], console)
     memory = report["memory"]

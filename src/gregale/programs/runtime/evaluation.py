@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from itertools import islice
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from gregale.data.preparation import Corpus
 from gregale.data.tokenizer_training import naming
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
+from gregale.model.losses import losses_of
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
@@ -58,7 +58,7 @@ class Evaluator:
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
         self._setup, self._text = setup, text
         execution = setup.evaluation_execution()
-        losses_of = token_losses(setup, execution) if setup.config.evaluation.by_position else None
+        by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
         sizes = np.zeros(setup.Vocab.size, np.float32)
         sizes[: len(token_bytes)] = token_bytes
 
@@ -67,10 +67,10 @@ class Evaluator:
             batch = {key: batch[key] for key in batch if key != MORE_BYTES}
             mask = batch["loss_mask"].array
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
-            if losses_of is None:
-                loss, weight = model.loss(batch, execution)
-                return jnp.stack([loss, weight, scored])
-            losses = losses_of(model, batch) * mask
+            if by_token is None:
+                found = losses_of(model.loss(batch, execution))
+                return jnp.stack([found.loss, found.weight, scored])
+            losses = by_token(model, batch) * mask
             length = mask.shape[1]
             bucket = jnp.searchsorted(jnp.asarray(bounds(length)), batch["positions"].array, side="right") - 1
             parts = [x.sum(where=bucket == each) for x in (losses, mask) for each in range(len(bounds(length)))]
@@ -121,7 +121,7 @@ class Evaluator:
         """Return the axes of batches of this length, with about as many tokens as those of the run."""
         Batch, Position = self._setup.batch_axes
         layout = self._setup.layout
-        parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((Batch,), layout.compute))
+        parts = layout.devices((Batch,), layout.compute)
         rows = max(1, Batch.size * Position.size // (length * parts)) * parts
         return (Batch, Position) if length == Position.size else (Axis(Batch.name, rows), Axis(Position.name, length))
 

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -100,7 +99,7 @@ class Scorer:
     def shapes(self, lengths: np.ndarray) -> list[Shape]:
         """Return the programs for these input lengths, the longest first so that a lack of memory shows at once."""
         layout, size = self._setup.layout, self._setup.config.batch.size
-        parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
+        parts = layout.devices((BATCH,), layout.compute)
         sizes = halves(self.context, 1 if layout.context == 1 else 2 * layout.context)
         smallest = len(sizes) - 1 - np.searchsorted(sizes[::-1], np.minimum(lengths, self.context))
         shapes = []

@@ -11,11 +11,13 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Layout, check_divides, is_named, standard_layout
+from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, Layout, check_divides, check_used, is_named
+from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.reduce import further_split
 from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
@@ -24,10 +26,12 @@ from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import layers_apart
 from gregale.model.llama import parameter_count
+from gregale.model.losses import Losses, losses_of
 from gregale.programs.runtime.shared_sequences import check_context
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
+from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -133,7 +137,7 @@ class Setup:
         - `layout`: layout of the computation; default: the layout of this setup
         """
         inside = execution(self.config.compute, self.layout, self.config.model)
-        return Execution(**{**vars(inside), "layout": layout or self.layout, "remat": "none"})
+        return replace(inside, layout=layout or self.layout, remat="none", evaluates=True)
 
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
@@ -150,7 +154,9 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
-    layout = standard_layout(mesh)
+    layout = mapped_layout(mesh, config.mapping)
+    check_mapping(config.mapping, layout)
+    check_messages(config, layout)
     batch = config.batch
     check_divides(
         layout,
@@ -170,6 +176,20 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     return layout
 
 
+def check_messages(config: TrainConfig, layout: Layout) -> None:
+    """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
+    if not config.reduce.quantised and config.islands.lighthouse is None:
+        return
+    for name in layout.opt_state:
+        further = further_split(name, layout)
+        if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
+            raise UserError(
+                f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "
+                f"{'islands' if config.islands.lighthouse else 'reduce.codec'} are a replica's part of a shard of "
+                f"`params`. Split {name} over {more[0]} in params too, or leave it out of opt_state."
+            )
+
+
 def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
     """Raise `UserError` if stages, layers and rows do not divide as the pipeline requires.
 
@@ -183,6 +203,12 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
                 "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
             )
         return
+    for mapping in (config.mapping.compute, config.mapping.params, config.mapping.opt_state):
+        if own := [name for name in (BATCH, EMBED) if name in mapping]:
+            raise UserError(
+                f"mapping has {own[0]} of its own, but there is a pipeline, whose stages pass rows on in the default "
+                "order of `batch` and `embed`. Leave these two out of mapping, or remove the pipeline."
+            )
     schedule = config.pipeline.schedule(stages)
     if (layers := getattr(config.model, "layers", None)) is not None:
         schedule.layers_per_stage(layers)
@@ -216,7 +242,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
         model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
-    check_own_axes(config, layout, model)
+    check_axes(config, layout, model)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
@@ -237,14 +263,18 @@ def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Cal
     return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
 
 
-def check_own_axes(config: TrainConfig, layout: Layout, model) -> None:
-    """Raise `UserError` if the mesh does not divide an axis of the parameters of a plugin's model."""
-    if type(config.model).__module__.startswith("gregale."):
-        return
-    named = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
-    axes = {axis.name: axis for leaf in named for axis in leaf.axes}
-    found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
-    check_divides(layout, {"batch.size": ("the sequences of a step", Axis(BATCH, config.batch.size)), **found})
+def check_axes(config: TrainConfig, layout: Layout, model) -> None:
+    """Raise `UserError` if the mesh does not divide an axis of the parameters, or `mapping` does not suit them.
+
+    The axes of Gregale's own models are checked by their keys, see `checked_layout`.
+    """
+    named = [leaf.axes for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
+    check_arrays(config.mapping, layout, [[axis.name for axis in axes] for axes in named])
+    axes = {axis.name: axis for each in named for axis in each}
+    if not type(config.model).__module__.startswith("gregale.") or not config.mapping.is_default:
+        found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
+        check_divides(layout, found)
+    check_used(layout, (BATCH, POSITION, *axes))
 
 
 def check_parameters(model) -> None:
@@ -289,7 +319,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: own_loss(config.model, model, batch, in_loop),
+        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
@@ -312,17 +342,26 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     return layers_apart(kinds) if tpus and joined and scanned else 0
 
 
-def own_loss(config: ModelConfig, model, batch, run: Execution) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of a model; raise `UserError` if a plugin's model does not return two scalars."""
+def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
     what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
     with naming_own_code(what, type(model)):
         found = model.loss(batch, run)
-    if not isinstance(found, tuple) or [jnp.shape(each) for each in found if is_array(each)] != [(), ()]:
+    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
+    if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(
             f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
-            "(`hax.sum(...).scalar()`)."
+            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
         )
-    return found
+    losses = losses_of(found)
+    if twice := losses.auxiliary.keys() & losses.metrics.keys():
+        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
+    for name, value in losses.named.items():
+        if metric_of(name) is not None:
+            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
+        if jnp.shape(value) != ():
+            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
+    return losses
 
 
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from gregale.axes.layout import CONTEXT, Layout
+from gregale.axes.layout import Layout
 from gregale.errors import UserError, multiples_near
 from gregale.runs.config import TrainConfig
 
 
 def check_context(config: TrainConfig, layout: Layout) -> None:
     """Raise `UserError` for a run whose sequences cannot be split over `mesh.context`."""
-    devices, model = layout.mesh.shape[CONTEXT], config.model
+    devices, model = layout.context, config.model
     if devices == 1:
         return
     _check_lengths("batch.sequence_length", [config.batch.sequence_length], devices)

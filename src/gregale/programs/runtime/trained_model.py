@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import BATCH, is_named, standard_layout
+from gregale.axes.layout import BATCH, is_named
+from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
@@ -71,7 +71,8 @@ def on_devices(config: TrainConfig, devices: int | MeshConfig | None) -> TrainCo
     cpu_devices = mesh.device_count if config.cpu_devices and mesh.device_count is not None else config.cpu_devices
     # No step and no evaluation of the run's own text runs: the mesh may not divide microbatches and lengths.
     batch, evaluation = replace(config.batch, microbatches=1), replace(config.evaluation, sequence_lengths=[])
-    return replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch, evaluation=evaluation)
+    devices_of = {"mesh": mesh, "mapping": MappingConfig(), "cpu_devices": cpu_devices}
+    return replace(config, **devices_of, pipeline=None, batch=batch, evaluation=evaluation)
 
 
 def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
@@ -82,9 +83,9 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
-    layout = standard_layout(mesh)
+    layout = mapped_layout(mesh, config.mapping)
     batch = config.batch
-    parts = batch.microbatches * prod(mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
+    parts = batch.microbatches * layout.devices((BATCH,), layout.compute)
     chunks = 2 * layout.context if layout.context > 1 else 1
     rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
     return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)

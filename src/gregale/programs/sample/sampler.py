@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from math import prod
 from time import perf_counter
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.layout import BATCH, POSITION, Layout, standard_layout
+from gregale.axes.layout import BATCH, POSITION, Layout, is_named
+from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
 from gregale.inference.generate import BLOCK, Generator, Prompt
@@ -36,8 +36,7 @@ class SamplerPlacement:
     def rows(self) -> int:
         """Return the number that has to divide the rows of a batch."""
         inside = self.layout.inside_replica()
-        axes = inside.mesh_axes((BATCH,), inside.compute)
-        return prod(self.layout.mesh.shape[axis] for axis in axes)
+        return inside.devices((BATCH,), inside.compute)
 
 
 def beside_training(setup: Setup) -> SamplerPlacement:
@@ -51,11 +50,9 @@ def beside_training(setup: Setup) -> SamplerPlacement:
     first = layout.mesh.local_devices[0]
     if first.platform == "cpu":
         layout = standard_layout(make_mesh(MeshConfig(data=1), [first]))
-    mesh = layout.mesh.shape
-    return SamplerPlacement(
-        unsplit(layout, BATCH),
-        setup.config.compute.gather == "per_step" or mesh["context"] * mesh["data"] * mesh["stage"] == 1,
-    )
+    weights = (leaf.axes for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf))
+    whole = setup.config.compute.gather == "per_step" or not any(map(layout.gathers, weights))
+    return SamplerPlacement(unsplit(layout, BATCH), whole)
 
 
 class Sampler:

@@ -113,7 +113,7 @@ class StepLog:
 
 
 def measured(report: StepReport) -> dict[str, float]:
-    """Return loss and gradient norm over all replicas, and the callbacks' metrics as means over replicas.
+    """Return losses and gradient norm over all replicas, and the callbacks' metrics as means over replicas.
 
     For separate replicas also each loss and their spread.
     """
@@ -125,6 +125,7 @@ def measured(report: StepReport) -> dict[str, float]:
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
         values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}
+    values |= {name: float((np.atleast_1d(each) * weights).sum() / total) for name, each in metrics.named.items()}
     return values | {name: float(np.mean(value)) for name, value in metrics.callbacks.items()}
 
 

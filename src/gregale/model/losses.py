@@ -1,0 +1,45 @@
+"""The sums that a model's loss returns."""
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Losses(NamedTuple):
+    """The sums over the tokens of a batch that a model's `loss` returns, all float32 scalars.
+
+        trained:    (loss + sum of auxiliary) / weight
+        evaluated:  loss / weight
+
+    Sums and weight are added over microbatches, replicas and devices, and divided once.
+
+    - `loss`: the sum of the tokens' losses, each times its weight
+    - `weight`: the sum of the weights
+    - `auxiliary`: further terms by name, such as a z-loss: they have gradients, and are no part of a held-out loss
+    - `metrics`: sums by name that are only logged
+
+    A step logs each auxiliary term and metric by its name, divided by the weight.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    auxiliary: Mapping[str, jax.Array] = {}
+    metrics: Mapping[str, jax.Array] = {}
+
+    @property
+    def trained(self) -> jax.Array:
+        """Return the sum whose gradient is computed."""
+        return reduce(jnp.add, self.auxiliary.values(), self.loss)
+
+    @property
+    def named(self) -> dict[str, jax.Array]:
+        """Return the sums that are logged by their names."""
+        return {**self.auxiliary, **self.metrics}
+
+
+def losses_of(found: Any) -> Losses:
+    """Return what a loss returned, `Losses` or the pair (loss, weight), as `Losses`."""
+    return found if isinstance(found, Losses) else Losses(*found)

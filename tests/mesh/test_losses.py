@@ -1,0 +1,125 @@
+"""Losses with parts: a z-loss divides as the loss does, and evaluation is without it."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
+from gregale.model.llama import Llama
+from gregale.model.losses import Losses
+from gregale.programs.runtime.setup import Setup, checked_loss, set_up
+from gregale.programs.train.step_log import measured
+from gregale.training.state import StepReport
+from tests.mesh.support import held, one_device, token_batch
+from tests.mesh.test_mapping import ONE, POSITIONS, ROWS, VOCABULARY
+from tests.plugins import EXAMPLES, plugins_from
+
+COEFFICIENT = 0.1  # large, so that gradients show it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    with plugins_from(EXAMPLES):
+        yield
+
+
+def z_config():
+    from z_loss import ZLlamaConfig  # type: ignore[import-not-found]
+
+    return ZLlamaConfig(**vars(ONE.model), z_loss=COEFFICIENT)
+
+
+def set_up_on(mesh: MeshConfig, **changes) -> Setup:
+    config = replace(ONE, mesh=mesh, model=z_config(), **changes)
+    return set_up(config, VOCABULARY, make_mesh(mesh, jax.devices()[: mesh.device_count]))
+
+
+def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.ndarray]]:
+    """What each of some steps logs, and the parameters after them."""
+    state, logged = setup.initial_state().method, []
+    step = jax.jit(setup.method.step)
+    for number in range(1, count + 1):
+        actions = setup.method.actions(number)
+        batch = held(token_batch(ROWS, POSITIONS, VOCABULARY, seed=number), setup.layout)
+        state, metrics = step(state, batch, *actions.during)
+        if actions.after is not None:
+            state, _ = jax.jit(setup.method.synchronise)(state, actions.after)
+        logged.append(measured(StepReport(jax.device_get(metrics), 0, 0)))
+    return logged, [np.asarray(leaf) for leaf in jax.tree.leaves(setup.method.to_psdp(state).parameters)]
+
+
+def microbatched(count: int):
+    return replace(ONE.batch, microbatches=count)
+
+
+STREAMING = StreamingDilocoConfig(period=2, fragments=2, delay=1)
+CASES = {
+    "one device, four microbatches": (MeshConfig(data=1), {"batch": microbatched(4)}, {}),
+    "replica 2 x data 2 x model 2": (MeshConfig(replica=2, data=2, model=2), {"batch": microbatched(1)}, {}),
+    "context 2, four microbatches": (MeshConfig(replica=2, context=2, data=2), {"batch": microbatched(4)}, {}),
+    "diloco": (MeshConfig(replica=2, data=2, model=2), {}, {"sync": DilocoConfig(period=2)}),
+    "streaming": (MeshConfig(replica=2, context=2, data=2), {}, {"sync": STREAMING}),
+}
+
+
+@cache
+def exact(sync) -> tuple:
+    """The same on as few devices as the method takes: one, or one for each replica."""
+    mesh = MeshConfig(replica=2, data=1) if sync else MeshConfig(data=1)
+    return steps_of(set_up_on(mesh, **({"sync": sync} if sync else {})), 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auxiliary_terms_are_those_of_one_device(case):
+    mesh, changes, method = CASES[case]
+    logged, parameters = steps_of(set_up_on(mesh, **changes, **method), 3)
+    expected, exact_parameters = exact(method.get("sync"))
+    for found, right in zip(logged, expected, strict=True):
+        for name in ("loss", "z_loss", "abs_log_z"):
+            np.testing.assert_allclose(found[name], right[name], rtol=1e-5, err_msg=name)
+    for found, right in zip(parameters, exact_parameters, strict=True):
+        np.testing.assert_allclose(found, right, atol=2e-6)
+
+
+def test_the_gradient_is_that_of_loss_and_z_loss_and_evaluation_is_of_the_loss():
+    config, batch, run = z_config(), token_batch(ROWS, POSITIONS, VOCABULARY), one_device()
+    model = jax.jit(lambda key: config.init(Axis("vocab", VOCABULARY), key))(jax.random.key(0))
+    plain = Llama(**vars(model))
+
+    def by_hand(model):
+        loss, _ = Llama.loss(model, batch, run)
+        z = jax.nn.logsumexp(Llama.logits(model, batch, run).rearrange((..., "vocab")).array, axis=-1)
+        return loss + COEFFICIENT * jnp.sum(jnp.square(z) * batch["loss_mask"].array)
+
+    own = jax.jit(jax.grad(lambda model: model.loss(batch, run).trained))
+    found, expected = own(model), jax.jit(jax.grad(by_hand))(model)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    evaluated = checked_loss(config, model, batch, replace(run, evaluates=True))
+    assert evaluated.named == {}
+    np.testing.assert_array_equal(evaluated.loss, checked_loss(ONE.model, plain, batch, run).loss)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda one: (one, one, one), "has to return two scalar arrays"),
+        (lambda one: Losses(one, one, {"z": one}, {"z": one}), "auxiliary and metrics both have 'z'"),
+        (lambda one: Losses(one, one, metrics={"grad_norm": one}), "'grad_norm' is the name of another metric"),
+        (lambda one: Losses(one, one, {"z": jnp.ones(3)}), "'z' has the shape \\(3,\\)"),
+    ],
+)
+def test_losses_that_are_refused(returned, words):
+    class Wrong:
+        def loss(self, batch, execution):
+            return returned(jnp.ones(()))
+
+    with pytest.raises(UserError, match=words):
+        checked_loss(ONE.model, Wrong(), {}, one_device())
