@@ -239,8 +239,8 @@ class Execution:
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
         policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
         # Else the compiler computes a layer again long before its gradient: with other layers of a loop's body, or,
-        # where it takes an iteration out of the loop, before the loss. The tuple leaves `rows` out: what depends on them
-        # alone is the same for both passes.
+        # where it takes an iteration out of the loop, before the loss. The tuple leaves `rows` out: what depends on
+        # them alone is the same for both passes.
         policy = replace(policies[self.remat], prevent_cse=(True,))
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
