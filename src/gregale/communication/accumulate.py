@@ -60,8 +60,9 @@ def accumulate(
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
         start = inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(())
-        sums, named = hax.scan(add, Microbatch)(start, rows)
-        return Accumulated(*sums, {name: hax.sum(values, Microbatch) for name, values in named.items()})
+        (gradients, loss_sum, weight), named = hax.scan(add, Microbatch)(start, rows)
+        named = {name: hax.sum(values, Microbatch) for name, values in named.items()}
+        return Accumulated(gradients, loss_sum, weight, named)
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
