@@ -90,5 +90,5 @@ def test_layers_are_differentiated_one_by_one(kinds, first, layers, remat):
 
     traced = jax.make_jaxpr(jax.grad(loss))(weights, hax.ones(Axis("embed", 3)))
     assert recomputed(traced.jaxpr) == [True] * layers
-    together = {GEMMA_3: 6 + 1}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and between the stretches
+    together = {GEMMA_3: 6 + 2}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and the stretches
     assert str(traced).count("optimization_barrier") == together

@@ -229,11 +229,11 @@ class Execution:
             return carry, tuple(outs)
         parts, outs = stretches(kinds, self.first_layers), []
         for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
-            if number:
-                # The gradients of these layers are complete before those of the layers before are computed. After the
-                # first layers, the weights are awaited too.
-                together = jax.lax.optimization_barrier if self.first_layers else gradients_together
-                carry, layers = together((carry, layers))
+            if number and self.first_layers:
+                # The weights are awaited after the first layers, and their gradients are complete before theirs.
+                carry, layers = jax.lax.optimization_barrier((carry, layers))
+            elif len(set(kinds)) > 1:
+                carry, layers = gradients_together((carry, layers))
             carry, out = self._scan_stretch(block, part, carry, layers)
             outs.append(out)
         return carry, joined(outs)
