@@ -84,6 +84,9 @@ class Execution:
     evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
+    # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
+    # layers of a loop's body, or before the loss, where it takes an iteration out of the loop.
+    recomputes_late: bool = False
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
@@ -226,11 +229,11 @@ class Execution:
             return carry, tuple(outs)
         parts, outs = stretches(kinds, self.first_layers), []
         for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
-            if number:
-                # The gradients of these layers are complete before those of the layers before are computed. After the
-                # first layers, the weights are awaited too.
-                together = jax.lax.optimization_barrier if self.first_layers else gradients_together
-                carry, layers = together((carry, layers))
+            if number and self.first_layers:
+                # The weights are awaited after the first layers, and their gradients are complete before theirs.
+                carry, layers = jax.lax.optimization_barrier((carry, layers))
+            elif len(set(kinds)) > 1:
+                carry, layers = gradients_together((carry, layers))
             carry, out = self._scan_stretch(block, part, carry, layers)
             outs.append(out)
         return carry, joined(outs)
@@ -238,10 +241,9 @@ class Execution:
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
         policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
-        # Else the compiler computes a layer again long before its gradient: with other layers of a loop's body, or,
-        # where it takes an iteration out of the loop, before the loss. The tuple leaves `rows` out: what depends on
-        # them alone is the same for both passes.
-        policy = replace(policies[self.remat], prevent_cse=(True,))
+        policy = policies[self.remat]
+        if self.recomputes_late or (self.first_layers and part.repeats == 1):
+            policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
             (kind,) = part.pattern
@@ -328,6 +330,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         matmul=config.matmul,
         loss_block=config.loss_block,
         fused_logits=device.platform == "tpu",
+        recomputes_late=device.platform != "cpu",
         # `projections` adds nothing over `model` again, so that the repeated gathers would come on top.
         splits_stream=shares_layers(layout) and config.remat in SPLIT_POLICIES,
     )
