@@ -55,7 +55,9 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     lists |= {plugins.KEY} if command.plugins else set()
-    return split_arguments(arguments, flags, lists, len(command.positional))
+    words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
+    fields_of = {f"--{alias}": f"--{name}" for alias, name in command.aliases.items()}
+    return words, ["".join((fields_of.get(key, key), *rest)) for key, *rest in (pair.partition("=") for pair in pairs)]
 
 
 def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import draccus
 import jax
@@ -21,7 +21,7 @@ from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.methods.separate import Mixing
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.settings import Range, Removed, Settings, between, setting, whole
+from gregale.settings import Range, Settings, between, setting, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -46,13 +46,6 @@ class Methods(NamedTuple):
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
     """The choice by `type` of the synchronisation of replicas."""
-
-    earlier: ClassVar = {
-        "type delayed_psdp": Removed(
-            "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends less over "
-            "the slow link, and so do the codecs of PSDP (reduce.codec)."
-        )
-    }
 
     @classmethod
     def default_choice_name(cls) -> str:
