@@ -1,6 +1,5 @@
 """The outer side of an island as it is saved: what is read is what was written, and damage is found."""
 
-import json
 from dataclasses import replace
 
 import ml_dtypes
@@ -118,19 +117,6 @@ def test_damage_is_found(tmp_path, name):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="cannot be read"):
             outer_checkpoint.read(tmp_path, 7)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_named(tmp_path):
-    folder = outer_checkpoint.folder_of(tmp_path, 7)
-    folder.mkdir(parents=True)
-    (folder / outer_checkpoint.MANIFEST).write_text(
-        json.dumps({"outer": OUTER.to_json(), "arrays": []}), encoding="utf-8"
-    )
-    (folder / "arrays.bin").touch()
-    with pytest.raises(
-        UserError, match=r"round-00000007 .* saved by an earlier version of Gregale.* give --fresh, and"
-    ):
-        outer_checkpoint.read(tmp_path, 7)
 
 
 def test_other_rounds_are_deleted(directory):

@@ -6,7 +6,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 MANIFEST = "manifest.json"
@@ -40,23 +39,10 @@ def read_records(folder: StoragePath) -> FileRecords:
     return json.loads((folder / MANIFEST).read_bytes())["files"]
 
 
-def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
-    """Return the folder of the files that a manifest names; raise `UserError` for an earlier version's format."""
-    for name in records:
-        own, _, last = name.partition("/")
-        if last == SHARDS:
-            return folder / own
-    raise UserError(
-        f"The checkpoint {folder} has Orbax's format, which this version of Gregale does not read. Commit 87fb450 of "
-        f"Gregale reads it: go on with that one, or have it export the model, which `gregale import` reads."
-    )
-
-
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
     """Return a text about the first damage of a checkpoint, or None if every file is intact.
 
-    Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file. Raises
-    `UserError` if an earlier version of Gregale wrote the checkpoint.
+    Of several processes that share the reading, process `part` of `parts` checks every `parts`-th file.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -69,7 +55,6 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
         return f"{MANIFEST} has format {version}; this version reads format {_FORMAT}"
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
-    root_of(folder, records)
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)

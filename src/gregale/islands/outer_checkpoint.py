@@ -80,8 +80,6 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         outer = OuterRecord.from_json(manifest["outer"])
-        if "parts" not in manifest:
-            raise ValueError("they were saved by an earlier version of Gregale, in another form")
         name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
         starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)

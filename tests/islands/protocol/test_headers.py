@@ -82,9 +82,3 @@ def test_a_record_with_a_wrong_field_is_garbage(change):
     whole = {name: change.pop(name) for name in list(change) if name in value}
     with pytest.raises(GarbageError):
         OuterRecord.from_json(value | {"ledger": value["ledger"] | change} | whole)
-
-
-def test_a_record_of_an_earlier_version_has_no_sizes():
-    value = seed("d").to_json()
-    del value["sizes"]
-    assert OuterRecord.from_json(value) == seed("d")

@@ -47,8 +47,6 @@ class OuterRecord:
     @classmethod
     def from_json(cls, value: object) -> "OuterRecord":
         """Return the record of `to_json`; raise `GarbageError` for anything else."""
-        if isinstance(value, dict):
-            value = {"sizes": [], **value}  # records of earlier versions lack this field
         found: OuterRecord = decode(cls, value, "record of an outer state")
         spans = [*found.ledger.free, *(span for lease in found.ledger.leases for span in lease.spans)]
         if any(start >= stop for start, stop in spans):
