@@ -1,7 +1,7 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,9 @@ import jax
 
 import gregale
 from gregale.checkpoint.multihost import first_message, messages_of_all
+from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
+from gregale.distributed.agreement import format_term, to_text
 from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
@@ -24,7 +26,7 @@ from gregale.islands.host_group import HostGroup, joint_digest
 from gregale.islands.host_worker import HostWorker, Timeouts
 from gregale.islands.inner_optimizer_state import expected
 from gregale.islands.protocol.headers import OuterRecord, seed
-from gregale.islands.protocol.ledger import LeasePolicy
+from gregale.islands.protocol.ledger import LeasePolicy, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
@@ -35,21 +37,19 @@ from gregale.islands.transport.server import Server
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
-from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.resources import IslandResources
 from gregale.programs.island.saving import IslandSaving
 from gregale.programs.island.status import StatusTracker
-from gregale.programs.island.steps import IslandSteps
+from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.command import PreparedRun, prepared
-from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.evaluation import Evaluation
 from gregale.programs.train.loop import Loop
 from gregale.programs.train.resume import Start
-from gregale.programs.train.step_log import Observers, StepLog
+from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
 from gregale.runs.history import ROUNDS
+from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
@@ -62,6 +62,33 @@ from gregale.training.stepper import Stepper
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
 T = TypeVar("T")
+# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
+# tokens, and data is leased in batches of each island's own size.
+MUST_AGREE = (
+    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    "batch.sequence_length",
+    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
+    *("islands.outlier_factor", "islands.network"),
+)
+
+
+def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
+    """Return the settings and text that all islands must share, for an island's header.
+
+    - `shards`: `shards_of` of each of the island's hosts
+    """
+    hosts = {"the number of an island's hosts": str(len(shards))}
+    seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
+    settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
+    text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
+    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    return to_text(hosts | settings | seconds | text | shapes)
+
+
+def shards_of(outer: HostOuter) -> str:
+    """Return a digest of the layout of this host's shards of the outer state."""
+    return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
 
 
 @dataclass(frozen=True)
@@ -126,7 +153,8 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, st
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
-    host, folder = jax.process_index(), outer_folder(directory)
+    host = jax.process_index()
+    folder = directory.path / (OUTER if host == 0 else f"{OUTER}-{host}")  # of this host's shards of the outer state
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = run.checkpoints.metadata(start.step)["islands"] if start.step else None
@@ -197,12 +225,6 @@ def note_stalled(run: RunDirectory, line: str | None) -> None:
     """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
-
-
-def outer_folder(run: RunDirectory) -> StoragePath:
-    """Return the folder in which this host saves its shards of the outer state."""
-    host = jax.process_index()
-    return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
 def restore(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:

@@ -28,11 +28,10 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
-from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
-from gregale.programs.train.step_log import Observers, StepLog
+from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import Change, changes
@@ -41,7 +40,7 @@ from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
 from gregale.settings import setting
 from gregale.storage import storage_path
-from gregale.tracking.callback import Metrics, RunInfo, call
+from gregale.tracking.callback import RunInfo, call
 from gregale.tracking.choices import check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
@@ -112,7 +111,7 @@ class PreparedRun:
         by_first_process(write, None)
         return RunInfo(run.path, config.name, asdict(config), step, is_writer())
 
-    def exit_code(self, steps: Steps, evaluation: Metrics, stop: StopRequest, stopped: str) -> int:
+    def exit_code(self, steps: Steps, evaluation: dict[str, float], stop: StopRequest, stopped: str) -> int:
         """Return the command's exit code after the last step, and report the result.
 
         - `stopped`: the message about a run that a signal ended, with `{signal}` and `{step}`
@@ -155,14 +154,15 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
         fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
         if not is_island:
             check_replicas(config, fitting.layout)
-        check_start(fresh, config, run)
+        if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
+            origin_of(config)  # rejects a model that does not fit
         tasks = read_tasks(config.evaluation.tasks)
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, fitting.method.shown))
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        check = stack.enter_context(hold_run(run, fresh, console.message))
+        check = take_lock(stack, run, fresh, console.message)
         saved = on_checkpoint(setup, run, console.message)
         checkpoints = Checkpoints(run.checkpoints, config.checkpoint, console.message, saved, check)
         stack.enter_context(checkpoints)
@@ -186,30 +186,22 @@ def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]
     return tell
 
 
-def check_start(fresh: bool, config: TrainConfig, run: RunDirectory) -> None:
-    """Raise `UserError` if the model of `start_from` does not fit a new run."""
-    if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
-        origin_of(config)
+def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:
+    """Take the run's lock in process 0, until the stack closes; return a check that process 0 still holds it.
 
-
-@contextmanager
-def hold_run(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Hold the run's lock in process 0; with `fresh`, archive the old run first, which no process may be training.
-
-    Yields a function that checks, in process 0, that the process still holds the lock.
+    With `fresh`, archive the old run first, which no process may be training.
     """
-    with ExitStack() as stack:
 
-        def take() -> Callable[[], None]:
-            if fresh and run.path.exists():
-                with training(run.path, report):
-                    archived = run.archive()
-                report(f"The old run is now {archived}.")
-            check = stack.enter_context(training(run.path, report))
-            run.checkpoints.mkdir(exist_ok=True)
-            return check
+    def take() -> Callable[[], None]:
+        if fresh and run.path.exists():
+            with training(run.path, report):
+                archived = run.archive()
+            report(f"The old run is now {archived}.")
+        check = stack.enter_context(training(run.path, report))
+        run.checkpoints.mkdir(exist_ok=True)
+        return check
 
-        yield by_first_process(take, lambda: None)
+    return by_first_process(take, lambda: None)
 
 
 def is_writer() -> bool:
@@ -270,25 +262,15 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
+    epochs = config.steps * config.batch.tokens / corpus.training_tokens
+    held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
+    validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{text_of(corpus, config)}"
+        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
         f"{f'; compiler options: {options}' if options else ''}"
     )
-
-
-def text_of(corpus: Corpus, config: TrainConfig) -> str:
-    """Return the sizes of the training and evaluation text."""
-    epochs = config.steps * config.batch.tokens / corpus.training_tokens
-    return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {evaluation_sizes(corpus)}"
-
-
-def evaluation_sizes(corpus: Corpus) -> str:
-    """Return the sizes of the evaluation text."""
-    parts = [f"{corpus.held_out_tokens:,} tokens held out"] if corpus.held_out_tokens else ["nothing held out"]
-    parts += [f"{len(stream):,} tokens of {name} to evaluate on" for name, stream in corpus.validation_streams.items()]
-    return ", ".join(parts)
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
