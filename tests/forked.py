@@ -37,7 +37,7 @@ Job = Callable[[], Any]
 
 IMPORTED = (
     *("gregale.cli", "gregale.programs.train.command", "gregale.programs.island.command"),
-    *("gregale.runs.resolved_config", "gregale.programs.lighthouse", "gregale.islands.driver"),
+    *("gregale.huggingface.hub", "gregale.programs.lighthouse", "gregale.islands.driver"),
     *("gregale.cli.invocation", "grain", "tokenizers"),
 )
 

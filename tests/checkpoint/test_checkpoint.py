@@ -20,7 +20,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.checkpoint import CheckpointConfig, manifest, parts
-from gregale.checkpoint.manifest import MANIFEST, write_manifest
+from gregale.checkpoint.manifest import MANIFEST
 from gregale.checkpoint.shard_layout import Region, RowRange, ShardExtent, rows_for
 from gregale.checkpoint.store import Checkpoints
 from gregale.errors import UserError
@@ -217,17 +217,6 @@ def test_what_has_no_manifest_does_not_count_and_goes_with_the_next_save(folder,
         assert reports[0].endswith("The newest valid one is that of step 10.")
         again.save(30, small(30), {})
     assert names(folder) == ["notes", "step-00000010", "step-00000030"]
-
-
-def test_one_without_the_positions_of_its_shards_is_refused(tmp_path):
-    folder = tmp_path / "step-00000010"
-    (folder / "arrays-00000010").mkdir(parents=True)
-    name = "arrays-00000010/manifest.ocdbt"
-    write_manifest(folder, {name: parts.write_part(folder / name, [])})
-    with Checkpoints(tmp_path) as checkpoints:
-        for read in (checkpoints.latest, lambda template: checkpoints.restore(10, template)):
-            with pytest.raises(UserError, match=r"step-00000010.* names no pieces\.json"):
-                read(small(0))
 
 
 def test_no_sound_checkpoint_is_an_error(checkpoints, tmp_path):

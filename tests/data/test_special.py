@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
-from gregale.data.special import counter_of_names
-from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, from_json, train_bpe
-from gregale.evaluation.tasks.windows import SlidingWindows
+from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, counter_of_names, from_json, train_bpe
+from gregale.programs.runtime.sliding_window import SlidingWindows
 from tests.data.test_text_bytes import END, LIBRARIES
 
 CHAT = "<|im_start|>user\nthe café<|im_end|>\n<|im_start|>assistant\nthe<|im_end|>"

@@ -16,7 +16,7 @@ from gregale.data.sources import JsonLinesSource
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer
 from gregale.evaluation.bigram import more_bytes_of
-from gregale.evaluation.tasks.windows import SlidingWindows
+from gregale.programs.runtime.sliding_window import SlidingWindows
 
 END = "</s>"
 TEXTS = ["the café", "a", " the end ", "ﬁne\nWÖRD  𝔘x", "the the the", "▁a\tb", "x" * 40]

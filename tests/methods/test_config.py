@@ -83,7 +83,7 @@ PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
 
 def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_plain_average():
-    said = DilocoConfig(period=30, warmup_steps=90).remark_on_rounds(690)
+    said = DilocoConfig(period=30, warmup_steps=90).config_warning(layout_of(data=8), 690, is_island=True)
     assert said is not None
     assert said.startswith("This run has 20 rounds, ")
     assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
@@ -102,4 +102,4 @@ def test_a_single_replica_is_allowed_and_said():
     ids=["many rounds", "chosen", "psdp"],
 )
 def test_others_are_not(sync: SyncConfig):
-    assert sync.remark_on_rounds(600) is None
+    assert sync.config_warning(layout_of(replica=2, data=4), 600) is None

@@ -92,7 +92,7 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     for step in range(1, steps + 1):
         for first, member in zip(firsts(saved.outer, names), members, strict=True):
             values = corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS))
-            member.took({name: placement.placed(array) for name, array in values.items()}, step)
+            member.took(placement.placed(values), step)
         fleet.follow(step)
     found = members[0].host.leaves()
     assert found.keys() == saved.arrays.keys()

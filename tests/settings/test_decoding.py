@@ -119,30 +119,6 @@ def test_nothing_silly_is_suggested(key):
     assert "Did you mean" not in refusal(f"--{key}", "1")
 
 
-def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherwise(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text("islands: {outer_memory: host}\n")
-    assert load(TrainConfig, saved, RUN).islands == load(TrainConfig, None, RUN).islands
-    saved.write_text("islands: {outer_memory: device}\n")
-    with pytest.raises(UserError, match=r"islands.outer_memory` is 'device' .*line 1\), but this key was removed: "):
-        load(TrainConfig, saved, RUN)
-    assert "was removed" in refusal("--islands.outer_memory", "device")
-    assert "was removed" in refusal("--data.order", "parts")
-    assert "which was removed: it trained worse" in refusal("--sync.type", "delayed_psdp")
-
-
-def test_the_earlier_name_of_a_key_is_read_and_the_command_line_counts(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text("reduce: {codec: int8, second_leg: int8}\ncompute: {rules: plain}\n")
-    read = load(TrainConfig, saved, RUN)
-    assert (read.reduce.gather_codec, read.compute.autodiff_rules) == ("int8", "plain")
-    assert load(TrainConfig, saved, [*RUN, "--reduce.gather_codec", "int4"]).reduce.gather_codec == "int4"
-    assert load(TrainConfig, saved, [*RUN, "--reduce.second_leg", "int4"]).reduce.gather_codec == "int4"
-    saved.write_text("islands: {start: 2, min_members_to_start: 3}\n")
-    with pytest.raises(UserError, match=r"islands.start` .*line 1\) is the earlier name of .*line 1\): give one"):
-        load(TrainConfig, saved, RUN)
-
-
 @pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])
 def test_yaml_without_a_bottom_is_refused(text):
     assert "too deep in one another" in refusal("--data", text)

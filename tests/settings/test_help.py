@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import draccus
 import pytest
 
+from gregale.cli.invocation import MIN_WIDTH, WIDTH, render, topics
 from gregale.errors import UserError
 from gregale.programs.train.command import READS
 from gregale.runs.config import TrainConfig
 from gregale.settings import DECAY, between, whole
 from gregale.settings.config_schema import entries
-from gregale.settings.help import MIN_WIDTH, WIDTH, render, topics
 
 
 @dataclass(frozen=True)

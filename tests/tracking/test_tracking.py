@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
+from gregale.programs.train.step_log import Rate
 from gregale.storage import RetryPolicy, jsonl_writer, storage_path
 from gregale.tracking.callback import Callbacks, RunInfo
 from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.metrics import METRICS, metric_of
-from gregale.tracking.rate import Rate
 from gregale.tracking.tracker import Guarded, JsonlTracker, Tracker
 from tests.disk import largest_file
 from tests.stores import Fault, proxied

@@ -39,11 +39,6 @@ def read_records(folder: StoragePath) -> FileRecords:
     return json.loads((folder / MANIFEST).read_bytes())["files"]
 
 
-def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
-    """Return the folder of the files that a valid manifest names."""
-    return folder / next(own for own, _, last in (name.partition("/") for name in records) if last == SHARDS)
-
-
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
     """Return a text about the first damage of a checkpoint, or None if every file is intact.
 
@@ -60,8 +55,6 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
         return f"{MANIFEST} has format {version}; this version reads format {_FORMAT}"
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
-    if not any(name.endswith(f"/{SHARDS}") for name in records):
-        return f"{MANIFEST} names no {SHARDS}"
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)

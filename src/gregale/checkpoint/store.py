@@ -12,7 +12,7 @@ import numpy as np
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
-from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records, root_of
+from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
 from gregale.checkpoint.parts import THREADS, read_parts
 from gregale.checkpoint.retention import LEAVES, METADATA, committed_steps, folder_name, step_of, without_manifest
@@ -120,7 +120,7 @@ class Checkpoints(Saver):
 
     def _root(self, step: int) -> StoragePath:
         folder = self._directory / folder_name(step)
-        return root_of(folder, read_records(folder))
+        return folder / next(name.partition("/")[0] for name in read_records(folder) if name.endswith(f"/{SHARDS}"))
 
     def _newest_below(self, bound: int | None) -> int | None:
         steps = [step for step in by_first_process(self.steps, []) if bound is None or step < bound]

@@ -35,7 +35,7 @@ PROGRAMS = {
     "new": Program("gregale.programs.new", "write a starter configuration"),
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
     "island": Program("gregale.programs.island.command", "train as one of several islands, which may join and leave"),
-    "islands": Program("gregale.programs.local_fleet.command", "train as several islands on this machine, in one view"),
+    "islands": Program("gregale.programs.local_fleet", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
     "sample": Program(
         "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"

@@ -1,20 +1,29 @@
-"""Invocation of a command: it fills the options and the configuration from the arguments."""
+"""Invocation of a command: it fills the options and the configuration from the arguments. The help of a command."""
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any, get_origin
+
+import draccus
+import yaml
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import plugins
 from gregale.runs.parsing import load, load_plugins, split_arguments
-from gregale.settings.config_schema import REQUIRED, default_of, entries, section_at, types_of
-from gregale.settings.help import render, topics
+from gregale.settings.config_schema import REQUIRED, Entry, default_of, entries, section_at, types_of
 
 CONFIG = "config"
+WIDTH = 100  # maximum, and the width without a terminal
+MIN_WIDTH = 80
+MAX_COLUMN = 26
+MIN_MEANING = 20
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
@@ -44,7 +53,7 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     if command.config is None:
         return command.main(options)
     config = load(command.config, path, [pair for pair in pairs if pair not in for_options])
-    from gregale.runs.resolved_config import resolved  # late: a command without a configuration does not import JAX
+    from gregale.huggingface.hub import resolved  # late: a command without a configuration does not import JAX
 
     return command.main(options, resolved(config))
 
@@ -55,7 +64,9 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     lists |= {plugins.KEY} if command.plugins else set()
-    return split_arguments(arguments, flags, lists, len(command.positional))
+    words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
+    fields_of = {f"--{alias}": f"--{name}" for alias, name in command.aliases.items()}
+    return words, ["".join((fields_of.get(key, key), *rest)) for key, *rest in (pair.partition("=") for pair in pairs)]
 
 
 def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> bool:
@@ -63,16 +74,13 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
 
     A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
     """
-    if not (command.plugins or _reads_plugins(command)):
+    of_config = command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
+    if not (command.plugins or of_config):
         return False
     named = [pair for pair in pairs if _key(pair) == plugins.KEY]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
     path = next((word for word in words[place : place + 1] if os.path.isfile(word)), None)
     return bool(load_plugins(path, named))
-
-
-def _reads_plugins(command: Command) -> bool:
-    return command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
 
 
 def command_help(
@@ -139,3 +147,97 @@ def _takes_many(command: Command) -> bool:
 
 def _key(pair: str) -> str:
     return pair.removeprefix("--").partition("=")[0]
+
+
+def render(config_class: type, topic: str | None = None, only: Collection[str] = ()) -> str:
+    """Return the keys with type, default and meaning, under headings with the first part of the dotted key.
+
+    Keys that only some choices of a `type` have are listed under these choices. With `topic`, a dotted key, the text
+    has all choices below that key; without it, only the default choices. `only` limits the text to these keys and the
+    keys below them. Raises `UserError` if no key is below the topic.
+    """
+    listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
+    defaults = {entry.key: entry.default for entry in listed}
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in _of_default_choices(listed) if topic is None else _below(listed, topic):
+        key = entry.choice.partition(" ")[0]
+        choice = f"{key} {defaults[key]}" if key and topic is None else entry.choice
+        groups.setdefault((entry.key.rpartition(".")[0], choice), []).append(entry)
+    lines = []
+    for (prefix, choice), group in groups.items():
+        if prefix:
+            lines.append(f"  --{prefix}.*" + (f" with {choice.removeprefix(f'{prefix}.')}" if choice else ""))
+        lines += _lines(group, prefix)
+    return "\n".join(lines) + "\n"
+
+
+def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
+    """Return the keys below which a choice has keys that the default choice lacks."""
+    listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
+    shown = _of_default_choices(listed)
+    hidden = {entry.choice.partition(" ")[0].removesuffix(".type") for entry in listed if entry not in shown}
+    hidden = {key.partition(".<")[0].removesuffix(".0") for key in hidden}  # elements of a mapping or a list
+    return sorted(key for key in hidden if not any(key.startswith(f"{other}.") for other in hidden))
+
+
+def _of_default_choices(listed: Sequence[Entry]) -> list[Entry]:
+    """Return the keys of a configuration in which every `type` has its default."""
+    shown: list[Entry] = []
+    chosen: dict[str, object] = {}  # the defaults of shown keys; a key that depends on a hidden key is hidden too
+    for entry in listed:
+        key, _, names = entry.choice.partition(" ")
+        if not key or chosen.get(key) in names.split(", "):
+            shown.append(entry)
+            chosen.setdefault(entry.key, entry.default)
+    return shown
+
+
+def _is_below(key: str, others: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{other}.") for other in others)
+
+
+def _below(listed: Sequence[Entry], topic: str) -> list[Entry]:
+    found = [entry for entry in listed if _is_below(entry.key, [topic])]
+    if not found:
+        known = sorted({entry.key.partition(".")[0] for entry in listed})
+        raise UserError(f"--help {topic}: there is no such key. The first parts of the keys are: {', '.join(known)}.")
+    return found
+
+
+def _lines(group: list[Entry], prefix: str) -> list[str]:
+    """Format a group in three columns of minimum width; a long cell moves only its own line to the right."""
+    indent = " " * 6 if prefix else "  --"
+    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
+    width = max(MIN_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    columns = [min(MAX_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
+    lines = []
+    for name, value, meaning in rows:
+        head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
+        hanging = " " * (len(indent) + sum(columns) + 4)
+        if len(head) > width - MIN_MEANING:
+            start = f"{indent}{name:<{columns[0]}}  "
+            wrapper = textwrap.TextWrapper(
+                width, start, " " * len(start), break_on_hyphens=False, break_long_words=False
+            )
+            lines += wrapper.wrap(value)
+            head = hanging
+        lines += _wrapped(meaning, width, head, hanging) or [head.rstrip()]
+    return lines
+
+
+def _wrapped(meaning: str, width: int, head: str, hanging: str) -> list[str]:
+    """Wrap a meaning into lines; the range at its end is not split."""
+    text, bracket, span = meaning.rpartition(" [")
+    whole = f"{text}{bracket}{span.replace(' ', NO_BREAK)}" if bracket else meaning
+    lines = textwrap.wrap(whole, width, initial_indent=head, subsequent_indent=hanging)
+    return [line.replace(NO_BREAK, " ") for line in lines]
+
+
+def _type_and_default(entry: Entry) -> str:
+    if entry.default is REQUIRED:
+        return f"{entry.type} (required)"
+    if isinstance(entry.default, float):
+        return f"{entry.type} = {entry.default:g}"
+    text = yaml.safe_dump(draccus.encode(entry.default), default_flow_style=True, width=WIDTH)
+    # PyYAML adds a document end marker after a single scalar.
+    return f"{entry.type} = {text.splitlines()[0]}"

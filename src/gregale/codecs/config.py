@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gregale.codecs.blocks import PowersCodec, RotatedCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
@@ -42,8 +41,6 @@ class FeedbackConfig(Settings):
 @dataclass(frozen=True)
 class ReduceConfig(Settings):
     """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
-
-    earlier: ClassVar = {"second_leg": "gather_codec"}
 
     codec: str = setting(
         "none", "codec of the first phase", choices=FIRST_LEGS, aliases=("compression", "quantization")

@@ -1,13 +1,12 @@
 """The data configuration: the training text, and how it becomes examples."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from gregale.data.mixtures import check_mixtures
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Fixed, Range, Removed, Settings, at_least, check_path, setting, whole
+from gregale.settings import Fixed, Range, Settings, at_least, check_path, setting, whole
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
@@ -17,14 +16,6 @@ SOURCES, VALIDATION = "sources", "validation"
 @dataclass(frozen=True)
 class DataConfig(Settings):
     """The training text, and how it becomes examples."""
-
-    earlier: ClassVar = {
-        "order": Removed(
-            "all text is tokenized before the first step (`gregale tokenize` does it ahead of time, on hosts without "
-            "accelerators too). A run in the order by parts cannot go on: begin a new one",
-            default="whole",
-        )
-    }
 
     sources: dict[str, SourceConfig] = setting(dict, "documents, by a name of your choice")
     tokenizer: TokenizerConfig = field(

@@ -23,9 +23,8 @@ import numpy as np
 
 from gregale.atomic_files import atomic_replace
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
-from gregale.data.special import counter_of_names
 from gregale.data.text_bytes import Corrections
-from gregale.data.tokenizers import Tokenizer
+from gregale.data.tokenizers import Tokenizer, counter_of_names
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 

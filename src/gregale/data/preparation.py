@@ -17,12 +17,11 @@ from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
-from gregale.data.special import taken_as_text
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import make_tokenizer, naming
-from gregale.data.tokenizers import BpeConfig, Tokenizer
+from gregale.data.tokenizers import BpeConfig, Tokenizer, taken_as_text
 from gregale.errors import UserError
 from gregale.storage import storage_path
 
@@ -73,6 +72,10 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
     validating = stores_of(VALIDATION, config, tokenizer, report)
     validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
+    validation_windows = {}
+    for name, stream in validation.items():
+        with naming(f"data.{VALIDATION}.{name}"):
+            validation_windows[name] = validation_examples(stream, sequence_length, config.cross_documents)
     shuffle = seed if config.shuffle else None
     checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
@@ -84,7 +87,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
             else training_examples(windows, {name: each.weight for name, each in config.sources.items()}, shuffle)
         ),
         held_out=held_out_examples(held_out, sequence_length, config.cross_documents) if config.held_out else None,
-        validation={name: validation_windows(name, each, sequence_length, config) for name, each in validation.items()},
+        validation=validation_windows,
         tokenizer=tokenizer,
         train_streams=train,
         held_out_streams=held_out,
@@ -160,12 +163,6 @@ def training_windows(name: str, stream: DocumentStream, sequence_length: int, co
             "Shorten the sequences, give more text, or lower data.held_out."
         )
     return windows
-
-
-def validation_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Examples:
-    """Return the windows of one validation source; there must be one."""
-    with naming(f"data.{VALIDATION}.{name}"):
-        return validation_examples(stream, sequence_length, config.cross_documents)
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:

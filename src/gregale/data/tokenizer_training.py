@@ -12,14 +12,7 @@ from gregale.data.sources import Document, Skipped, SourceConfig
 from gregale.data.sources.base import CHANGED
 from gregale.data.split import End
 from gregale.data.stream import held_out_documents
-from gregale.data.tokenizers import (
-    SAVED_NAME,
-    BpeConfig,
-    Tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    train_bpe,
-)
+from gregale.data.tokenizers import SAVED_NAME, BpeConfig, Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 from gregale.errors import UserError
 from gregale.storage import StoragePath
 

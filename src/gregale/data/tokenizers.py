@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +21,7 @@ from gregale.settings import Fixed, Settings, setting, whole
 from gregale.storage import StoragePath, write_bytes
 
 SAVED_NAME = "tokenizer.json"
+NAMES_SHOWN = 3  # in a note about special tokens
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
 
 
@@ -306,3 +309,34 @@ def fewest_tokens(config: TokenizerConfig) -> int:
 def vocabulary_size(config: TokenizerConfig) -> int:
     """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
     return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size
+
+
+def counter_of_names(tokenizer: Tokenizer) -> Callable[[Iterable[str]], Counter[str]]:
+    """Return a function that counts the names of special tokens which the tokenizer encodes as characters in texts."""
+    names = frozenset() if tokenizer.parses_special else frozenset(tokenizer.special_names)
+    lengths = sorted({len(name) for name in names}, reverse=True)
+    beginnings = re.compile("|".join(sorted({re.escape(name[:2]) for name in names}, reverse=True)))
+
+    def count(texts: Iterable[str]) -> Counter[str]:
+        found = Counter()
+        for text in texts if names else ():
+            for at in (each.start() for each in beginnings.finditer(text)):
+                found.update([text[at : at + size] for size in lengths if text[at : at + size] in names][:1])
+        return found
+
+    return count
+
+
+def taken_as_text(found: Counter[str], what: str, key: str) -> str:
+    """Return a note about names that `counter_of_names` counted; empty if there are none.
+
+    - `what`: the texts, such as the prompts
+    - `key`: of the setting by which the names are tokens
+    """
+    if not found:
+        return ""
+    named = ", ".join(f"{name} ({count:,})" for name, count in found.most_common(NAMES_SHOWN))
+    return (
+        f"{found.total():,} names of special tokens in {what} are encoded as characters, most often {named}. "
+        f"With {key} they are the tokens."
+    )

@@ -6,11 +6,13 @@ the cache.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gregale.atomic_files import DISK_ERRORS
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import FileConfig
+from gregale.data.tokenizers import BytesConfig, FileConfig
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.config import read_config
 from gregale.huggingface.folder import (
@@ -127,3 +129,20 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
             "with the ids of transformers; give NAME/huggingface as the path."
         )
     return model, FileConfig(str(folder.absolute() / TOKENIZER), end)
+
+
+def resolved(config: Any) -> Any:
+    """Return the configuration with the model's shape instead of its path, and its tokenizer if the config uses bytes.
+
+    Returns other configurations unchanged. Raises `UserError` if there is no such model.
+    """
+    given = getattr(config, "model", None)
+    if not isinstance(given, HuggingFaceConfig):
+        return config
+    wanted = isinstance(config.data.tokenizer, BytesConfig) and given.with_tokenizer
+    try:
+        model, tokenizer = shape_and_tokenizer(replace(given, with_tokenizer=wanted))
+    except UserError as error:
+        raise UserError(f"model.path: {error}") from None
+    data = config.data if tokenizer is None else replace(config.data, tokenizer=tokenizer)
+    return replace(config, model=model, data=data)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import draccus
 import jax
@@ -21,7 +21,7 @@ from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.methods.separate import Mixing
 from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
-from gregale.settings import Range, Removed, Settings, between, setting, whole
+from gregale.settings import Range, Settings, between, setting, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -46,13 +46,6 @@ class Methods(NamedTuple):
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
     """The choice by `type` of the synchronisation of replicas."""
-
-    earlier: ClassVar = {
-        "type delayed_psdp": Removed(
-            "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends less over "
-            "the slow link, and so do the codecs of PSDP (reduce.codec)."
-        )
-    }
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -93,14 +86,13 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Return whether evaluation uses the replicas' own parameters, which needs a mesh with replicas."""
         return False
 
-    def config_warning(self, layout: Layout, steps: int) -> str | None:
-        """Return a warning about valid but probably unintended settings, for a run of `steps` steps."""
-        del layout, steps
-        return None
+    def config_warning(self, layout: Layout, steps: int, is_island: bool = False) -> str | None:
+        """Return a warning about valid but probably unintended settings.
 
-    def remark_on_rounds(self, steps: int) -> str | None:
-        """Return the part of the warning about rounds; also for islands."""
-        del steps
+        - `steps`: of the whole run
+        - `is_island`: whether a network joins this mesh with others
+        """
+        del layout, steps, is_island
         return None
 
 
@@ -243,17 +235,13 @@ class DilocoConfig(SyncConfig):
     def evaluates_replicas(self) -> bool:
         return self.evaluate != "outer"
 
-    def config_warning(self, layout: Layout, steps: int) -> str | None:
-        """Return a warning if DiLoCo has a single replica or few rounds."""
-        if layout.mesh.shape[sync_axis(layout)] == 1:
+    def config_warning(self, layout: Layout, steps: int, is_island: bool = False) -> str | None:
+        """Return a warning if DiLoCo has a single replica, or so few rounds that others beat the default settings."""
+        if not is_island and layout.mesh.shape[sync_axis(layout)] == 1:
             return (
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
                 f"be joined with, so the outer optimizer moves this one by itself, every {self.period} steps."
             )
-        return self.remark_on_rounds(steps)
-
-    def remark_on_rounds(self, steps: int) -> str | None:
-        """Return the settings that beat the default outer optimizer in runs as short as this one."""
         rounds = (steps - self.warmup_steps) // self.period
         if rounds >= FEW_ROUNDS or self.outer != OUTER:
             return None

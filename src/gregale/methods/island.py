@@ -81,6 +81,7 @@ class Island(Method):
     compiler_options: CompilerOptions | None = None
 
     name: ClassVar[str] = "island"
+    shown: ClassVar[tuple[str, ...]] = ("round", "members")
 
     # Send a fragment to the network and apply its result.
 

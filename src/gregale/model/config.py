@@ -209,8 +209,6 @@ GATHER = ("per_layer", "per_step")
 class ComputeConfig(Settings):
     """The computation of a model; it changes the results only by rounding, `matmul` by that to 8 bits."""
 
-    earlier: ClassVar = {"rules": "autodiff_rules"}
-
     dtype: str = setting(
         "bfloat16",
         "dtype of activations and gathered weights",

@@ -1,7 +1,7 @@
 """Provides the declaration by which the command line runs a program."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Command:
     - `plugins`: whether `--plugins` imports modules first, for the configuration of a run
     - `positional`: names of the arguments without a `--`: `("config",)` is the YAML file, all others are fields of
       `options`. A field with a default is optional. The last field may be a tuple, which takes all remaining words
+    - `aliases`: further names of options, each with its field: `from` is no name that a field can have
     """
 
     main: Callable[..., int]  # takes the options, and the configuration if there is one; returns the exit code
@@ -21,3 +22,4 @@ class Command:
     reads: tuple[str, ...] = ()
     plugins: bool = False
     positional: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)

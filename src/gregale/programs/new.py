@@ -14,8 +14,6 @@ STARTERS = {path.name.removesuffix(".yaml"): path for path in (files("gregale") 
 
 @dataclass(frozen=True)
 class NewOptions(Settings):
-    earlier = {"from": "starter"}  # noqa: RUF012 -- no field of a class can have this name
-
     file: str = field(metadata={"help": "the YAML file to write"})
     starter: str = setting("quickstart", "the example to copy; also `--from`", choices=tuple(sorted(STARTERS)))
 
@@ -31,4 +29,4 @@ def main(options: NewOptions) -> int:
     return 0
 
 
-COMMAND = Command(main=main, options=NewOptions, positional=("file",))
+COMMAND = Command(main=main, options=NewOptions, positional=("file",), aliases={"from": "starter"})

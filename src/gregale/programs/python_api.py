@@ -12,12 +12,12 @@ import numpy as np
 from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
+from gregale.huggingface.hub import resolved
 from gregale.programs.loaded_model import LoadedModel
 from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.train.command import TrainOptions, main
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load as read
-from gregale.runs.resolved_config import resolved
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import last_entries
 from gregale.settings.config_schema import TYPE, choice_name, is_registry

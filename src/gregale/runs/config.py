@@ -1,7 +1,6 @@
 """The configuration of a run, filled from the YAML file and the command line."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
@@ -88,8 +87,6 @@ class EvaluationConfig(Settings):
 @dataclass(frozen=True)
 class InspectConfig(Settings):
     """Inspection of layers: norms of parameters and gradients, update-to-weight ratios, largest attention logits."""
-
-    earlier: ClassVar = {"each": "granularity"}
 
     every: int | None = setting(None, "steps between inspections; null: never", range=whole(1))
     granularity: str = setting(

@@ -3,10 +3,9 @@
 import re
 import socket
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gregale.errors import KeyedError
-from gregale.settings import Range, Removed, Settings, at_least, check_path, setting, shown, whole
+from gregale.settings import Range, Settings, at_least, check_path, setting, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
@@ -18,14 +17,6 @@ _BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 @dataclass(frozen=True)
 class IslandsConfig(Settings):
     """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
-
-    earlier: ClassVar = {
-        "minimum": "min_members",
-        "start": "min_members_to_start",
-        "outer_memory": Removed(
-            "outer parameters and their optimizer's state are always in this host's memory", "host"
-        ),
-    }
 
     name: str | None = setting(None, "this island's unique name; null: the name of its host")
     lighthouse: str | None = setting(

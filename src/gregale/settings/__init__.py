@@ -10,17 +10,15 @@
 - `aliases`: names of the key in other programs, for suggestions
 - `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
 
-A class may name keys of earlier versions, which saved configurations contain: `earlier = {"lr": "learning_rate"}`.
-
 A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs
 and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any
 
 from gregale.errors import KeyedError
 from gregale.streams import printable
@@ -106,25 +104,8 @@ class Fixed:
         return before != now and (self.at is ... or self.at in (before, now))
 
 
-@dataclass(frozen=True)
-class Removed:
-    """A key, or a choice of `type`, of earlier versions.
-
-    - `instead`: the present behaviour of the program, for the message
-    - `default`: of a key; saved configurations may contain it, any other value is rejected
-    """
-
-    instead: str
-    default: Any = None
-
-
 class Settings:
-    """A configuration dataclass that checks its fields against their metadata.
-
-    - `earlier`: keys of earlier versions, each with its present name, or `Removed`; `type lion` for a removed choice
-    """
-
-    earlier: ClassVar[Mapping[str, str | Removed]] = {}
+    """A configuration dataclass that checks its fields against their metadata."""
 
     def __post_init__(self):
         check(self)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Removed, did_you_mean, shortened, shown
+from gregale.settings import did_you_mean, shortened, shown
 from gregale.settings.config_schema import (
     REQUIRED,
     TYPE,
@@ -76,7 +76,6 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
-        self._translate_earlier(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -107,32 +106,10 @@ class Decoder:
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
-            if removed := getattr(registry, "earlier", {}).get(f"{TYPE} {name}"):
-                raise UserError(f"{found} was removed: {removed.instead}")
             near = did_you_mean(get_close_matches(str(name), known))
             own = " One of your own needs its module in `plugins`." if "plugins" in _field_names(self.root) else ""
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.{'' if near else own}")
         return known[name]
-
-    def _translate_earlier(self, kind: Any, given: dict, key: str) -> None:
-        """Move values under earlier names of keys to the present names, and discard removed keys at their defaults."""
-        for old, new in getattr(kind, "earlier", {}).items():
-            if old not in given:
-                continue
-            before, value = join(key, old), given.pop(old)
-            if isinstance(new, Removed):
-                if (value := self._read(value, before)) != new.default:
-                    found = f"`{before}` is {_show(value)}{self._at(before)}"
-                    raise UserError(f"{found}, but this key was removed: {new.instead}. Remove it.")
-                continue
-            now = join(key, new)
-            is_override, is_overridden = (self.origins.get(name) in (COMMAND_LINE, KEYWORD) for name in (before, now))
-            if new in given and is_override == is_overridden:
-                raise UserError(
-                    f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."
-                )
-            if new not in given or is_override:
-                given[new] = value
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]

@@ -7,7 +7,7 @@ import pytest
 
 from gregale.data.stream import DocumentStream
 from gregale.data.text_bytes import NONE, Corrections
-from gregale.evaluation.tasks.windows import SlidingWindows
+from gregale.programs.runtime.sliding_window import SlidingWindows
 
 END, START = 256, 300
 

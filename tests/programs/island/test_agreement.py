@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gregale.distributed.agreement import difference, from_text
-from gregale.programs.island.agreement import agreement
+from gregale.programs.island.command import agreement
 from gregale.runs.config import TrainConfig
 from gregale.runs.islands import IslandsConfig
 

@@ -20,9 +20,8 @@ from gregale.islands.trainer_command import ApplyRound, LoadOuterState, SendMess
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.resources import IslandResources
 from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
-from gregale.programs.island.steps import IslandSteps, LeasedBatches, without_nonfinite
+from gregale.programs.island.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.train.resume import Start
 from gregale.runs.history import ROUNDS

@@ -8,7 +8,7 @@ from gregale.cli import main
 from gregale.errors import UserError
 from gregale.programs.lighthouse import LighthouseOptions
 from gregale.programs.lighthouse import main as lighthouse
-from gregale.programs.local_fleet.command import folder_of
+from gregale.programs.local_fleet import folder_of
 from gregale.runs.config import TrainConfig
 
 

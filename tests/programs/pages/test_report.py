@@ -15,8 +15,7 @@ from gregale.cli import main
 from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import accumulated, shown
-from gregale.programs.report.serving import LivePage
-from gregale.programs.watch.web import Server
+from gregale.programs.watch.web import LivePage, Server
 from gregale.runs.history import Column, Figures, History, read_history
 from gregale.runs.run_lock import training
 from gregale.runs.run_paths import RunPaths

@@ -16,8 +16,7 @@ from pathlib import Path
 import draccus
 import numpy as np
 
-from gregale.data.sources.files import WILD, files_of
-from gregale.data.sources.globs import each_once
+from gregale.data.sources.files import WILD, each_once, files_of
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above, setting
 from gregale.storage import Status, is_url, names, status, storage_path

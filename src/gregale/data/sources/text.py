@@ -3,14 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gregale.data.sources.base import (
-    BYTE_ORDER_MARK,
-    BadDocument,
-    Document,
-    FileSource,
-    SourceConfig,
-    SourceRange,
-)
+from gregale.data.sources.base import BYTE_ORDER_MARK, BadDocument, Document, FileSource, SourceConfig, SourceRange
 from gregale.data.sources.compression import compression_of, pieces_of_part, text_ranges, unpacked
 from gregale.data.sources.files import opened, readable
 from gregale.settings import setting

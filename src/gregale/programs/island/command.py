@@ -1,29 +1,22 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
-import os
 import secrets
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import jax
 
 import gregale
-from gregale.axes.mesh import make_mesh
-from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
-from gregale.checkpoint.store import Checkpoints
-from gregale.data.preparation import Corpus, prepare
+from gregale.checkpoint.multihost import first_message, messages_of_all
+from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import fewest_tokens, save_tokenizer
-from gregale.distributed.devices import start_devices
-from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.agreement import format_term, to_text
 from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import read_tasks
 from gregale.islands import outer_checkpoint
 from gregale.islands.data_leases import DataLeases
 from gregale.islands.driver import Driver
@@ -33,7 +26,7 @@ from gregale.islands.host_group import HostGroup, joint_digest
 from gregale.islands.host_worker import HostWorker, Timeouts
 from gregale.islands.inner_optimizer_state import expected
 from gregale.islands.protocol.headers import OuterRecord, seed
-from gregale.islands.protocol.ledger import LeasePolicy
+from gregale.islands.protocol.ledger import LeasePolicy, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
@@ -44,37 +37,58 @@ from gregale.islands.transport.server import Server
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
-from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.resources import IslandResources
 from gregale.programs.island.saving import IslandSaving
 from gregale.programs.island.status import StatusTracker
-from gregale.programs.island.steps import IslandSteps
+from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.train.command import describe, hold_run, is_writer, on_checkpoint, summary
-from gregale.programs.train.counts import DataPosition, Traffic
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.train.command import PreparedRun, prepared
 from gregale.programs.train.evaluation import Evaluation
 from gregale.programs.train.loop import Loop
-from gregale.programs.train.resume import Start, starting_point
-from gregale.programs.train.step_log import Observers, StepLog
+from gregale.programs.train.resume import Start
+from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
-from gregale.runs.process_agreement import agree_on_text, process_terms
+from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
-from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
+from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
-from gregale.tracking.callback import Callbacks, RunInfo
-from gregale.tracking.choices import check_installed, open_trackers
-from gregale.tracking.console import Console
-from gregale.training.compilation_cache import keep_compiled
+from gregale.tracking.callback import Callbacks
+from gregale.tracking.choices import open_trackers
 from gregale.training.state import TrainState
 from gregale.training.stepper import Stepper
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
 T = TypeVar("T")
+# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
+# tokens, and data is leased in batches of each island's own size.
+MUST_AGREE = (
+    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    "batch.sequence_length",
+    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
+    *("islands.outlier_factor", "islands.network"),
+)
+
+
+def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
+    """Return the settings and text that all islands must share, for an island's header.
+
+    - `shards`: `shards_of` of each of the island's hosts
+    """
+    hosts = {"the number of an island's hosts": str(len(shards))}
+    seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
+    settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
+    text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
+    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    return to_text(hosts | settings | seconds | text | shapes)
+
+
+def shards_of(outer: HostOuter) -> str:
+    """Return a digest of the layout of this host's shards of the outer state."""
+    return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
 
 
 @dataclass(frozen=True)
@@ -87,11 +101,8 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
     token = checked_token(config)
-    watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
-    keep_compiled(config.compilation_cache)
-    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    with monitor_peers(watch, run.resume_hint):
-        return prepare_and_train(options, config, run, token)
+    with prepared(config, options.fresh) as run:
+        return train(run, token)
 
 
 def checked_token(config: TrainConfig) -> bytes:
@@ -110,98 +121,43 @@ def checked_token(config: TrainConfig) -> bytes:
     return read_token(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
 
 
-def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
-    """Check the configuration, prepare the data, take the run's lock, join the fleet and train."""
-    if not options.fresh:
-        run.check_compatible(config)
-    check_installed(config.trackers)
-    tasks = read_tasks(config.evaluation.tasks)
-    mesh = make_mesh(config.mesh)
-    set_up(config, fewest_tokens(config.data.tokenizer), mesh)
-    with ExitStack() as stack:
-        file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
-        agree_on_text(corpus, tasks)
-        setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        check = stack.enter_context(hold_run(run, options.fresh, console.message))
-        checkpoints = stack.enter_context(
-            Checkpoints(
-                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run, console.message), check
-            )
-        )
-        for note in (*corpus.notes, describe(setup, corpus)):
-            console.message(note)
-        if warning := config.sync.remark_on_rounds(config.steps):
-            console.message(warning)
-        return train(setup, corpus, run, checkpoints, console, token)
-
-
-def train(
-    setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, token: bytes
-) -> int:
+def train(run: PreparedRun, token: bytes) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
+    setup, corpus, console = run.setup, run.corpus, run.console
     config = setup.config
-    before = run.saved_config()
-    if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
-        console.message(note)
-    start = starting_point(setup, before, checkpoints, corpus)
-    changed = changes(before, config) if before is not None and start.step else []
-
-    def begin() -> None:
-        run.record_changes(start.step, changed)
-        run.record_start(start.step, setup.facts)
-        run.write_config(config)
-        run.write_samples(start.step + 1, [])
-        save_tokenizer(corpus.tokenizer, run.path)
-
-    by_first_process(begin, None)
+    start, changed = run.starting_point()
+    info = run.record_start(start, changed)
     with StopRequest() as stop:
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
-            resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
+            resources = join(run, start, token, status, stop)
             stack.callback(resources.close, console.message)
             console.begin(config.steps, start.step)
-            info = RunInfo(run.path, config.name, asdict(config), start.step, is_writer())
             status.callbacks = stack.enter_context(open_trackers(config.trackers, setup.callbacks, info, console))
             status.state = "joining"
             observers = Observers(Callbacks([status], flush=status.callbacks.flush), console.message)
             steps = IslandSteps(setup, resources, corpus.train, start, stop, observers.spent)
             counts = Traffic(setup, start.step), DataPosition(config.batch, start.step, start.examples)
-            evaluation = Evaluation(setup, corpus, run, observers, steps)
-            saving = IslandSaving(setup, corpus, checkpoints, observers, steps, counts, resources)
-            step = Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
+            evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
+            saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)
+            Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
             status.state = "complete" if steps.complete else "left"
-        checkpoints.wait()
-    if checkpoints.failure:
-        raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.resume_hint()}")
-    if not steps.complete:
-        name = stop.signal_name or "SIGTERM"
-        console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")
-        return 128 + signal.Signals[name]
-    console.message(summary(evaluation.latest, corpus, config))
-    return 0
+        run.checkpoints.wait()
+    left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
+    return run.exit_code(steps, evaluation.latest, stop, left)
 
 
-def join(
-    setup: Setup,
-    corpus: Corpus,
-    run: RunDirectory,
-    checkpoints: Checkpoints,
-    start: Start,
-    token: bytes,
-    say: Callable[[str], None],
-    status: StatusTracker,
-    stop: StopRequest,
-) -> IslandResources:
+def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, stop: StopRequest) -> IslandResources:
     """Return this host's outer state and trainer controller, which starts to look for the fleet."""
+    setup, directory, say = run.setup, run.directory, run.console.message
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
-    host, folder = jax.process_index(), outer_folder(run)
+    host = jax.process_index()
+    folder = directory.path / (OUTER if host == 0 else f"{OUTER}-{host}")  # of this host's shards of the outer state
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
-    saved = checkpoints.metadata(start.step)["islands"] if start.step else None
+    saved = run.checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(
         islands.bind,
         token,
@@ -220,7 +176,7 @@ def join(
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses = tuple(messages_of_all(server.address))
-    agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
+    agreed = agreement(setup, run.corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
     stepper = setup.stepper()
@@ -234,8 +190,8 @@ def join(
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
-    write_bytes(run.path / ADDRESS, server.address.encode())
-    note_stalled(run, None)
+    write_bytes(directory.path / ADDRESS, server.address.encode())
+    note_stalled(directory, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
@@ -245,7 +201,7 @@ def join(
     rules = Rules(
         islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
     )
-    rounds = lines_at(run.path / ROUNDS, ResumePoint("round", record.round), say)
+    rounds = lines_at(directory.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=CoordinatorClient(str(islands.lighthouse), islands.own_name, token, timing, session),
@@ -255,7 +211,7 @@ def join(
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=rounds.add,
-        note_stalled=lambda line: note_stalled(run, line),
+        note_stalled=lambda line: note_stalled(directory, line),
         stop_asked=lambda: stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
     )
@@ -269,12 +225,6 @@ def note_stalled(run: RunDirectory, line: str | None) -> None:
     """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
-
-
-def outer_folder(run: RunDirectory) -> StoragePath:
-    """Return the folder in which this host saves its shards of the outer state."""
-    host = jax.process_index()
-    return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
 def restore(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:

@@ -9,12 +9,10 @@ from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.resources import IslandResources
-from gregale.programs.island.steps import IslandSteps
+from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.evaluation import Saving
-from gregale.programs.train.step_log import Observers
+from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.storage import StoreError
 from gregale.tracking.callback import Metrics, Pause
 

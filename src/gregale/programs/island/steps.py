@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,21 +18,61 @@ from gregale.communication import shards
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 from gregale.distributed.signals import StopRequest
+from gregale.errors import UserError
+from gregale.islands.driver import Driver
+from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
 from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
-from gregale.programs.island.resources import IslandResources
+from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.counts import PhaseTimer
 from gregale.programs.train.resume import Start
+from gregale.programs.train.step_log import PhaseTimer
 from gregale.programs.train.steps import Batch, Steps
+from gregale.storage import StoragePath
+from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
 from gregale.training.state import StepReport, TrainState
+from gregale.training.stepper import Stepper
 
 Tree = Any
 THREADS = 4
 BATCHES_AHEAD = 8  # made before they are requested; limits the memory
+
+
+@dataclass(frozen=True)
+class IslandResources:
+    """The parts of an island beside the state of its devices.
+
+    - `step`: takes the inner steps; its program is compiled
+    - `outer`: theta and the outer optimizer, in host memory
+    - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
+    - `folder`: the folder of the outer checkpoints
+    - `seen`: tokens by fragment since the island last contributed to it, at the start
+    - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
+    """
+
+    step: Stepper
+    outer: HostOuter
+    controller: Driver | Follower
+    folder: StoragePath
+    seen: list[float]
+    rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
+
+    def flush(self) -> None:
+        """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
+        if self.rounds is not None:
+            self.rounds.flush()
+
+    def close(self, report: Callable[[str], None]) -> None:
+        """Leave the fleet, and write the remaining rounds: neither a full disk nor an unreachable store ends a run."""
+        self.controller.close()
+        try:
+            if self.rounds is not None:
+                self.rounds.close()
+        except UserError as error:
+            report(str(error))
 
 
 class IslandSteps(Steps):
@@ -224,8 +265,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
             self._made.append(self._threads.submit(self._batch, first))
         if not self._made:
             raise StopIteration
-        rows = self._made.popleft().result()
-        return {name: self._placement.placed(array) for name, array in rows.items()}
+        return self._placement.placed(self._made.popleft().result())
 
     def _batch(self, first: int) -> ExampleBatch:
         return self._placement.part(self._examples.batch(first, self._placement.size, self._placement.rows))

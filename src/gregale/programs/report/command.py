@@ -11,13 +11,14 @@ from rich.filesize import decimal
 
 from gregale.errors import UserError
 from gregale.programs.command import Command
-from gregale.programs.report.page import report_page
+from gregale.programs.report.page import report_page, write_page
 from gregale.programs.watch.command import runs_of
 from gregale.runs.history import read_history
 from gregale.runs.run_paths import RunPaths
-from gregale.settings import Settings, setting
+from gregale.settings import Settings, setting, shown
 from gregale.streams import say
-from gregale.web.files import check_page_path, write_page
+
+SUFFIXES = (".html", ".htm")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,16 @@ def main(options: ReportOptions) -> int:
     size = decimal(len(text.encode()))
     say(f"The report of the {of} is in {options.output} ({size}). Open it in any browser: {address}")
     return 0
+
+
+def check_page_path(path: Path, key: str) -> None:
+    """Raise `UserError` if a page cannot be written to a path, before anything is computed."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{key}: {shown(str(path))} is to be a page; its name has to end with .html.")
+    if not path.parent.is_dir():
+        raise UserError(
+            f"{key}: {shown(str(path))} cannot be written, there is no folder {shown(str(path.parent))}: `mkdir -p`."
+        )
 
 
 def distinct_runs(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]:

@@ -1,6 +1,7 @@
 """Provides batches as global arrays on the mesh, made of each process's rows."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import haliax as hax
@@ -51,16 +52,17 @@ class Placement:
         """Return the positions for this process of arrays [row, position]."""
         return {name: array[:, self._positions] for name, array in rows.items()} if self._is_split else rows
 
-    def placed(self, array: np.ndarray) -> NamedArray:
-        """Return the global array [batch, position] made of this process's rows and positions, see `part`."""
+    def placed(self, rows: ExampleBatch) -> dict[str, NamedArray]:
+        """Return global arrays [batch, position] made of this process's rows and positions, see `part`."""
         shape = tuple(axis.size for axis in self._axes)
 
-        def shard(index):
+        def shard(array, index):
             rows, columns = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
             row, column = np.searchsorted(self._rows, rows[0]), np.searchsorted(self._columns, columns[0])
             return array[row : row + rows[1] - rows[0], column : column + columns[1] - columns[0]]
 
-        return hax.named(jax.make_array_from_callback(shape, self._sharding, shard), self._axes)
+        made = partial(jax.make_array_from_callback, shape, self._sharding)
+        return {name: hax.named(made(partial(shard, array)), self._axes) for name, array in rows.items()}
 
 
 class GlobalBatches(Iterator[dict[str, NamedArray]]):
@@ -74,20 +76,11 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
         self._batches = batches(examples, axes[0].size, self._placement.rows, first, self._placement.part)
 
     def __next__(self) -> dict[str, NamedArray]:
-        return {name: self.placed(array) for name, array in next(self._batches).items()}
-
-    def placed(self, array: np.ndarray) -> NamedArray:
-        return self._placement.placed(array)
+        return self._placement.placed(next(self._batches))
 
     def close(self) -> None:
         """End the thread that reads ahead."""
         self._batches.close()
-
-    def __enter__(self) -> "GlobalBatches":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
 
 def batches(

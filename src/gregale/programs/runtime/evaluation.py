@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ class Evaluator:
         """
         totals = 0.0
         axes = self._axes(text.sequence_length)
-        with GlobalBatches(text, axes, self._setup.layout) as read:
+        with closing(GlobalBatches(text, axes, self._setup.layout)) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = totals + self._sums(model, batch)

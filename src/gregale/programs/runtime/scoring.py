@@ -118,8 +118,7 @@ class Scorer:
         for first in range(0, len(shape.chosen), shape.rows):
             chosen = shape.chosen[first : first + shape.rows]
             mine = [continuations[chosen[row]] if row < len(chosen) else NOTHING for row in placement.rows]
-            rows = placement.part(filled(mine, shape.length))
-            yield chosen, {name: placement.placed(array) for name, array in rows.items()}
+            yield chosen, placement.placed(placement.part(filled(mine, shape.length)))
 
 
 def halves(length: int, multiple: int = 1) -> list[int]:

@@ -4,8 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from gregale.checkpoint.multihost import messages_of_all
-from gregale.data.special import counter_of_names, taken_as_text
-from gregale.data.tokenizers import Tokenizer
+from gregale.data.tokenizers import Tokenizer, counter_of_names, taken_as_text
 from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
 from gregale.evaluation.tasks.files import Task, read_tasks

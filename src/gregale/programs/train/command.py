@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 
@@ -28,14 +28,13 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
-from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import HELP, Loop
-from gregale.programs.train.resume import keep_what_came_with, origin_of, starting_point
-from gregale.programs.train.step_log import Observers, StepLog
-from gregale.programs.train.steps import MeshSteps
+from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
+from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
-from gregale.runs.config_diff import changes
+from gregale.runs.config_diff import Change, changes
 from gregale.runs.process_agreement import agree_on_text, process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
@@ -70,47 +69,107 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
-    watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
-    keep_compiled(config.compilation_cache)
-    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    with monitor_peers(watch, run.resume_hint) as progress:
-        return prepare_and_train(options.fresh, config, run, Watching(progress, window))
+    with prepared(config, options.fresh) as run:
+        return train(run, window)
 
 
 @dataclass(frozen=True)
-class Watching:
-    """Observation of a run: `progress` records the current phase, `window` has the steps to trace."""
+class PreparedRun:
+    """A run that this process may train: its configuration is checked, its data are ready, and its lock is held.
 
+    - `progress`: records the current phase, for hang detection
+    """
+
+    setup: Setup
+    corpus: Corpus
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    console: Console
     progress: Progress
-    window: Window | None
+
+    def starting_point(self) -> tuple[Start, list[Change]]:
+        """Return the state to start from, and the keys that have changed since its checkpoint."""
+        before = self.directory.saved_config()
+        if note := by_first_process(lambda: self.directory.check_checkpoints(self.checkpoints.steps()), None):
+            self.console.message(note)
+        start = starting_point(self.setup, before, self.checkpoints, self.corpus)
+        return start, changes(before, self.setup.config) if before is not None and start.step else []
+
+    def record_start(self, start: Start, changed: Sequence[Change]) -> RunInfo:
+        """Write the files of the run that belong to a start, in process 0; return its facts for the trackers."""
+        config, run, step = self.setup.config, self.directory, start.step
+
+        def write() -> None:
+            run.record_changes(step, changed)
+            run.record_start(step, self.setup.facts)
+            run.write_config(config)
+            run.write_samples(step + 1, [])
+            save_tokenizer(self.corpus.tokenizer, run.path)
+            if config.start_from is not None and not step:
+                keep_what_came_with(origin_of(config), run)
+
+        by_first_process(write, None)
+        return RunInfo(run.path, config.name, asdict(config), step, is_writer())
+
+    def exit_code(self, steps: Steps, evaluation: dict[str, float], stop: StopRequest, stopped: str) -> int:
+        """Return the command's exit code after the last step, and report the result.
+
+        - `stopped`: the message about a run that a signal ended, with `{signal}` and `{step}`
+
+        Raises `UserError` if the last checkpoint could not be saved.
+        """
+        config, step = self.setup.config, steps.step
+        if self.checkpoints.failure:
+            raise agreed(
+                f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
+                f"{self.checkpoints.failure}. {self.directory.resume_hint()}"
+            )
+        if not steps.complete:
+            name = stop.signal_name or "SIGTERM"
+            self.console.message(stopped.format(signal=name, step=step))
+            return 128 + signal.Signals[name]
+        loss = evaluation.get("eval_loss", 0.0)  # A run without evaluation has no loss.
+        if not math.isfinite(loss):
+            raise UserError(
+                f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing "
+                f"that could be used. metrics.jsonl shows where it went wrong. {HELP}"
+            )
+        self.console.message(summary(evaluation, self.corpus, config))
+        return 0
 
 
-def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watching: Watching) -> int:
-    """Check the configuration, prepare the data, take the run's lock and train."""
-    if not fresh:
-        run.check_compatible(config)
-    check_installed(config.trackers)
-    mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
-    # Rejects contradictory values before the data are read.
-    fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
-    check_replicas(config, fitting.layout)
-    check_start(fresh, config, run)
-    tasks = read_tasks(config.evaluation.tasks)
-    with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
+@contextmanager
+def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
+    """Check the configuration, start the devices, prepare the data and take the run's lock, for the block."""
+    watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
+    keep_compiled(config.compilation_cache)
+    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
+    with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
+        if not fresh:
+            run.check_compatible(config)
+        check_installed(config.trackers)
+        mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
+        is_island = config.islands.lighthouse is not None
+        # Rejects contradictory values before the data are read.
+        fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
+        if not is_island:
+            check_replicas(config, fitting.layout)
+        if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
+            origin_of(config)  # rejects a model that does not fit
+        tasks = read_tasks(config.evaluation.tasks)
+        file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        console = stack.enter_context(Console(file, fitting.method.shown))
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        with (
-            hold_run(run, fresh, console.message) as check,
-            Checkpoints(
-                run.checkpoints, config.checkpoint, console.message, on_checkpoint(setup, run, console.message), check
-            ) as checkpoints,
-        ):
-            for note in (*corpus.notes, describe(setup, corpus)):
-                console.message(note)
-            if warning := config.sync.config_warning(setup.layout, config.steps):
-                console.message(warning)
-            return train(setup, corpus, run, checkpoints, console, watching)
+        check = take_lock(stack, run, fresh, console.message)
+        saved = on_checkpoint(setup, run, console.message)
+        checkpoints = Checkpoints(run.checkpoints, config.checkpoint, console.message, saved, check)
+        stack.enter_context(checkpoints)
+        warning = config.sync.config_warning(setup.layout, config.steps, is_island)
+        for note in (*corpus.notes, describe(setup, corpus), *filter(None, [warning])):
+            console.message(note)
+        yield PreparedRun(setup, corpus, run, checkpoints, console, progress)
 
 
 def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
@@ -127,30 +186,22 @@ def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]
     return tell
 
 
-def check_start(fresh: bool, config: TrainConfig, run: RunDirectory) -> None:
-    """Raise `UserError` if the model of `start_from` does not fit a new run."""
-    if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
-        origin_of(config)
+def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:
+    """Take the run's lock in process 0, until the stack closes; return a check that process 0 still holds it.
 
-
-@contextmanager
-def hold_run(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Hold the run's lock in process 0; with `fresh`, archive the old run first, which no process may be training.
-
-    Yields a function that checks, in process 0, that the process still holds the lock.
+    With `fresh`, archive the old run first, which no process may be training.
     """
-    with ExitStack() as stack:
 
-        def take() -> Callable[[], None]:
-            if fresh and run.path.exists():
-                with training(run.path, report):
-                    archived = run.archive()
-                report(f"The old run is now {archived}.")
-            check = stack.enter_context(training(run.path, report))
-            run.checkpoints.mkdir(exist_ok=True)
-            return check
+    def take() -> Callable[[], None]:
+        if fresh and run.path.exists():
+            with training(run.path, report):
+                archived = run.archive()
+            report(f"The old run is now {archived}.")
+        check = stack.enter_context(training(run.path, report))
+        run.checkpoints.mkdir(exist_ok=True)
+        return check
 
-        yield by_first_process(take, lambda: None)
+    return by_first_process(take, lambda: None)
 
 
 def is_writer() -> bool:
@@ -158,19 +209,18 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
-def train(
-    setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, watching: Watching
-) -> int:
-    """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal."""
+def train(run: PreparedRun, window: Window | None) -> int:
+    """Train from the newest valid checkpoint, or from the beginning, to the end or until a signal.
+
+    - `window`: the steps to trace
+    """
+    setup, corpus, directory, console = run.setup, run.corpus, run.directory, run.console
     config = setup.config
-    before = run.saved_config()
-    if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
-        console.message(note)
-    start = starting_point(setup, before, checkpoints, corpus)
+    start, changed = run.starting_point()
     first_step = start.step
-    evaluated = not config.evaluates or run.has_evaluation(first_step)
+    evaluated = not config.evaluates or directory.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
-        if (damaged := run.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
+        if (damaged := directory.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
             console.message(damaged)
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
@@ -179,58 +229,31 @@ def train(
         return 0
     if first_step:
         console.message(f"Going on after step {first_step} of {config.steps}.")
-    changed = changes(before, config) if before is not None and first_step else []
     if changed:
         console.message(f"Changed since step {first_step}: {'; '.join(map(str, changed))}.")
-
-    def begin() -> None:
-        run.record_changes(first_step, changed)
-        run.record_start(first_step, setup.facts)
-        run.write_config(config)
-        run.write_samples(first_step + 1, [])
-        save_tokenizer(corpus.tokenizer, run.path)
-        if config.start_from is not None and not first_step:
-            keep_what_came_with(origin_of(config), run)
-
-    by_first_process(begin, None)
+    info = run.record_start(start, changed)
     console.begin(config.steps, first_step)
-    info = RunInfo(run.path, config.name, asdict(config), first_step, is_writer())
-    if (window := watching.window) is not None and window.last <= first_step:
+    if window is not None and window.last <= first_step:
         console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
     with StopRequest() as stop:
         with (
             open_trackers(config.trackers, setup.callbacks, info, console) as callbacks,
-            closing(Profile(window, run.path / "profiles", console.message)) as profile,
+            closing(Profile(window, directory.path / "profiles", console.message)) as profile,
         ):
-            observers = Observers(callbacks, console.message, watching.progress)
+            observers = Observers(callbacks, console.message, run.progress)
             steps = MeshSteps(setup, corpus, start, stop, observers)
             counts = (
                 Traffic(setup, first_step, start.replica_bytes),
                 DataPosition(config.batch, first_step, start.examples),
             )
-            evaluation = Evaluation(setup, corpus, run, observers, steps)
-            saving = Saving(setup, corpus, checkpoints, observers, steps, counts)
+            evaluation = Evaluation(setup, corpus, directory, observers, steps)
+            saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
             log = StepLog(setup, observers, *counts)
             step = Loop(setup, steps, log, observers, evaluation, saving, [profile]).run()
-        checkpoints.wait()
-    watching.progress.at(step, Phase.ENDING)
-    if checkpoints.failure:
-        raise agreed(
-            f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
-            f"{checkpoints.failure}. {run.resume_hint()}"
-        )
-    if step < config.steps:
-        name = stop.signal_name or "SIGTERM"
-        console.message(f"Stopped by {name} after step {step} and saved; the same command goes on from there.")
-        return 128 + signal.Signals[name]
-    loss = evaluation.latest.get("eval_loss", 0.0)  # A run without evaluation has no loss.
-    if not math.isfinite(loss):
-        raise UserError(
-            f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing that "
-            f"could be used. metrics.jsonl shows where it went wrong. {HELP}"
-        )
-    console.message(summary(evaluation.latest, corpus, config))
-    return 0
+        run.checkpoints.wait()
+    run.progress.at(step, Phase.ENDING)
+    stopped = "Stopped by {signal} after step {step} and saved; the same command goes on from there."
+    return run.exit_code(steps, evaluation.latest, stop, stopped)
 
 
 def describe(setup: Setup, corpus: Corpus) -> str:
@@ -239,25 +262,15 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
+    epochs = config.steps * config.batch.tokens / corpus.training_tokens
+    held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
+    validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{text_of(corpus, config)}"
+        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
         f"{f'; compiler options: {options}' if options else ''}"
     )
-
-
-def text_of(corpus: Corpus, config: TrainConfig) -> str:
-    """Return the sizes of the training and evaluation text."""
-    epochs = config.steps * config.batch.tokens / corpus.training_tokens
-    return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {evaluation_sizes(corpus)}"
-
-
-def evaluation_sizes(corpus: Corpus) -> str:
-    """Return the sizes of the evaluation text."""
-    parts = [f"{corpus.held_out_tokens:,} tokens held out"] if corpus.held_out_tokens else ["nothing held out"]
-    parts += [f"{len(stream):,} tokens of {name} to evaluate on" for name, stream in corpus.validation_streams.items()]
-    return ", ".join(parts)
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:

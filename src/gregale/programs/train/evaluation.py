@@ -15,9 +15,8 @@ from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
-from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.inspection import QuantisationFigures, is_due
-from gregale.programs.train.step_log import Observers
+from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.programs.train.steps import Steps
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError

@@ -8,6 +8,7 @@ change the step's program. The error of quantised averages also has a separate p
 """
 
 import math
+from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
 
@@ -153,7 +154,7 @@ class QuantisationFigures:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Return `quantisation_error`, relative to the values, and `feedback_norm`, the norm of the kept error."""
-        with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
+        with closing(GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout)) as batches:
             batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
             lost = self._lost(state.method, batch)
         return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}

@@ -1,9 +1,10 @@
-"""Provides the log of step metrics, which reads losses a few steps late so that the loop never waits for one."""
+"""Provides the log of step metrics and its counts; it reads losses a few steps late so that the loop waits for none."""
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,109 @@ from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.plan.shapes import has_closed_forms, step_shape
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
+from gregale.runs.config import BatchConfig
 from gregale.tracking.callback import Callbacks
-from gregale.tracking.rate import Rate
 from gregale.training.state import StepReport
 
 # Steps in the device's queue before the host reads the oldest loss. With one, a step is always queued. With more,
 # simulated CPU devices in different steps could wait for one another because threads are few.
 STEPS_AHEAD = 1
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Counts examples and tokens from the step at which the run resumes.
+
+    - `first_step`: steps before the resumption
+    - `examples_before`: examples of those steps; the next step begins at this example
+    """
+
+    batch: BatchConfig
+    first_step: int = 0
+    examples_before: int = 0
+
+    def examples(self, step: int) -> int:
+        """Return the number of examples in the first `step` steps of the run."""
+        return self.examples_before + (step - self.first_step) * self.batch.size
+
+    def tokens(self, step: int) -> int:
+        """Return the number of tokens in the first `step` steps of the run, which never changes its sequence length."""
+        return self.examples(step) * self.batch.sequence_length
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Counts the bytes that a device sends over `replica` from the step at which the run resumes.
+
+    - `first_step`: steps before the resumption
+    - `bytes_before`: bytes that a device sent in those steps, on all meshes and by all methods
+    """
+
+    setup: Setup
+    first_step: int = 0
+    bytes_before: int = 0
+
+    def bytes_sent(self, step: int) -> int:
+        """Return the bytes that a device has sent in the first `step` steps of the run."""
+        return self.figures(step)["replica_bytes"]
+
+    def figures(self, step: int) -> dict[str, int]:
+        """Return `replica_bytes`: bytes sent so far; for DiLoCo also `steps_since_sync`: steps since the last sync."""
+        figures, at_first = self.setup.traffic(step), self.setup.traffic(self.first_step)
+        since = figures["replica_bytes"] - at_first["replica_bytes"]
+        return {**figures, "replica_bytes": self.bytes_before + since}
+
+
+class PhaseTimer:
+    """Counts the seconds in which the loop's thread starts no step: waits for batches, evaluations, saves."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds = {"data_seconds": 0.0, "evaluation_seconds": 0.0, "saving_seconds": 0.0}
+
+    @contextmanager
+    def on(self, figure: str) -> Iterator[None]:
+        """Count the seconds of the `with` block under this name."""
+        began = time.monotonic()
+        yield
+        self._seconds[figure] = self._seconds.get(figure, 0.0) + time.monotonic() - began
+
+    def figures(self) -> dict[str, float]:
+        """Return `elapsed_seconds`, and the seconds of each phase."""
+        return {"elapsed_seconds": time.monotonic() - self._began, **self._seconds}
+
+
+class Rate:
+    """Tokens per second and seconds per step, over a window of completed steps.
+
+    Both are differences between two completions, so steps in flight on the device do not count. The first step, which
+    includes compilation, leaves the window as soon as a second step is complete.
+    """
+
+    def __init__(self, now: float, window: int = 20):
+        """`now`: start time of the first step, in seconds of any monotonic clock."""
+        self._marks: deque[tuple[float, int, int]] = deque([(now, 0, 0)], maxlen=window + 1)
+        self._holds_start = True
+
+    def completed(self, tokens: int, now: float) -> None:
+        """Record that another step is complete, with `tokens` tokens."""
+        _, steps, before = self._marks[-1]
+        self._marks.append((now, steps + 1, before + tokens))
+        if self._holds_start and len(self._marks) == 3:
+            self._marks.popleft()
+            self._holds_start = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second; 0 until time has passed."""
+        (start, _, before), (end, _, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds per step; 0 until a step is complete."""
+        (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
+        return (end - start) / (last - first) if last > first else 0.0
 
 
 @dataclass(frozen=True)
@@ -169,9 +265,5 @@ def memory_in_use(devices: Sequence[Any]) -> dict[str, int]:
     counted = [stats for device in devices if (stats := device.memory_stats())]
     figures = {"device_memory_bytes": "bytes_in_use", "device_memory_peak_bytes": "peak_bytes_in_use"}
     maxima = {name: max(stats.get(key, 0) for stats in counted) for name, key in figures.items() if counted}
-    return {"host_memory_bytes": _resident(), **maxima}
-
-
-def _resident() -> int:
-    """Return the resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"host_memory_bytes": resident, **maxima}

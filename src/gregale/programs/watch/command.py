@@ -73,8 +73,7 @@ def main(options: WatchOptions) -> int:
 
 def served(runs: Sequence[RunPaths], options: WatchOptions) -> "Server":
     """Return a server of the page of runs. Raises `UserError` if the page cannot be made or served."""
-    from gregale.programs.report.serving import LivePage  # a late import, because the terminal does not need it
-    from gregale.programs.watch.web import Server
+    from gregale.programs.watch.web import LivePage, Server  # a late import, because the terminal does not need it
 
     page = LivePage(runs)
     page.now()

@@ -1,1 +1,0 @@
-"""`gregale islands`: several islands on this machine, each in its own process."""
