@@ -251,7 +251,9 @@ def test_going_on_from_before_a_damaged_one_replaces_it(tmp_path, reports):
         for step in (10, 20, 30):
             checkpoints.save(step, small(step), {})
     for step in ("20", "30"):
-        damaged = next(name for name in files_below(folder) if step in name and "leaves" in name)
+        damaged = next(
+            name for name in files_below(folder) if name.startswith(f"step-000000{step}") and "leaves" in name
+        )
         (folder / damaged).unlink()
     with Checkpoints(folder, report=reports.append) as again:
         assert again.latest(small(0)).step == 10
