@@ -11,13 +11,10 @@ from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, Layout, check_divides, check_used, is_named
-from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
+from gregale.axes.layout import BATCH, POSITION, Layout
 from gregale.axes.mesh import make_mesh
-from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.reduce import further_split
 from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
@@ -27,7 +24,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import layers_apart
 from gregale.model.llama import parameter_count
 from gregale.model.losses import Losses, losses_of
-from gregale.programs.runtime.shared_sequences import check_context
+from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
@@ -152,80 +149,6 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
-def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
-    """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
-    layout = mapped_layout(mesh, config.mapping)
-    check_mapping(config.mapping, layout)
-    check_messages(config, layout)
-    batch = config.batch
-    check_divides(
-        layout,
-        {
-            "batch.size": ("the sequences of a step", Axis(BATCH, batch.size)),
-            **config.model.split_axes(),
-            "model.vocabulary": (
-                "the vocabulary, which model.row_multiple (of type llama and gemma, as in an import's config.yaml) "
-                "fills up,",
-                Vocab,
-            ),
-        },
-    )
-    check_context(config, layout)
-    rows = rows_per_part(batch.size, layout, batch.microbatches)
-    check_pipeline(config, layout, rows)
-    return layout
-
-
-def check_messages(config: TrainConfig, layout: Layout) -> None:
-    """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
-    if not config.reduce.quantised and config.islands.lighthouse is None:
-        return
-    for name in layout.opt_state:
-        further = further_split(name, layout)
-        if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
-            raise UserError(
-                f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "
-                f"{'islands' if config.islands.lighthouse else 'reduce.codec'} are a replica's part of a shard of "
-                f"`params`. Split {name} over {more[0]} in params too, or leave it out of opt_state."
-            )
-
-
-def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
-    """Raise `UserError` if stages, layers and rows do not divide as the pipeline requires.
-
-    `rows`: rows of one of `batch.microbatches` on one device
-    """
-    stages = layout.mesh.shape["stage"]
-    if config.pipeline is None:
-        if stages > 1:
-            raise UserError(
-                f"mesh.stage is {stages}, but there is no `pipeline`, so nothing would run in stages. Give one "
-                "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
-            )
-        return
-    for mapping in (config.mapping.compute, config.mapping.params, config.mapping.opt_state):
-        if own := [name for name in (BATCH, EMBED) if name in mapping]:
-            raise UserError(
-                f"mapping has {own[0]} of its own, but there is a pipeline, whose stages pass rows on in the default "
-                "order of `batch` and `embed`. Leave these two out of mapping, or remove the pipeline."
-            )
-    schedule = config.pipeline.schedule(stages)
-    if (layers := getattr(config.model, "layers", None)) is not None:
-        schedule.layers_per_stage(layers)
-    if config.compute.gather == "per_step":
-        raise UserError(
-            "compute.gather is per_step, but a pipeline has its own window of gathered weights. Use compute.gather "
-            "per_layer, and pipeline.gather once to gather all layers before the first iteration."
-        )
-    parts, size = schedule.columns, config.batch.size
-    if rows % parts:
-        raise UserError(
-            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, "
-            f"which pipeline.microbatches {schedule.microbatches} / mesh.stage {stages} = {parts} does not divide. "
-            f"batch.size {-(-rows // parts) * parts * size // rows} would work, or another pipeline.microbatches."
-        )
-
-
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     """Return the setup of a configuration, without allocation or compilation.
 
@@ -261,20 +184,6 @@ def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Cal
     options = compiler_options(config.compute.compiler_options, layout.mesh)
     psdp = partial(psdp_on, config, model, callbacks)
     return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
-
-
-def check_axes(config: TrainConfig, layout: Layout, model) -> None:
-    """Raise `UserError` if the mesh does not divide an axis of the parameters, or `mapping` does not suit them.
-
-    The axes of Gregale's own models are checked by their keys, see `checked_layout`.
-    """
-    named = [leaf.axes for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
-    check_arrays(config.mapping, layout, [[axis.name for axis in axes] for axes in named])
-    axes = {axis.name: axis for each in named for axis in each}
-    if not type(config.model).__module__.startswith("gregale.") or not config.mapping.is_default:
-        found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
-        check_divides(layout, found)
-    check_used(layout, (BATCH, POSITION, *axes))
 
 
 def check_parameters(model) -> None:
