@@ -1,8 +1,10 @@
-"""The closed form of memory beside the TPU compiler's, for steps of 24 public models.
+"""The closed form of memory beside the TPU compiler's, for steps of public models on one slice and two.
 
-    python benchmarks/memory_sweep.py --rows rows.json [--only gemma3-1b qwen3-4b]
+    python benchmarks/memory_sweep.py [--again] [--only gemma3-1b qwen3-4b]
 
-A row is one `gregale plan --until memory` of 10 to 60 seconds of a processor, kept in `--rows`.
+The compiled peaks are in `src/gregale/audit/compared.json`, with the kinds and sizes of the steps: a remedy of `gregale
+plan` is certain only between them. A row takes 10 to 60 seconds of a processor to compile. Without `--again`, rows that
+are in the file are not compiled.
 """
 
 from __future__ import annotations
@@ -10,12 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gregale.audit.compared import kind_of, sizes_of
+from gregale.audit.step import TPU
+from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.memory_only_compile import Request, reported
+from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes
+from gregale.programs.plan.step import STEP, setup_for
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+
+FILE = Path(__file__).parents[1] / "src/gregale/audit/compared.json"
 GIB = 2**30
 GEMMA = {
     "type": "gemma", "tied_head": True, "norms": "around", "activation": "gelu", "norm_offset": 1.0,
@@ -67,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """A step: `rows` sequences of `length` tokens on a chip, all at a time."""
+    """A step: `rows` sequences of `length` tokens on a chip, in parts of equal size."""
 
     model: str
     topology: str  # of a slice
@@ -75,9 +86,12 @@ class Row(NamedTuple):
     rows: int
     length: int
     remat: str
+    microbatches: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model} {self.slices} x {self.topology} {self.rows} x {self.length} {self.remat}"
+        return (
+            f"{self.model} {self.slices} x {self.topology} {self.rows} x {self.length} {self.remat} {self.microbatches}"
+        )
 
     def config(self) -> dict[str, Any]:
         chips = math.prod(int(each) for each in self.topology.partition(":")[2].split("x"))
@@ -87,7 +101,11 @@ class Row(NamedTuple):
             "mesh": {"replica": self.slices, "data": chips},
             "model": MODELS[self.model],
             "compute": {"dtype": "bfloat16", "gather": "per_layer", "remat": self.remat},
-            "batch": {"size": self.slices * chips * self.rows, "sequence_length": self.length, "microbatches": 1},
+            "batch": {
+                "size": self.slices * chips * self.rows,
+                "sequence_length": self.length,
+                "microbatches": self.microbatches,
+            },
             "optimizer": {"type": "adamw", "learning_rate": 3e-4},
         }
 
@@ -117,38 +135,52 @@ SWEEP = [
     Row("olmo2-7b", "v6e:8x8", 2, 2, 8192, "full"),
     Row("mistral-7b", "v5e:8x8", 1, 2, 8192, "context"),
     Row("mistral-nemo", "v5p:4x4x4", 2, 2, 8192, "full"),
+    *(
+        Row(model, topology, slices, 4, 8192, remat, microbatches=2)
+        for model, topology, slices in (
+            ("gemma3-1b", "v5e:4x4", 2),
+            ("gemma3-12b", "v6e:8x8", 1),
+            ("llama3.2-1b", "v6e:4x4", 1),
+            ("qwen2.5-14b", "v5p:4x4x4", 2),
+        )
+        for remat in ("context", "full")
+    ),
 ]
 
 
-def planned(row: Row, options: list[str]) -> dict[str, Any]:
-    """Return the report of `gregale plan --json`."""
+def setup_of(row: Row) -> Setup:
+    """Return the setup of a row's step on the topology, for which the TPU compiler is needed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(row.config()))  # JSON is YAML
-        command = [sys.executable, "-m", "gregale", "plan", str(path), "--topology", row.topology, "--json"]
-        command += ["--slices", str(row.slices), "--until", "memory", *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, check=True)
-    return json.loads(done.stdout)
+        config = load(TrainConfig, path, [])
+    return setup_for(config, 257, topology_target(row.topology, row.slices, None))
+
+
+def compiled_peak(row: Row, setup: Setup) -> int:
+    """Return the bytes of a device at the peak, by the compiler."""
+    request = Request(setup.config, 257, row.topology, row.slices)
+    return reported(request, STEP, tree_bytes(setup).arguments).memory.peak
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="where figures are kept, as JSON")
+    parser.add_argument("--again", action="store_true", help="compile rows that are in the file, too")
     parser.add_argument("--only", nargs="+", choices=MODELS)
-    parser.add_argument("plan", nargs="*", help="options of gregale plan, after --")
     options = parser.parse_args()
-    kept = json.loads(options.rows.read_text()) if options.rows.exists() else {}
+    kept = json.loads(FILE.read_text())
     print("| step | closed form, GiB | compiled, GiB | ratio |\n|---|---|---|---|")
     for row in SWEEP:
-        key = " ".join([str(row), *options.plan])
         if options.only and row.model not in options.only:
             continue
-        if key not in kept:
-            memory = planned(row, options.plan)["memory"]
-            kept[key] = {name: memory[name] for name in ("peak", "closed_form")}
-            options.rows.write_text(json.dumps(kept, indent=1))
-        closed, peak = kept[key]["closed_form"], kept[key]["peak"]
-        print(f"| {key} | {closed / GIB:.2f} | {peak / GIB:.2f} | {peak / closed:.2f} |", flush=True)
+        setup = setup_of(row)
+        if str(row) not in kept or options.again:
+            step = step_shape(setup)
+            kept[str(row)] = {"kind": kind_of(step), "sizes": sizes_of(step), "peak": compiled_peak(row, setup)}
+            lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in kept.items())
+            FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        closed, peak = estimate(setup, TPU).peak, kept[str(row)]["peak"]
+        print(f"| {row} | {closed / GIB:.2f} | {peak / GIB:.2f} | {peak / closed:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,20 @@ def test_without_remat_all_that_is_differentiated_is_kept(kernels, dtype):
     assert estimate_memory(step, 0, CPU).saved == pytest.approx(found, rel=0.05)
 
 
+def test_products_of_8_bit_numbers_hold_integers():
+    """Weights of a byte, and of the six arrays in the feed-forward layer three in bfloat16 and five of integers."""
+    long = {"remat": "full", "dtype": "bfloat16"}
+    step = replace(small_step((1, 2, 1), 1, long, {"mlp": 4096}), scores=False, positions=4096)
+    exact, eight, fp8 = (estimate_memory(replace(step, matmul=name), 0, TPU) for name in ("dtype", "int8", "fp8"))
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 4096 + 2 * 32
+    assert exact.working - eight.working == weights + (6 * 2 - (3 * 2 + 5)) * step.tokens * 4096
+    assert exact.working - fp8.working == weights
+    assert exact.saved == eight.saved
+    kept = [replace(step, remat="none", matmul=name) for name in ("dtype", "int8")]
+    exact, eight = (estimate_memory(each, 0, TPU).saved for each in kept)
+    assert exact - eight == 3 * weights
+
+
 def test_a_kernel_of_attention_holds_no_scores():
     step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "none", "autodiff_rules": "plain"})
     with_scores, without = (estimate_memory(replace(step, scores=scores), 0, ACCELERATOR) for scores in (True, False))

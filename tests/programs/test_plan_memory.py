@@ -9,11 +9,15 @@ of a stage, and in vocabularies and widths that are no multiples of a lane or a 
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from benchmarks.memory_sweep import SWEEP, compiled_peak, setup_of
+from gregale.audit.compared import compared_steps, is_compared, kind_of, sizes_of
+from gregale.audit.step import ACCELERATOR, CPU, TPU
 from gregale.programs.plan.devices import topology_target
-from gregale.programs.plan.shapes import estimate
+from gregale.programs.plan.shapes import estimate, step_shape
 from gregale.programs.plan.step import setup_for
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -77,3 +81,40 @@ def test_the_closed_form_is_within_a_tenth_of_the_compiler(keys, target, tmp_pat
     config = load(TrainConfig, path, [f"--{each}" for each in keys.split()])
     setup = setup_for(config, 257, target)
     assert estimate(setup, target.backend).peak == pytest.approx(PEAKS[keys], rel=0.1)
+
+
+@pytest.mark.parametrize("row", SWEEP, ids=str)
+def test_compiled_peaks_of_public_models_are_within_the_stated_range(row):
+    setup = setup_of(row)
+    step, stored = step_shape(setup), compared_steps()[str(row)]
+    assert (stored["kind"], stored["sizes"]) == (kind_of(step), sizes_of(step))
+    low, high = TPU.range(estimate(setup, TPU).peak)
+    assert low <= stored["peak"] <= high
+    assert is_compared(step, TPU)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("row", SWEEP, ids=str)
+def test_the_compiler_has_the_stored_peaks(row):
+    assert compiled_peak(row, setup_of(row)) == pytest.approx(compared_steps()[str(row)]["peak"], rel=0.01)
+
+
+def test_only_steps_between_compared_ones_are_certain():
+    """By all sizes, by policy, windows, numbers and axes of the mesh, and of the TPU compiler alone."""
+    step = step_shape(setup_of(next(row for row in SWEEP if row.model == "qwen3-4b")))
+    assert is_compared(step, TPU)
+    others = (
+        {"layers": 15},
+        {"layers": 49},
+        {"rows": 2 * step.rows},
+        {"rows": step.rows // 4},
+        {"microbatches": 4, "rows": 4 * step.rows},
+        {"compute_bytes": 4},
+        {"remat": "offload"},
+        {"matmul": "int8"},
+        {"per_step": True},
+        {"scores": True},
+    )
+    for change in others:
+        assert not is_compared(replace(step, **change), TPU), change
+    assert not any(is_compared(step, backend) for backend in (CPU, ACCELERATOR))

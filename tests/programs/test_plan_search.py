@@ -117,7 +117,7 @@ def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing,
 
 def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
     """By the range in which the compiler's peak lies."""
-    other = next(each for each in found.scored if each.peak is None)
+    other = replace(next(each for each in found.scored if each.peak is None), compared=True)
     low, high = other.closed_form_range
     assert low < other.closed_form_peak
 
@@ -132,12 +132,16 @@ def test_what_is_near_the_memory_is_uncertain_until_it_is_compiled(found):
         "uncertain",
         "-",
     ]
+    other = replace(other, compared=False)
+    assert verdict(high) == "uncertain", "no step of these sizes was compared"
     remedy = {"change": "key", "peak_bytes": 100, "range": (85, 117), "fits": False, "compiled": False, "step_time": 1}
+    remedy["certain"] = False
     for memory, changes, text in (
         (84, {}, "does not fit"),
         (90, {}, "uncertain (85 B to 117 B)"),
         (110, {"fits": True}, "uncertain (85 B to 117 B)"),
-        (117, {"fits": True}, "fits"),
+        (117, {"fits": True, "certain": True}, "fits"),
+        (117, {"fits": True}, "uncertain (85 B to 117 B)"),
         (99, {"compiled": True}, "does not fit"),
     ):
         written = StringIO()
@@ -197,7 +201,7 @@ def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
 
     def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
         candidate = Candidate((("compute.remat", remat), ("batch.microbatches", microbatches)))
-        return ScoredCandidate(candidate, 1, seconds, (1, 1), fits=fits, seconds=seconds)
+        return ScoredCandidate(candidate, 1, seconds, (1, 1), False, fits=fits, seconds=seconds)
 
     two = weighed(2, 2.0, fits=False)
     compiler.answers[two.candidate] = two

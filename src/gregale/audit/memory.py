@@ -13,6 +13,10 @@ FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
+NARROW_MLP_ARRAYS, INTEGER_ARRAYS = (
+    3,
+    5,
+)  # with int8: gate, up, one gradient; integers of the others, of two by both axes
 KEY_ARRAYS = 6  # gathered keys and values, their gradients, and one more of each in the order of the sequence
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
@@ -151,7 +155,7 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
             return inputs + tokens * head_values(step, backend) * attended
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
-    weights = 0 if step.per_step else values_of_a_layer(step) * narrow
+    weights = 0 if step.per_step else values_of_a_layer(step) * _gathered_bytes(step, narrow)
     lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
@@ -178,8 +182,13 @@ def offloaded_bytes(step: StepShape) -> int:
 def _layer(step: StepShape, backend: Backend) -> int:
     """Return the bytes of one layer's backward pass: weights, their gradients, and activations."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
-    gathered = 0 if step.per_step else width
+    gathered = 0 if step.per_step else _gathered_bytes(step, width)
     return (gathered + width) * values_of_a_layer(step) + layer_activations(step, backend)
+
+
+def _gathered_bytes(step: StepShape, width: int) -> int:
+    """Return the bytes of a value of a layer's gathered weights."""
+    return width if step.matmul == "dtype" else 1
 
 
 def layer_activations(step: StepShape, backend: Backend) -> int:
@@ -190,7 +199,8 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention = a_score * scores
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
-    mlp = MLP_ARRAYS * width * step.tokens * step.mlp
+    a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
+    mlp = a_value * step.tokens * step.mlp
     return width * _stream_values(step, backend) + max(attention, mlp)
 
 

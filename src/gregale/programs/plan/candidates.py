@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from gregale.audit.compared import is_compared
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import SAVED
@@ -17,7 +18,7 @@ from gregale.errors import UserError
 from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.shapes import estimate, tree_bytes
+from gregale.programs.plan.shapes import estimate, step_shape, tree_bytes
 from gregale.programs.plan.step_seconds import closed_form_seconds
 from gregale.programs.runtime.setup import Setup, check_pipeline, set_up
 from gregale.runs.config import TrainConfig
@@ -115,7 +116,7 @@ class ScoredCandidate:
     """A candidate with its estimates.
 
     - `closed_form_peak`, `closed_form_seconds`: of a step, see `gregale.programs.plan.step_seconds`
-    - `closed_form_range`: bytes between which the compiler's peak lies
+    - `closed_form_range`: bytes between which the compiler's peak lies, if steps of these sizes were `compared`
     - `peak`, `seconds`, `fits`: from the compiled program, see `scheduled_seconds`; None: not compiled
     """
 
@@ -123,6 +124,7 @@ class ScoredCandidate:
     closed_form_peak: int
     closed_form_seconds: float
     closed_form_range: tuple[int, int]
+    compared: bool
     peak: int | None = None
     seconds: float | None = None
     fits: bool | None = None
@@ -201,7 +203,8 @@ def scored_candidates(
             continue
         peak = estimate(changed, target.backend, trees).peak
         seconds = closed_form_seconds(changed, target, bandwidth, trees)
-        found.append(ScoredCandidate(candidate, peak, seconds, target.backend.range(peak)))
+        compared = is_compared(step_shape(changed), target.backend)
+        found.append(ScoredCandidate(candidate, peak, seconds, target.backend.range(peak), compared))
     return sorted(found, key=lambda each: each.closed_form_seconds)
 
 

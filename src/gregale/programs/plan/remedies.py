@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gregale.audit.compared import is_compared
 from gregale.audit.memory import Estimate
 from gregale.axes.mesh import make_mesh, slice_of
 from gregale.errors import UserError
@@ -19,7 +20,7 @@ from gregale.programs.plan.candidates import (
     scored_candidates,
     setups,
 )
-from gregale.programs.plan.shapes import estimate, has_closed_forms, tree_bytes
+from gregale.programs.plan.shapes import estimate, has_closed_forms, step_shape, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.plan.step_seconds import closed_form_seconds
 from gregale.programs.runtime.setup import Setup, set_up
@@ -50,7 +51,7 @@ class Remedy:
     step_time: float  # of the roofline without overlap, as a multiple of the present one
     config: TrainConfig  # with the change
     range: tuple[int, int]  # bytes between which the compiler's peak lies
-    certain: bool = False  # the whole range is within the chip's memory
+    certain: bool = False  # the whole range is within the chip's memory, and steps of these sizes were compared
     compiled: bool = False  # the peak is the compiler's
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def _evaluated(plan: Plan, changes: Changes) -> Iterator[Remedy]:
         peak = _peak(plan, before, estimate(setup, backend, own))
         if peak < plan.memory.peak:
             time = closed_form_seconds(setup, plan.target, None, own) / seconds
-            yield _remedy(plan, change, peak, time, setup.config)
+            yield _remedy(plan, change, peak, time, setup)
 
 
 def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
@@ -131,14 +132,14 @@ def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
     for setup in setups(plan.setup, tokens, Counter(), _replicas(plan.setup)):
         scored = scored_candidates(setup, plan.target, None, Counter())
         likely = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
-        certain = [each for each in likely if each.closed_form_range[1] <= plan.memory_bytes]
+        certain = [each for each in likely if each.compared and each.closed_form_range[1] <= plan.memory_bytes]
         best = next(iter(certain or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
-        config = best.candidate.of(setup.config)
-        change = _changed_keys(plan.setup, replace(setup, config=config))
-        after = estimate(replace(setup, config=config), plan.target.backend)
+        setup = replace(setup, config=best.candidate.of(setup.config))
+        change = _changed_keys(plan.setup, setup)
+        after = estimate(setup, plan.target.backend)
         peak = max(best.closed_form_peak, _joined(plan, before, after))
         if change and change not in offered and peak < plan.memory.peak:
-            yield _remedy(plan, change, peak, best.closed_form_seconds / seconds, config)
+            yield _remedy(plan, change, peak, best.closed_form_seconds / seconds, setup)
 
 
 def _replicas(setup: Setup) -> Iterator[int]:
@@ -148,9 +149,10 @@ def _replicas(setup: Setup) -> Iterator[int]:
     yield from (each for each in range(now, 0, -1) if now % each == 0 and each % slices == 0)
 
 
-def _remedy(plan: Plan, change: str, peak: int, step_time: float, config: TrainConfig) -> Remedy:
-    between, memory = plan.target.backend.range(peak), plan.memory_bytes
-    return Remedy(change, peak, peak <= memory, step_time, config, between, between[1] <= memory)
+def _remedy(plan: Plan, change: str, peak: int, step_time: float, setup: Setup) -> Remedy:
+    backend, memory = plan.target.backend, plan.memory_bytes
+    between, compared = backend.range(peak), is_compared(step_shape(setup), backend)
+    return Remedy(change, peak, peak <= memory, step_time, setup.config, between, compared and between[1] <= memory)
 
 
 def _changed_keys(now: Setup, then: Setup) -> str:

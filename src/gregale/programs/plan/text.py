@@ -116,7 +116,7 @@ def print_remedies(remedies: list[dict[str, Any]], memory: int, console: Console
         console.print("The cheapest remedies, estimated unless marked as compiled:")
     for remedy in remedies:
         fits, (low, high) = "fits" if remedy["fits"] else "does not fit", remedy["range"]
-        if not remedy["compiled"] and low <= memory < high:
+        if not (remedy["compiled"] or remedy["certain"]) and low <= memory:
             fits = f"uncertain ({size(low)} to {size(high)})"
         by = " (compiled)" if remedy["compiled"] else ""
         effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
@@ -296,7 +296,8 @@ def _row(candidate: dict[str, Any], keys: list[str], report: dict[str, Any]) -> 
     verdict = "fits" if candidate["fits"] else "no"
     if peak is None:
         low, high = candidate["closed_form_range"]
-        verdict = "too large" if low > report["memory"] else "uncertain" if high > report["memory"] else "-"
+        certain = candidate["compared"] and high <= report["memory"]
+        verdict = "too large" if low > report["memory"] else "-" if certain else "uncertain"
     settings, about = candidate["settings"], "~" if peak is None else ""
     axes = [
         f"{key.removeprefix(MESH)} {count}" for key, count in settings.items() if key.startswith(MESH) and count > 1
