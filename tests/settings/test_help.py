@@ -111,7 +111,9 @@ def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
     assert "betas" in short
     assert "iterations" not in short, "Muon's own"
     assert "--sync.outer" not in short, "there is none with sync.type psdp"
-    assert topics(TrainConfig) == ["data.sources", "data.tokenizer", "model", "optimizer", "sync", "trackers"]
+    named = ["data.sources", "data.tokenizer", "mapping", "mesh", "model", "optimizer", "sync", "trackers"]
+    assert topics(TrainConfig) == named
+    assert "--mapping" not in short
 
 
 @pytest.mark.parametrize("columns", [40, 90])

@@ -84,8 +84,8 @@ def _gather_backward(dtype, compute, params, like, cotangent):
 
 
 def in_mesh_order(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding with the mesh axes of each dimension in the order of the mesh."""
-    place = sharding.mesh.axis_names.index
+    """Return the sharding with the mesh axes of each dimension in the order of the mesh, `stage` last as by default."""
+    place = [*(axis for axis in sharding.mesh.axis_names if axis != "stage"), "stage"].index
     entries = (sorted(mesh_axes_of(entry or ()), key=place) for entry in sharding.spec)
     return NamedSharding(sharding.mesh, PartitionSpec(*(tuple(axes) or None for axes in entries)))
 

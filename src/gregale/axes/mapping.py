@@ -36,9 +36,11 @@ class MappingConfig(Settings):
     An axis that is not given has its default. The default of `params` follows `compute`, that of `opt_state` `params`.
     """
 
-    compute: dict[str, MeshAxes] = setting(dict, "activations, batches, and weights in use")
-    params: dict[str, MeshAxes] = setting(dict, "parameters and gradient buffers")
-    opt_state: dict[str, MeshAxes] = setting(dict, "optimizer state, reduced gradients, outer parameters")
+    compute: dict[str, MeshAxes] = setting(dict, "activations, batches, and weights in use", by_topic=True)
+    params: dict[str, MeshAxes] = setting(dict, "parameters and gradient buffers", by_topic=True)
+    opt_state: dict[str, MeshAxes] = setting(
+        dict, "optimizer state, reduced gradients, outer parameters", by_topic=True
+    )
 
     @classmethod
     def explanation(cls) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Settings, setting, whole
+from gregale.settings import Settings, setting, shortened, whole
 
 Device = Any  # a `jax.Device`; tests also pass descriptions of devices
 
@@ -51,8 +51,8 @@ class MeshConfig(Settings):
         range=AXIS_SIZE,
         aliases=("tensor", "tp", "tensor_parallel", "model_parallel"),
     )
-    axes: dict[str, int] = setting(dict, "sizes of mesh axes of your own, for `mapping`", range=AXIS_SIZE)
-    order: list[str] | None = setting(None, "all mesh axes, slowest link first; null: your own ones last")
+    axes: dict[str, int] = setting(dict, "mesh axes of your own, for `mapping`", range=AXIS_SIZE, by_topic=True)
+    order: list[str] = setting(list, "all mesh axes, slowest link first; default: your own ones last", by_topic=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,14 +72,14 @@ class MeshConfig(Settings):
                 why = "is a mesh axis already" if name in AXES else "is no name of letters, digits and `_`"
                 raise KeyedError(f"axes.{name}", f"is {self.axes[name]}", f", but {name!r} {why}.")
         known = (*AXES, *self.axes)
-        if self.order is not None and (sorted(self.order) != sorted(known) or tuple(self.order[:2]) != AXES[:2]):
+        if self.order and (sorted(self.order) != sorted(known) or tuple(self.order[:2]) != AXES[:2]):
             rest = f"; it has to be all of {', '.join(known)}, in any order that begins with {' and '.join(AXES[:2])}."
-            raise KeyedError("order", f"is [{', '.join(self.order)}]", rest)
+            raise KeyedError("order", f"is [{shortened(', '.join(self.order))}]", rest)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all mesh axes, slowest link first."""
-        return (*AXES, *self.axes) if self.order is None else tuple(self.order)
+        return tuple(self.order) or (*AXES, *self.axes)
 
     @property
     def _given(self) -> dict[str, int]:

@@ -175,7 +175,10 @@ def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
     """Return the keys below which a choice has keys that the default choice lacks."""
     listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
     shown = _of_default_choices(listed)
-    hidden = {entry.choice.partition(" ")[0].removesuffix(".type") for entry in listed if entry not in shown}
+    left_out = [entry for entry in listed if entry not in shown]
+    hidden = {
+        entry.choice.partition(" ")[0].removesuffix(".type") or entry.key.rpartition(".")[0] for entry in left_out
+    }
     hidden = {key.partition(".<")[0].removesuffix(".0") for key in hidden}  # elements of a mapping or a list
     return sorted(key for key in hidden if not any(key.startswith(f"{other}.") for other in hidden))
 
@@ -186,6 +189,8 @@ def _of_default_choices(listed: Sequence[Entry]) -> list[Entry]:
     chosen: dict[str, object] = {}  # the defaults of shown keys; a key that depends on a hidden key is hidden too
     for entry in listed:
         key, _, names = entry.choice.partition(" ")
+        if entry.by_topic:
+            continue
         if not key or chosen.get(key) in names.split(", "):
             shown.append(entry)
             chosen.setdefault(entry.key, entry.default)

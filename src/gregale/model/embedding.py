@@ -87,6 +87,8 @@ class Lookup:
         tokens = prod(axis.size for axis in self.tokens) // self.layout.devices(self.tokens, self.layout.compute)
         if self.layout.mesh_axes((self.Vocab,), self.layout.params) != self.row_axes:
             return False  # devices with the same columns have other rows
+        if self.shared and not {*self.column_axes} <= {*self.token_axes}:
+            return False  # some devices with other columns have the same tokens
         return exchanges_rows(tokens, self.Embed.size, self.rows, self.dtype.itemsize, self.devices)
 
     @property

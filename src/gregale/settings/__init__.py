@@ -8,6 +8,7 @@
 - `choices`: the valid values of a text
 - `unique`: whether the elements of a list have to differ
 - `aliases`: names of the key in other programs, for suggestions
+- `by_topic`: true for a key that the help has only with `--help TOPIC`
 - `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
 
 A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs

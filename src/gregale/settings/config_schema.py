@@ -22,6 +22,7 @@ class Entry:
     """One dotted key: its type name, its default (`REQUIRED` if there is none) and the metadata of its field.
 
     - `help`, `range`, `aliases`, `fixed`: see `gregale.settings`; the type name contains the choices
+    - `by_topic`: the help has it only with `--help TOPIC`
     - `choice`: the choice that adds this key or gives it this default (`optimizer.type lion`); "" for none
     """
 
@@ -33,6 +34,7 @@ class Entry:
     aliases: tuple[str, ...] = ()
     fixed: Fixed | None = None
     choice: str = ""
+    by_topic: bool = False
 
     @property
     def meaning(self) -> str:
@@ -49,6 +51,7 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
         key, data = join(prefix, each.name), each.metadata
         about = data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed")
         entry = Entry(key, type_name(kind, data.get("choices", ())), default_of(each, default), *about)
+        entry = replace(entry, by_topic="by_topic" in data)
         if "keys_of" in each.metadata:
             yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
         else:

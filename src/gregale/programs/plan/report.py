@@ -52,7 +52,7 @@ def report_of(
         "devices": setup.layout.mesh.size,
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
-        "mapping": mapping_rows(setup.layout),
+        "mapping": [list(row) for row in mapping_rows(setup.layout)],
         "chip": target.chip.name,
         "until": plan.until,
         "kernels": kernels_of(setup),
