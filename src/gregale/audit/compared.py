@@ -14,7 +14,7 @@ from gregale.audit.step import TPU, Backend, StepShape
 @cache
 def compared_steps() -> dict[str, dict[str, Any]]:
     """Return the steps by name."""
-    return json.loads(files(__package__).joinpath("compared.json").read_text(encoding="utf-8"))
+    return json.loads(files("gregale.audit").joinpath("compared.json").read_text(encoding="utf-8"))
 
 
 def kind_of(step: StepShape) -> str:
