@@ -89,6 +89,8 @@ def test_layers_are_differentiated_one_by_one(kinds, first, layers, remat):
         return hax.sum(x).scalar()
 
     traced = jax.make_jaxpr(jax.grad(loss))(weights, hax.ones(Axis("embed", 3)))
-    assert recomputed(traced.jaxpr) == [True] * layers
+    assert sorted(recomputed(traced.jaxpr)) == [False] * first + [True] * (
+        layers - first
+    )  # not equal layers after those
     together = {GEMMA_3: 6 + 2}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and the stretches
     assert str(traced).count("optimization_barrier") == together

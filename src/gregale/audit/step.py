@@ -47,7 +47,7 @@ CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatter
 ACCELERATOR = Backend(
     narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True, least=0.65
 )
-TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True, least=0.84, most=1.18)
+TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True, least=0.84, most=1.25)
 
 
 @dataclass(frozen=True)

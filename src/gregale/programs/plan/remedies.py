@@ -51,7 +51,8 @@ class Remedy:
     step_time: float  # of the roofline without overlap, as a multiple of the present one
     config: TrainConfig  # with the change
     range: tuple[int, int]  # bytes between which the compiler's peak lies
-    certain: bool = False  # the whole range is within the chip's memory, and steps of these sizes were compared
+    range_fits: bool = False  # the whole range is within the chip's memory
+    certain: bool = False  # so it is, and steps of these sizes were compared
     compiled: bool = False  # the peak is the compiler's
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,9 +75,9 @@ def remedies(plan: Plan, tokens: int) -> list[Remedy]:
 
 
 def cost(remedy: Remedy) -> tuple:
-    """Return the sort key: certain remedies by step time, those that probably fit, then the others by peak."""
-    certain = remedy.certain or (remedy.fits and remedy.compiled)
-    return (not certain, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
+    """Return the sort key: those whose range fits by step time, those that probably fit, then the others by peak."""
+    safer = remedy.range_fits or (remedy.fits and remedy.compiled)
+    return (not safer, not remedy.fits, remedy.step_time if remedy.fits else remedy.peak_bytes)
 
 
 Changes = Iterator[tuple[str, Setup]]
@@ -132,8 +133,8 @@ def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
     for setup in setups(plan.setup, tokens, Counter(), _replicas(plan.setup)):
         scored = scored_candidates(setup, plan.target, None, Counter())
         likely = [each for each in scored if each.closed_form_peak <= plan.memory_bytes]
-        certain = [each for each in likely if each.compared and each.closed_form_range[1] <= plan.memory_bytes]
-        best = next(iter(certain or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
+        safer = [each for each in likely if each.closed_form_range[1] <= plan.memory_bytes]
+        best = next(iter(safer or likely), None) or min(scored, key=lambda each: each.closed_form_peak)
         setup = replace(setup, config=best.candidate.of(setup.config))
         change = _changed_keys(plan.setup, setup)
         after = estimate(setup, plan.target.backend)
@@ -151,8 +152,9 @@ def _replicas(setup: Setup) -> Iterator[int]:
 
 def _remedy(plan: Plan, change: str, peak: int, step_time: float, setup: Setup) -> Remedy:
     backend, memory = plan.target.backend, plan.memory_bytes
-    between, compared = backend.range(peak), is_compared(step_shape(setup), backend)
-    return Remedy(change, peak, peak <= memory, step_time, setup.config, between, compared and between[1] <= memory)
+    between = backend.range(peak)
+    fits, compared = between[1] <= memory, is_compared(step_shape(setup), backend)
+    return Remedy(change, peak, peak <= memory, step_time, setup.config, between, fits, fits and compared)
 
 
 def _changed_keys(now: Setup, then: Setup) -> str:
