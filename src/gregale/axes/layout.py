@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -135,11 +134,6 @@ def with_shardings(tree: T, shardings: T) -> T:
 
 def is_named(leaf) -> bool:
     return isinstance(leaf, NamedArray)
-
-
-def is_parameter(leaf) -> bool:
-    """Return whether a leaf is trained: an array of floating-point numbers, or its abstract form."""
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:

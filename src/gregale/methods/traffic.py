@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 
 from gregale.audit.step import ParameterShape
@@ -19,7 +18,8 @@ from gregale.audit.traffic import (
     send_transfers,
     sent_bytes,
 )
-from gregale.axes.layout import Layout, Tree, is_named, is_parameter
+from gregale.axes.layout import Layout, Tree, is_named
+from gregale.axes.parameters import trainable
 from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.schedule import Schedule, StepFragments
@@ -64,7 +64,7 @@ class PsdpTraffic:
 
     def bytes_a_step(self) -> tuple[float, float]:
         """Return a device's bytes over the slow axis for the parameters: average and maximum of a step."""
-        sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
+        sent = float(self.reducer.bytes_sent(trainable(self.model)))
         return sent, sent
 
 

@@ -20,6 +20,9 @@ Batch = dict[str, NamedArray]
 class LanguageModel(Protocol):
     """The methods that a run needs of a model, an Equinox module whose floating-point arrays are trained.
 
+    A model with a `gregale.axes.parameters.Buffer` also has `update_buffers(statistics, weight)`: it returns the model
+    with new buffers, from the sums of `Losses.statistics` and of the weights over a whole step.
+
     `logits` is optional: sampling and tasks need it. A model may have faster forms of it: `prefill`, `decode` and
     `unstacked` for sampling with a cache, and `scores` for tasks (`gregale.model.llama.Llama`).
     """

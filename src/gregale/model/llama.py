@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named
 from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
@@ -276,8 +276,3 @@ class Llama(eqx.Module):
 
 def norm(config: LlamaConfig) -> RmsNorm:
     return RmsNorm.init(config.Embed, config)
-
-
-def parameter_count(model) -> int:
-    """Return the number of values in all parameters of a model; works on abstract ones."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model) if is_parameter(leaf))

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, LAYERS, is_named, is_parameter
+from gregale.axes.layout import EMBED, LAYERS, is_named
+from gregale.axes.parameters import trainable
 
 VOCAB = "vocab"
 
@@ -46,4 +46,4 @@ def decays(leaf: NamedArray | jax.Array) -> bool:
 
 def map_parameters(function, parameters):
     """Return a tree with `function(leaf)` for every parameter, named or plain; None for untrained leaves."""
-    return jax.tree.map(function, eqx.filter(parameters, is_parameter), is_leaf=is_named)
+    return jax.tree.map(function, trainable(parameters), is_leaf=is_named)

@@ -15,6 +15,7 @@ import yaml
 import gregale
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
+from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.data.progress import progress_bars, silent
 from gregale.data.sources.base import expand
@@ -50,7 +51,6 @@ from gregale.huggingface.writing import (
     write_index,
 )
 from gregale.model.config import LlamaConfig
-from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run

@@ -9,9 +9,9 @@ from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
+from gregale.axes.parameters import parameter_count
 from gregale.methods.island import Island
 from gregale.model.execution import execution
-from gregale.model.llama import parameter_count
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
@@ -16,7 +15,8 @@ from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
-from gregale.axes.layout import MODEL, REPLICA, is_named, is_parameter
+from gregale.axes.layout import MODEL, REPLICA, is_named
+from gregale.axes.parameters import trainable
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES
@@ -135,7 +135,7 @@ def tree_bytes(setup: Setup) -> Bytes:
     return Bytes(
         **trees,
         counters=bytes_on_device(state) - sum(trees.values()),
-        gradients=bytes_on_device(setup.layout.abstract(eqx.filter(setup.model, is_parameter), setup.layout.params)),
+        gradients=bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params)),
         batch=bytes_on_device(abstract_batch(setup)),
     )
 

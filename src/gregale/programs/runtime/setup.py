@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from equinox import is_array
-from haliax import Axis
+from haliax import Axis, NamedArray
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Layout
 from gregale.axes.mesh import make_mesh
+from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, naming_own_code
@@ -22,7 +23,6 @@ from gregale.methods.psdp import Psdp, same
 from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import layers_apart
-from gregale.model.llama import parameter_count
 from gregale.model.losses import Losses, losses_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -91,8 +91,12 @@ class Setup:
 
     @cached_property
     def joined_parameters(self) -> Callable[[Any], Any]:
-        """Return the program that joins the parameters of a state of `method`; all saves of a run share it."""
-        return jax.jit(lambda state: self.method.to_psdp(state).parameters, compiler_options=self.compiler_options)
+        """Return the program that joins parameters and buffers of a state of `method`; all saves of a run share it."""
+
+        def joined(state):
+            return self.psdp.arrays(self.method.to_psdp(state))
+
+        return jax.jit(joined, compiler_options=self.compiler_options)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -165,6 +169,10 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
         model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
+    if buffers_of(model) is not None and not hasattr(model, "update_buffers"):
+        raise UserError(
+            f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
+        )
     check_axes(config, layout, model)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
@@ -234,6 +242,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
         first_layers=first,
+        update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
 
@@ -271,6 +280,17 @@ def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
         if jnp.shape(value) != ():
             raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
     return losses
+
+
+def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray], weight: jax.Array):
+    """Return a model with new buffers; raise `UserError` if a plugin's model does not return arrays as before."""
+    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.update_buffers"
+    with naming_own_code(what, type(model)):
+        updated = model.update_buffers(statistics, weight)
+    before, after = (jax.eval_shape(buffers_of, each) for each in (model, updated))
+    if before != after:
+        raise UserError(f"{what} has to return the model with buffers of the axes and dtypes that they had.")
+    return updated
 
 
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 import jax
 
 from gregale.axes.mesh import make_mesh
+from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import agreed, by_first_process
 from gregale.checkpoint.retention import committed_steps
 from gregale.checkpoint.store import Checkpoints
@@ -23,7 +24,6 @@ from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.evaluation.tasks.files import read_tasks
-from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
