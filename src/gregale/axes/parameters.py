@@ -1,13 +1,11 @@
 """The arrays of a model: parameters, which gradients train, and buffers, which its own rule updates."""
 
-from typing import TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
-
-Tree = TypeVar("Tree")
 
 
 class Buffer(eqx.Module):
@@ -28,18 +26,18 @@ def is_parameter(leaf) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def trainable(model: Tree) -> Tree:
+def trainable(model: Any) -> Any:
     """Return a model, or an abstract one, with its parameters alone; None in place of other leaves."""
     return eqx.filter(model, is_parameter, is_leaf=is_buffer)
 
 
-def buffers_of(model: Tree) -> Tree | None:
+def buffers_of(model: Any) -> Any:
     """Return a model with its buffers alone, and None in place of other leaves; None if it has no buffer."""
     found = jax.tree.map(lambda leaf: leaf if is_buffer(leaf) else None, model, is_leaf=_is_whole)
     return found if jax.tree.leaves(found) else None
 
 
-def with_buffers(model: Tree, buffers: Tree | None) -> Tree:
+def with_buffers(model: Any, buffers: Any) -> Any:
     """Return a model, or its parameters alone, with the buffers of `buffers_of`."""
     if buffers is None:
         return model

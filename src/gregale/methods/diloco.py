@@ -12,6 +12,7 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import ParameterShape
+from gregale.axes.layer_stacks import layer_order
 from gregale.axes.layout import Layout, Tree, vmap_over
 from gregale.axes.parameters import buffers_of, trainable
 from gregale.codecs.config import ReduceConfig
@@ -19,7 +20,7 @@ from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
-from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
+from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, per_fragment
 from gregale.methods.method import Actions, PsdpState
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
@@ -99,7 +100,7 @@ class Diloco(Separate):
 
         Raises `UserError` if the schedule and the model have different numbers of layers.
         """
-        layers = layers_in(model)
+        layers = len(layer_order(model))
         if schedule.fragments > 1 and schedule.layers != layers:
             raise UserError(
                 f"the schedule is for {schedule.layers} layers, but the model's arrays are stacked over {layers} on "

@@ -218,7 +218,7 @@ class Psdp(Method):
         """Return the parameters and buffers of a state, in the structure of the model."""
         return with_buffers(state.parameters, state.buffers)
 
-    def model_with(self, parameters: Tree, buffers: Tree) -> Tree:
+    def model_with(self, parameters: Tree, buffers: Tree = None) -> Tree:
         return eqx.combine(with_buffers(parameters, buffers), self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:

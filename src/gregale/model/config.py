@@ -144,6 +144,16 @@ class LlamaConfig(Sizes):
         kinds = self.kinds
         return tuple(kinds.index(self._kind(layer)) for layer in range(self.layers))
 
+    @property
+    def structure_numbers(self) -> tuple[int, ...]:
+        """Return the structure of each layer, see `structure`."""
+        return (0,) * self.layers
+
+    def structure(self, number: int) -> "LlamaConfig":
+        """Return the sizes of the layers of a structure, as a configuration; a subclass may have several."""
+        del number
+        return self
+
     def _kind(self, layer: int) -> LayerKind:
         if self.sliding_window is None or layer in self.full_layers:
             return LayerKind(None, self.rotary_base, self.rotary_scaling)

@@ -25,7 +25,7 @@ from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
 from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
+from gregale.model.layer_kinds import Stretch, cut, in_periods, joined, labels_of, stretches
 
 # Names of a block's intermediates (`jax.ad_checkpoint.checkpoint_name`), which remat policies use.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
@@ -192,17 +192,14 @@ class Execution:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
-        - `weights`: named arrays with the leading axis `layers`, ungathered
+        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.layer_stacks.Stacks`
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
           differentiated
         - `takes_square`: `block` also takes the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
-
-            def layer(x, layer, rows, execution):
-                return block(x, layer["weights"], layer.get("kind", 0), rows, execution)
-
-            return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
+            layer, periods = in_periods(block, weights, kinds)
+            return self.stack(layer, x, periods, rows)
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
             if not (takes_square and self.kernels.hands_on_squares):
@@ -219,7 +216,7 @@ class Execution:
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
         """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
 
-        For tuples, with one tree per layer, the outs are a tuple.
+        For tuples, with one tree per layer, the outs are a tuple; for `Stacks` they are `Stacks` too.
         """
         if isinstance(weights, tuple):
             outs = []
@@ -227,10 +224,13 @@ class Execution:
                 carry, out = block(carry, *layer)
                 outs.append(out)
             return carry, tuple(outs)
-        parts, outs, mixed = stretches(kinds, self.first_layers), [], len(set(kinds)) > 1
+        labels = labels_of(weights, kinds)
+        parts, outs, mixed = stretches(labels, self.first_layers), [], len(set(labels)) > 1
         # Equal layers after first ones are slower if they are computed again late: 0.8 percent for an 8B model on v5e.
         late = self.recomputes_late and (mixed or not self.first_layers)
-        for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
+        trees = zip(*(cut(tree, parts) for tree in (weights, *more)), strict=True)
+        for number, (part, of_trees) in enumerate(zip(parts, trees, strict=True)):
+            layers = [list(layer) for layer in zip(*of_trees, strict=True)]
             if number and self.first_layers:
                 # The weights are awaited after the first layers, and their gradients are complete before theirs.
                 carry, layers = jax.lax.optimization_barrier((carry, layers))
@@ -238,7 +238,7 @@ class Execution:
                 carry, layers = gradients_together((carry, layers))
             carry, out = self._scan_stretch(block, part, carry, layers, late)
             outs.append(out)
-        return carry, joined(outs)
+        return carry, joined(outs, labels, parts)
 
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers, late: bool):
         """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
@@ -248,7 +248,7 @@ class Execution:
             policy = replace(policy, prevent_cse=True)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
-            (kind,) = part.pattern
+            ((_, kind),) = part.pattern
 
             def alone(carry, weights, *more):
                 return block(carry, weights, kind, *more)
@@ -264,7 +264,7 @@ class Execution:
 
         def pattern(carry, *layers):
             outs = []
-            for kind, (weights, *more) in zip(part.pattern, layers, strict=True):
+            for (_, kind), (weights, *more) in zip(part.pattern, layers, strict=True):
                 carry, out = one(kind)(*gradients_together((carry, weights)), *more)
                 outs.append(out)
             return carry, tuple(outs)

@@ -1,15 +1,18 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
+from functools import partial
 from typing import Any, Self
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named
+from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
+from gregale.axes.layout import BATCH, POSITION, is_named
 from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
@@ -125,7 +128,7 @@ class Llama(eqx.Module):
     """A decoder-only language model of the Llama family."""
 
     embedding: NamedArray  # [Vocab, Embed]
-    blocks: Block  # every array with a leading [Layers]
+    blocks: Block | Stacks  # every array with a leading [Layers]
     norm: RmsNorm  # [Embed]
     head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
     config: LlamaConfig = eqx.field(static=True)
@@ -133,10 +136,17 @@ class Llama(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, Vocab: Axis, key) -> Self:
         table_key, head_key, blocks_key = jax.random.split(key, 3)
-        keys = jax.random.split(blocks_key, config.layers)
+        keys, order = jax.random.split(blocks_key, config.layers), config.structure_numbers
+
+        def stack(structure: int) -> Block:
+            own = keys[np.flatnonzero(np.asarray(order) == structure)]
+            init = partial(Block.init, config.structure(structure))
+            return hax.vmap(init, Axis(stack_axis(structure), len(own)))(own)
+
+        stacks = [stack(structure) for structure in range(max(order) + 1)]
         return cls(
             embedding=hax.random.normal(table_key, (Vocab, config.Embed)) * config.init_scale,
-            blocks=hax.vmap(lambda key: Block.init(config, key), config.Layers)(keys),
+            blocks=stacks[0] if len(stacks) == 1 else Stacks(stacks, order),
             norm=norm(config),
             head=None if config.tied_head else hax.random.normal(head_key, (config.Embed, Vocab)) * config.init_scale,
             config=config,
@@ -200,17 +210,21 @@ class Llama(eqx.Module):
             ready = execution.gathered_layer(weights)
             taken = ready.attends_to(x, execution)
             largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
-            return ready(x, positions, segments, kind, execution), largest
+            return ready(x, positions, segments, kind, execution), hax.max(largest, axis=(BATCH, "kv_heads"))
 
         x = execution.stream(self._embedded(batch["tokens"], execution))
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
-        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
+        return in_layer_order(largest)
 
     def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""
 
-        def block(i: int) -> Block:
-            return jax.tree.map(lambda leaf: leaf[LAYERS, i], self.blocks, is_leaf=is_named)
+        order = layer_order(self.blocks)
+
+        def block(layer: int) -> Block:
+            structure, row = order[layer], order[:layer].count(order[layer])
+            stack = self.blocks.parts[structure] if isinstance(self.blocks, Stacks) else self.blocks
+            return jax.tree.map(lambda leaf: leaf[stack_axis(structure), row], stack, is_leaf=is_named)
 
         return eqx.tree_at(lambda model: model.blocks, self, tuple(block(i) for i in range(self.config.layers)))
 

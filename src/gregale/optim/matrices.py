@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, LAYERS, is_named
+from gregale.axes.layout import EMBED, is_layers, is_named
 from gregale.axes.parameters import trainable
 
 VOCAB = "vocab"
@@ -28,7 +28,7 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
-    names = tuple(name for name in leaf.axis_names if name != LAYERS)
+    names = tuple(name for name in leaf.axis_names if not is_layers(name))
     others = tuple(name for name in names if name != EMBED)
     if EMBED not in names or not others or VOCAB in names:
         return None

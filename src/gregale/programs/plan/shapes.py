@@ -47,7 +47,7 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
     config, method = setup.config, method or setup.method
     return ParameterShape(
         layout=method.step_layout,
-        weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
+        weights=[leaf for leaf in jax.tree.leaves(trainable(setup.model), is_leaf=is_named) if is_named(leaf)],
         rows=config.batch.size,
         positions=config.batch.sequence_length,
         microbatches=config.batch.microbatches,

@@ -93,7 +93,7 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
 def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
     """Return the model to evaluate, from the state of `evaluation_template`."""
     if state.joined is not None:
-        return setup.psdp.model_with(state.joined, None)
+        return setup.psdp.model_with(state.joined)
     trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
     return trained(state.method)
 

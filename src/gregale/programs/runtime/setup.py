@@ -22,7 +22,7 @@ from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.config import CompilerOptions, ModelConfig
 from gregale.model.execution import Execution, execution
-from gregale.model.layer_kinds import layers_apart
+from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.model.losses import Losses, losses_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -230,7 +230,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     if config.pipeline is not None:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
-    first = first_layers(config, layout)
+    first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
@@ -247,7 +247,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     )
 
 
-def first_layers(config: TrainConfig, layout: Layout) -> int:
+def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     """Return the number of layers behind whose passes PSDP hides the transfers of all others; 0: it hides none.
 
     Only TPUs overlap transfers between slices with compute. With several microbatches gradients are complete after the
@@ -257,7 +257,8 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     kinds = getattr(config.model, "kind_numbers", ())
-    return layers_apart(kinds) if tpus and joined and scanned else 0
+    labels = labels_of(getattr(model, "blocks", None), kinds)
+    return layers_apart(labels) if tpus and joined and scanned else 0
 
 
 def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
