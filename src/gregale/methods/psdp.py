@@ -125,7 +125,7 @@ class Psdp(Method):
 
     def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
-        sums, reducer = self.sums(ready, state.buffers, batch), self.reducer
+        sums, reducer = self.sums(ready, batch, state.buffers), self.reducer
         weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
         loss, named = loss / weight, {name: each / weight for name, each in zip(sums.named, named, strict=True)}
         reduced, error = reducer.reduce(sums.gradients, weight, state.error)
@@ -142,7 +142,7 @@ class Psdp(Method):
             return parameters
         return layout.constrain(layout.constrain(cut_layers(parameters, self.first_layers), self.home), layout.params)
 
-    def sums(self, ready: Tree, buffers: Tree, batch: Tree) -> Accumulated:
+    def sums(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
 
         def loss(parameters: Tree, batch: Tree):
@@ -187,7 +187,7 @@ class Psdp(Method):
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
-        sums = self.sums(self.ready(state), state.buffers, batch)
+        sums = self.sums(self.ready(state), batch, state.buffers)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 
