@@ -18,7 +18,8 @@ from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import Losses
-from gregale.programs.runtime.setup import Setup, checked_loss, set_up
+from gregale.programs.runtime.checked_model import checked_loss
+from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
 from tests.mesh.support import held, one_device, token_batch

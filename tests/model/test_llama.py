@@ -14,7 +14,8 @@ from gregale.axes.layout import BATCH
 from gregale.axes.parameters import parameter_count
 from gregale.errors import UserError
 from gregale.model.cache import for_tokens
-from gregale.model.config import ComputeConfig, GemmaConfig, LlamaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import GemmaConfig, LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels

@@ -46,7 +46,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
 from gregale.methods.traffic import PsdpTraffic
-from gregale.model.config import CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 
 
 class IslandState(NamedTuple):

@@ -61,6 +61,12 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 
     splits_positions: ClassVar[bool] = False
 
+    # A class has these as fields, if a configuration may say them.
+    vocabulary: ClassVar[int | None] = None  # tokens; None: the tokenizer's, padded
+    row_multiple: ClassVar[int] = 1  # of the rows of a table with `vocabulary`
+    layers: ClassVar[int | None] = None  # stacked layers; None: it has none that a pipeline could run
+    kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.layer_kinds`
+    rotary_scaling: ClassVar[Any] = None  # for a longer context
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
 
     @classmethod

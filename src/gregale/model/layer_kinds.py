@@ -5,7 +5,7 @@ kinds repeats. A scan over a stretch has a whole pattern in its body, each layer
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from haliax import NamedArray
 from gregale.axes.layer_stacks import Stacks, is_stacks, renamed, stack_axis
 from gregale.axes.layout import LAYERS
 from gregale.errors import UserError
-from gregale.model.config import LlamaConfig
 
 Kind = NamedArray | int
 """A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
@@ -169,13 +168,3 @@ def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[C
 
     stacks = zip(cut(weights, parts)[0], of_places, strict=True)
     return layer, [{"weights": own, **kind_constants(of_place)} for own, of_place in stacks]
-
-
-def by_kind(config: LlamaConfig, kind: Kind, function: Callable[..., Any], *arguments) -> Any:
-    """Return `function(the layer's kind, *arguments)`, which must have the same shapes for all kinds.
-
-    If the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is selected.
-    """
-    if isinstance(kind, NamedArray):
-        return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)
-    return function(config.kinds[kind], *arguments)

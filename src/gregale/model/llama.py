@@ -1,7 +1,7 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import equinox as eqx
 import haliax as hax
@@ -16,14 +16,17 @@ from gregale.axes.layout import BATCH, POSITION, is_named
 from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
-from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
-from gregale.model.execution import Execution, named
+from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
+from gregale.model.remat import named
 from gregale.model.target_log_probs import target_scores
+
+if TYPE_CHECKING:
+    from gregale.model.config import LlamaConfig
 
 
 class Mlp(eqx.Module):
@@ -35,7 +38,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> "Mlp":
+    def init(config: "LlamaConfig", key) -> "Mlp":
         keys = jax.random.split(key, 3)
         c = config
         return Mlp(
@@ -68,10 +71,10 @@ class Block(eqx.Module):
     mlp_norm: RmsNorm  # [Embed]
     mlp: Mlp
     mlp_out_norm: RmsNorm | None  # [Embed]
-    config: LlamaConfig = eqx.field(static=True)
+    config: "LlamaConfig" = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> "Block":
+    def init(config: "LlamaConfig", key) -> "Block":
         attention_key, mlp_key = jax.random.split(key)
         around = config.norms == "around"
         return Block(
@@ -131,10 +134,10 @@ class Llama(eqx.Module):
     blocks: Block | Stacks  # every array with a leading [Layers]
     norm: RmsNorm  # [Embed]
     head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
-    config: LlamaConfig = eqx.field(static=True)
+    config: "LlamaConfig" = eqx.field(static=True)
 
     @classmethod
-    def init(cls, config: LlamaConfig, Vocab: Axis, key) -> Self:
+    def init(cls, config: "LlamaConfig", Vocab: Axis, key) -> Self:
         table_key, head_key, blocks_key = jax.random.split(key, 3)
         keys, order = jax.random.split(blocks_key, config.layers), config.structure_numbers
 
@@ -288,5 +291,5 @@ class Llama(eqx.Module):
         return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
 
 
-def norm(config: LlamaConfig) -> RmsNorm:
+def norm(config: "LlamaConfig") -> RmsNorm:
     return RmsNorm.init(config.Embed, config)

@@ -1,4 +1,4 @@
-"""The sums that a model's loss returns."""
+"""The sums that a model's loss returns, and the treatment of its logits."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -46,3 +46,10 @@ class Losses(NamedTuple):
 def losses_of(found: Any) -> Losses:
     """Return what a loss returned, `Losses` or the pair (loss, weight), as `Losses`."""
     return found if isinstance(found, Losses) else Losses(*found)
+
+
+class Logits(NamedTuple):
+    """The treatment of the products with the head."""
+
+    cap: float | None = None  # limits them by tanh; None: no limit
+    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all

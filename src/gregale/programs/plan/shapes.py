@@ -19,7 +19,7 @@ from gregale.axes.layout import MODEL, REPLICA, is_named
 from gregale.axes.parameters import trainable
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.config import DTYPES
+from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind

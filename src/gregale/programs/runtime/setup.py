@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from equinox import is_array
-from haliax import Axis, NamedArray
+from haliax import Axis
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Layout
@@ -20,15 +19,14 @@ from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
-from gregale.model.config import CompilerOptions, ModelConfig
+from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
-from gregale.model.losses import Losses, losses_of
+from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
-from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -143,13 +141,13 @@ class Setup:
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
     """Return the model's vocabulary axis for a tokenizer of `tokens` tokens."""
-    wanted = getattr(config.model, "vocabulary", None)
+    wanted = config.model.vocabulary
     if wanted is not None and wanted < tokens:
         raise UserError(
             f"model.vocabulary is {wanted}, but the tokenizer has {tokens} tokens; it has to be at least {tokens}, or "
             f"null for the tokenizer's own, padded to a multiple of {VOCABULARY_MULTIPLE}."
         )
-    multiple = VOCABULARY_MULTIPLE if wanted is None else getattr(config.model, "row_multiple", 1)
+    multiple = VOCABULARY_MULTIPLE if wanted is None else config.model.row_multiple
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
@@ -256,42 +254,8 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
-    kinds = getattr(config.model, "kind_numbers", ())
-    labels = labels_of(getattr(model, "blocks", None), kinds)
+    labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)
     return layers_apart(labels) if tpus and joined and scanned else 0
-
-
-def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
-    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
-    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
-    with naming_own_code(what, type(model)):
-        found = model.loss(batch, run)
-    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
-    if not pair or not (isinstance(found, Losses) or len(found) == 2):
-        raise UserError(
-            f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
-            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
-        )
-    losses = losses_of(found)
-    if twice := losses.auxiliary.keys() & losses.metrics.keys():
-        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
-    for name, value in losses.named.items():
-        if metric_of(name) is not None:
-            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
-        if jnp.shape(value) != ():
-            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
-    return losses
-
-
-def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray], weight: jax.Array):
-    """Return a model with new buffers; raise `UserError` if a plugin's model does not return arrays as before."""
-    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.update_buffers"
-    with naming_own_code(what, type(model)):
-        updated = model.update_buffers(statistics, weight)
-    before, after = (jax.eval_shape(buffers_of, each) for each in (model, updated))
-    if before != after:
-        raise UserError(f"{what} has to return the model with buffers of the axes and dtypes that they had.")
-    return updated
 
 
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
