@@ -15,6 +15,7 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import LAYERS, is_layers, is_named
+from gregale.errors import UserError
 
 
 class Stacks(eqx.Module):
@@ -26,6 +27,13 @@ class Stacks(eqx.Module):
 
     parts: list[Any]
     order: tuple[int, ...] = eqx.field(static=True)
+
+    def __check_init__(self):
+        if set(self.order) != {*range(len(self.parts))}:
+            raise UserError(
+                f"Stacks: order is {self.order}, and there are {len(self.parts)} stacks: it needs each of 0 to "
+                f"{len(self.parts) - 1}, and no other."
+            )
 
 
 def stack_axis(structure: int) -> str:
