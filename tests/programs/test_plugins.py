@@ -113,6 +113,14 @@ def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregal
     assert "search: model.type is causal_mixer, which has no closed forms" in capsys.readouterr().err
 
 
+def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsys):
+    assert gregale("plan", "own.yaml", "--sync.period", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    over = {name: each["bytes_per_step"]["axes"].get("replica") for name, each in report["programs"].items()}
+    assert over == {"step": None, "step_2": report["memory"]["parameters"]}
+    assert report["notes"][1].endswith("of the first 4 steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
+
+
 def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys):
     assert gregale("export", "own", "out") == 2
     assert "model.type is causal_mixer, a model of your own" in capsys.readouterr().err
