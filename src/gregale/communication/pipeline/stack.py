@@ -61,7 +61,7 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     - `weights`: named arrays with an axis `layers`, in the plain order of the model; buffers, and those that are not
       floats (a layer's number, its window), are constants of their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
-    - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
+    - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids);
       they are not differentiated
     """
     schedule, layout = pipeline.schedule, loop_layout(pipeline.layout)
