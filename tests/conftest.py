@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from gregale.storage import ObjectPath
-from tests.stores import BUCKET, CREDENTIALS, gcs_server, s3_server
+from tests.stores import BUCKET, CREDENTIALS, s3_server
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -109,15 +109,8 @@ def compile_once() -> None:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """One S3 stand-in for all tests of a session."""
+    """One stand-in for S3 and GCS for all tests of a session."""
     with s3_server() as endpoint:
-        yield endpoint
-
-
-@pytest.fixture(scope="session")
-def gcs_endpoint() -> Iterator[str]:
-    """One GCS stand-in for all tests of a session."""
-    with gcs_server() as endpoint:
         yield endpoint
 
 
@@ -130,9 +123,9 @@ def s3(s3_endpoint, monkeypatch) -> ObjectPath:
 
 
 @pytest.fixture
-def gs(gcs_endpoint, monkeypatch) -> ObjectPath:
-    """A folder of a GCS stand-in that no other test has; this process and those that it starts reach it."""
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_endpoint)
+def gs(s3_endpoint, monkeypatch) -> ObjectPath:
+    """A folder of the GCS stand-in that no other test has; this process and those that it starts reach it."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", s3_endpoint)
     return ObjectPath(f"gs://{BUCKET}/{uuid4().hex[:8]}")
 
 

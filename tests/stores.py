@@ -1,18 +1,17 @@
 """Stand-ins for object stores, in processes of their own, and a proxy before them that fails when told to."""
 
 import http.client
-import json
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 BUCKET = "bucket"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "a-secret-key", "AWS_REGION": "us-east-1"}
@@ -22,23 +21,17 @@ _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The endpoint of an S3 stand-in that has a bucket."""
+    """The endpoint of a stand-in for S3 and GCS that has a bucket."""
     with _served("s3.py") as endpoint:
-        make_bucket(endpoint, BUCKET)
+        make(endpoint, BUCKET)
         yield endpoint
 
 
-@contextmanager
-def gcs_server() -> Iterator[str]:
-    """The endpoint of a GCS stand-in that has a bucket, and knows the one condition that is ever made."""
-    with _served("gcs.py", BUCKET) as behind, proxied(behind, keeps_conditions=True) as (endpoint, _):
-        yield endpoint
-
-
-def make_bucket(endpoint: str, name: str) -> None:
+def make(endpoint: str, path: str) -> None:
+    """Make a bucket, or an empty object in it, whose name may end with a slash as those of consoles do."""
     connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=_START_SECONDS)
     authorization = "AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/s3/aws4_request"
-    connection.request("PUT", f"/{name}", headers={"Authorization": authorization})
+    connection.request("PUT", f"/{path}", headers={"Authorization": authorization})
     assert connection.getresponse().status == 200
     connection.close()
 
@@ -88,22 +81,19 @@ _ANSWERS = {
 
 @dataclass
 class Proxy:
-    """Passes requests on to a server, except for those that meet a fault; `seen` has all of them: (method, path).
-
-    - `keeps_conditions`: for a server that does not: an upload to GCS with `ifGenerationMatch=0` is refused, as GCS
-      does it, if there is such an object; of several at once one is not
-    """
+    """Passes requests on to a server, except for those that meet a fault; `seen` has all of them: (method, path)."""
 
     endpoint: str
-    keeps_conditions: bool = False
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
+    on_request: Callable[[], None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    creating: threading.Lock = field(default_factory=threading.Lock)
 
     def met(self, method: str, path: str) -> Fault | None:
         with self.lock:
             self.seen.append((method, path))
+            if self.on_request:
+                self.on_request()
             for fault in self.faults:
                 if fault.times > 0 and method.startswith(fault.method) and fault.path in path:
                     fault.times -= 1
@@ -112,9 +102,9 @@ class Proxy:
 
 
 @contextmanager
-def proxied(endpoint: str, keeps_conditions: bool = False) -> Iterator[tuple[str, Proxy]]:
+def proxied(endpoint: str) -> Iterator[tuple[str, Proxy]]:
     """The endpoint of a proxy before a server, and the proxy."""
-    proxy = Proxy(endpoint, keeps_conditions)
+    proxy = Proxy(endpoint)
 
     class Handler(_Handler):
         pass
@@ -133,12 +123,6 @@ def proxied(endpoint: str, keeps_conditions: bool = False) -> Iterator[tuple[str
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # a connection that finds no place is tried again a second later
-
-
-def uploaded(body: bytes) -> str:
-    """The name of the object that an upload in parts, or the beginning of one, is of."""
-    description, _ = json.JSONDecoder().raw_decode(body[body.index(b"{") :].decode(errors="replace"))
-    return description["name"]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -160,10 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, code, message = _ANSWERS[how]
             text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
             return self._answer(status, text.encode())
-        with self.proxy.creating if self._is_conditional() else nullcontext():
-            if self._is_conditional() and self._is_there(uploaded(body)):
-                return self._answer(412, b'{"error": {"code": 412, "message": "conditionNotMet"}}')
-            answer, content = self._passed_on(self.command, self.path, body, dict(self.headers))
+        answer, content = self._passed_on(self.command, self.path, body, dict(self.headers))
         if how == "lost":
             self.close_connection = True
             return None
@@ -180,13 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
         content = answer.read()
         connection.close()
         return answer, content
-
-    def _is_conditional(self) -> bool:
-        return self.proxy.keeps_conditions and self.command == "POST" and "ifGenerationMatch=0" in self.path
-
-    def _is_there(self, name: str) -> bool:
-        bucket = self.path.partition("/b/")[2].partition("/")[0]
-        return self._passed_on("GET", f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}", b"", {})[0].status == 200
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":

@@ -73,8 +73,8 @@ def test_a_store_that_refuses_is_explained_once(gregale, s3_endpoint, capsys, mo
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ("s3://nowhere/x", "s3://nowhere/x/tiny/config.yaml: there is no bucket s3://nowhere. Make it, or correct the"),
-        ("az://x", "az://x: az:// is not a store that is known"),
+        ("s3://nowhere/x", "s3://nowhere/x/tiny/lock: there is no bucket s3://nowhere. Make it, or correct the name."),
+        ("ftp://x", "ftp://x: ftp:// is not a store that is known"),
     ],
 )
 def test_a_wrong_url_is_one_line(s3, gregale, capsys, runs, message):

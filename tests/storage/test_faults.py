@@ -1,5 +1,7 @@
 """Stores that are out of order, slow, cut off or that refuse: a proxy before the stand-ins makes them so."""
 
+import os
+import signal
 import time
 from dataclasses import replace
 
@@ -35,7 +37,7 @@ def test_what_passes_is_not_noticed(failing, how):
 
 def test_the_answer_of_a_creation_may_be_lost(failing):
     folder, proxy = failing
-    proxy.faults[:] = [lost := Fault("lost", 1, "P")]  # S3 takes PUT, GCS POST
+    proxy.faults[:] = [lost := Fault("lost", 1, "PUT")]
     assert (folder / "lock").create(b"mine")
     assert lost.times == 0
     assert not (folder / "lock").create(b"another's")
@@ -70,6 +72,58 @@ def test_a_refusal_is_one_line_at_once(failing_s3, failing_gs):
         assert f"renew them, or let them read and write {bucket}, and give the same command again" in said
         assert "\n" not in said
         assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in said
+
+
+def test_a_bucket_of_another_region_is_one_line_at_once(failing_s3):
+    folder, proxy = failing_s3
+    proxy.faults[:] = [Fault(301, 10_000)]
+    with pytest.raises(StoreError, match=r"x: the store refused the request \(.* incorrectly configured region\)\."):
+        (folder / "x").read_bytes()
+    assert len(proxy.seen) == 1
+
+
+def test_a_conflict_that_passes_is_no_object_that_exists(failing_s3):
+    folder, proxy = failing_s3
+    proxy.faults[:] = [Fault(409)]  # S3's answer while another request writes the same name
+    assert (folder / "x").create(b"content")
+    assert len(proxy.seen) == 2
+
+
+def test_an_interrupt_ends_the_wait_for_an_answer(failing_s3):
+    folder, proxy = failing_s3
+    folder = replace(folder, retry_policy=RetryPolicy())
+    proxy.faults[:] = [Fault("slow", seconds=60.0)]
+    proxy.on_request = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        (folder / "x").read_bytes()
+    assert len(proxy.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Wanted range starting at 10, but object was only 10 bytes long", EOFError),
+        (
+            "409 Conflict: <Error><Code>BlobAlreadyExists</Code><Message>Is.</Message></Error>",
+            FileExistsError,
+        ),
+        (
+            "404 Not Found: <Error><Code>ContainerNotFound</Code><Message>None.</Message></Error>",
+            "no bucket az://bucket",
+        ),
+        ("403 Forbidden: <Error><Code>AuthorizationFailure</Code><Message>No.</Message></Error>", "refused access"),
+        ("503 Busy: <Error><Code>ServerBusy</Code><Message>Wait.</Message></Error>", "for 0 s (ServerBusy: Wait)"),
+    ],
+)
+def test_answers_of_azure_have_the_same_meaning(answer, expected):
+    """The texts are those that obstore makes of the answers of Microsoft's emulator."""
+
+    def request():
+        raise RuntimeError(f"Generic MicrosoftAzure error: PUT in 1ms - Server returned non-2xx status code: {answer}")
+
+    with pytest.raises(StoreError if isinstance(expected, str) else expected) as caught:
+        RetryPolicy(seconds=0.0).call("az://bucket/x", request)
+    assert not isinstance(expected, str) or expected in str(caught.value)
 
 
 def test_no_credentials_and_a_missing_bucket_are_one_line(s3, gs, monkeypatch, tmp_path):

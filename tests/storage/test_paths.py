@@ -24,6 +24,7 @@ from gregale.storage import (
     upload,
     write_bytes,
 )
+from tests.stores import make
 
 
 @pytest.fixture(params=["disk", "s3", "gs"])
@@ -104,10 +105,11 @@ def test_what_a_text_names(tmp_path):
     found = storage_path("gs://bucket//runs/first/")
     assert (str(found), found.name, str(found.parent)) == ("gs://bucket/runs/first", "first", "gs://bucket/runs")
     assert str(found.with_name("second") / "config.yaml") == "gs://bucket/runs/second/config.yaml"
-    assert is_url("az://x")
-    with pytest.raises(UserError, match=r"az://x: az:// is not a store that is known; these are: s3://bucket/"):
-        storage_path("az://x")
-    for text, meant in (("s3:/bucket/x", "s3://bucket/x"), ("gs:bucket", "gs://bucket"), ("gcs:/b", "gs://b")):
+    assert is_url("ftp://x")
+    with pytest.raises(UserError, match=r"ftp://x: ftp:// is not a store that is known; these are: s3://bucket/"):
+        storage_path("ftp://x")
+    wrong = ("s3:/bucket/x", "s3://bucket/x"), ("gs:bucket", "gs://bucket"), ("gcs:/b", "gs://b"), ("az:/b", "az://b")
+    for text, meant in wrong:
         with pytest.raises(UserError, match=f"^{text} is neither a URL nor likely a path: {meant} names a store"):
             storage_path(text)
     assert storage_path("./s3:/bucket") == Path("s3:/bucket")
@@ -121,15 +123,24 @@ import sys
 from gregale.storage import storage_path
 
 storage_path("s3://b/x") / "y"
-print(*(name for name in ("jax", "fsspec", "s3fs", "numpy") if name in sys.modules))
+print(*(name for name in ("jax", "obstore", "boto3", "numpy") if name in sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"s3://b/x needs the package s3fs, .* Run `.* '\.\[s3\]'`"):
-        storage_path("s3://b/x").read_bytes()
+    for url, extra in (("s3://b/x", "s3"), ("gs://b/x", "gcs"), ("az://b/x", "azure")):
+        with pytest.raises(UserError, match=rf"{url} needs the package obstore, .* Run `.* '\.\[{extra}\]'`"):
+            storage_path(url).read_bytes()
+
+
+def test_objects_that_stand_for_folders_are_left_out(s3, s3_endpoint):
+    for name in ("", "made/"):
+        make(s3_endpoint, f"{str(s3).removeprefix('s3://')}/{name}")
+    (s3 / "made" / "x").write_bytes(b"content")
+    assert list(files_below(s3)) == ["made/x"]
+    assert names(s3) == ["made"]
 
 
 def test_a_file_that_goes_while_a_folder_is_looked_at_is_left_out(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 from gregale.checkpoint.manifest import FileRecords
 from gregale.storage import ObjectPath, StoragePath, read_range
 
-PART_BYTES = 48 << 20  # s3fs and gcsfs can write this size in one request
+PART_BYTES = 48 << 20  # a part is one request, which is repeated whole after a failure
 THREADS = 8  # number of parts in memory at once
 
 

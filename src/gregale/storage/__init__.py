@@ -28,4 +28,4 @@ from gregale.storage.paths import (
     write_bytes,
 )
 from gregale.storage.remote import ObjectPath, Status
-from gregale.storage.retry import RetryPolicy, StoreError
+from gregale.storage.stores import EXTRAS, RetryPolicy, StoreError

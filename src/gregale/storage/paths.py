@@ -10,15 +10,14 @@ from pathlib import Path
 from gregale.atomic_files import atomic_replace, temporary_beside
 from gregale.atomic_files import write_bytes as write_file
 from gregale.errors import UserError
-from gregale.storage.filesystems import SCHEMES
 from gregale.storage.remote import ObjectPath, Status
-from gregale.storage.retry import RetryPolicy
+from gregale.storage.stores import EXTRAS, RetryPolicy
 
 StoragePath = Path | ObjectPath
 
 # Errors of file systems without hard links, such as a mounted bucket.
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK}
-_ALMOST_URL = re.compile(r"(s3|gs|gcs):(?!//)/?")
+_ALMOST_URL = re.compile(r"(s3|gs|gcs|az):(?!//)/?")
 
 
 def is_url(text: str) -> bool:
@@ -27,7 +26,7 @@ def is_url(text: str) -> bool:
 
 
 def storage_path(text: str, retry_policy: RetryPolicy | None = None) -> StoragePath:
-    """Return the path of a text: `gs://bucket/folder`, `s3://bucket/folder`, or a path of a disk.
+    """Return the path of a text: `s3://bucket/folder`, `gs://...`, `az://...`, or a path of a disk.
 
     Raises `UserError` for other URLs, for a URL without a bucket, and for a mistyped URL such as `s3:/bucket`.
     """
@@ -37,8 +36,8 @@ def storage_path(text: str, retry_policy: RetryPolicy | None = None) -> StorageP
     if not is_url(text):
         return Path(text)
     scheme, _, path = text.partition("://")
-    if scheme not in SCHEMES:
-        known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
+    if scheme not in EXTRAS:
+        known = ", ".join(f"{each}://bucket/folder" for each in EXTRAS)
         raise UserError(f"{text}: {scheme}:// is not a store that is known; these are: {known}, or a path.")
     path = "/".join(part for part in path.split("/") if part)
     if not path:

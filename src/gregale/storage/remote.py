@@ -1,20 +1,20 @@
 """Objects of a store, and folders of objects, addressed by URL."""
 
-import os
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Thread, current_thread, main_thread
+from typing import Any, NamedTuple, TypeVar
 
-from gregale.storage.filesystems import filesystem
-from gregale.storage.retry import RangeBeyondEnd, RetryPolicy, StoreError, call_with_retries
+from gregale.storage.stores import RetryPolicy, client
 
-Request = Callable[[Any, str], Coroutine]
+T = TypeVar("T")
 
 _MIN_BYTES_PER_SECOND = 256 << 10  # of one of many simultaneous requests
+_UPLOAD_BYTES = 16 << 20  # a larger file is uploaded in parts of this size
+_UPLOADS = 4  # parts of a file at a time
 _REMOVING_THREADS = 8
 
 
@@ -57,7 +57,7 @@ class ObjectPath:
         return self
 
     def read_bytes(self) -> bytes:
-        return self._request(lambda system, path: system._cat_file(path, max_concurrency=1))  # 1: one request
+        return self._request(lambda store, key: bytes(store.get(key).bytes()))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
@@ -67,20 +67,19 @@ class ObjectPath:
         if stop <= start:
             return b""
         try:
-            return self._request(lambda system, path: system._cat_file(path, start=start, end=stop))
-        except RangeBeyondEnd:
+            return self._request(lambda store, key: bytes(store.get_range(key, start=start, end=stop)))
+        except EOFError:
             return b""
 
     def status(self) -> Status | None:
         """Return size and identity; None if there is no such object."""
-        found = self._info()
-        return _status(found) if found and found["type"] == "file" else None
+        found = self._head()
+        return found and _status(found)
 
     def modified(self) -> float | None:
         """Return the time of the last write, in seconds since 1970 by the store's clock; None if there is no object."""
-        found = self._info() or {}
-        when = found.get("LastModified") or found.get("updated")
-        return None if when is None else (datetime.fromisoformat(when) if isinstance(when, str) else when).timestamp()
+        found = self._head()
+        return found and found["last_modified"].timestamp()
 
     def is_file(self) -> bool:
         return self.status() is not None
@@ -94,25 +93,19 @@ class ObjectPath:
 
     def names(self) -> list[str]:
         """Return the sorted names of the objects and folders in the folder."""
-        try:
-            found = self._request(lambda system, path: system._ls(path, detail=True))
-        except FileNotFoundError:
-            return []
-        prefix = f"{self._path}/"
-        return sorted(_below(prefix, (each["name"].rstrip("/") for each in found)))
+        found = self._request(lambda store, key: store.list_with_delimiter(key))
+        paths = {*found["common_prefixes"], *(each["path"] for each in found["objects"])} - {self._key}
+        return sorted(path.rpartition("/")[2] for path in paths)
 
     def files_below(self) -> dict[str, Status]:
-        """Return all objects below the folder, by relative name."""
-        try:
-            found = self._request(lambda system, path: system._find(path, detail=True))
-        except FileNotFoundError:
-            return {}
-        prefix = f"{self._path}/"
-        return {name: _status(found[prefix + name]) for name in sorted(_below(prefix, found)) if name[-1] != "/"}
+        """Return all objects below the folder, by relative name, without objects that stand for folders."""
+        found = self._request(lambda store, key: {each["path"]: each for each in store.list(key).collect()})
+        folders = {self._key, *(path.rpartition("/")[0] for path in found)}
+        return {path[len(self._key) + 1 :]: _status(found[path]) for path in sorted(found.keys() - folders)}
 
     def write_bytes(self, content: bytes) -> None:
         """Write the object atomically: readers see the old content until the store has all of the new content."""
-        self._write(lambda system, path: system._pipe_file(path, content), len(content))
+        self._write(lambda store, key: store.put(key, content, use_multipart=False), len(content))
 
     def create(self, content: bytes) -> bool:
         """Write the object unless it exists; return whether it was written. `content` must be unique.
@@ -120,7 +113,7 @@ class ObjectPath:
         A store without conditional requests (an emulator) always writes.
         """
         try:
-            self._write(lambda system, path: system._pipe_file(path, content, mode="create"), len(content))
+            self._write(lambda store, key: store.put(key, content, mode="create"), len(content))
         except FileExistsError:  # perhaps an earlier request of this call wrote it, and its response was lost
             try:
                 return self.read_bytes() == content
@@ -129,15 +122,16 @@ class ObjectPath:
         return True
 
     def upload(self, file: Path) -> None:
-        self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
+        sizes = {"chunk_size": _UPLOAD_BYTES, "max_concurrency": _UPLOADS}
+        self._write(lambda store, key: store.put(key, file, **sizes), min(file.stat().st_size, _UPLOAD_BYTES))
 
     def copy_to(self, other: "ObjectPath") -> None:
-        """Copy the object inside the store."""
-        self._request(lambda system, path: system._cp_file(path, other._path))
+        """Copy the object inside the bucket."""
+        self._request(lambda store, key: store.copy(key, other._key))
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            self._request(lambda system, path: system._rm_file(path))
+            self._request(lambda store, key: store.delete(key))
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -151,35 +145,43 @@ class ObjectPath:
         """Do nothing: a folder exists as soon as it contains an object."""
 
     @property
-    def _path(self) -> str:
-        return self.url.partition("://")[2]
+    def _key(self) -> str:
+        return "/".join(self.url.split("/")[3:])
 
-    def _info(self) -> dict | None:
+    def _head(self) -> Any:
         try:
-            return self._request(lambda system, path: system._info(path))
+            return self._request(lambda store, key: store.head(key))
         except FileNotFoundError:
             return None
 
-    def _request(self, request: Request, seconds: float | None = None) -> Any:
-        """Return the response to `request(file system, path)`, with retries; `seconds` limits one attempt."""
-        from fsspec.asyn import sync
+    def _request(self, request: Callable[[Any, str], T], **timeouts: float) -> T:
+        """Return the response to `request(client, key)`, with retries; see `client` for the timeouts."""
+        store = client(self.url, **timeouts or {"read_timeout": self.retry_policy.silence_seconds})
+        return self.retry_policy.call(self.url, partial(_interruptible, request, store, self._key))
 
-        system = filesystem(self.url, self.retry_policy.silence_seconds)
-        attempt = partial(sync, system.loop, request, system, self._path, timeout=seconds)
-        return call_with_retries(self.url, self.retry_policy, attempt)
+    def _write(self, request: Callable[[Any, str], Any], size: int) -> None:
+        """Call `_request` with a timeout for the size, in a few steps: the client takes an upload for silence."""
+        seconds = 1.0
+        while seconds * _MIN_BYTES_PER_SECOND < size:
+            seconds *= 16
+        self._request(request, timeout=2 * self.retry_policy.silence_seconds + seconds)
 
-    def _write(self, request: Request, size: int) -> None:
-        """Call `_request` with a timeout for the size: nothing else ends an upload whose connection stalls."""
+
+def _interruptible(request: Callable[[Any, str], T], store: Any, key: str) -> T:
+    """Return the response to a request, from another thread if this is the main one: a client delays signals."""
+    if current_thread() is not main_thread():
+        return request(store, key)
+    response: Future[T] = Future()
+
+    def run() -> None:
         try:
-            self._request(request, seconds=2 * self.retry_policy.silence_seconds + size / _MIN_BYTES_PER_SECOND)
-        except FileNotFoundError as error:
-            bucket = "/".join(self.url.split("/")[:3])
-            raise StoreError(f"{self.url}: there is no bucket {bucket}.", "Make it, or correct the name.") from error
+            response.set_result(request(store, key))
+        except BaseException as error:
+            response.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return response.result()
 
 
-def _status(found: dict) -> Status:
-    return Status(int(found["size"]), str(found.get("ETag") or found.get("etag") or found.get("generation")))
-
-
-def _below(prefix: str, paths: Iterable[str]) -> list[str]:
-    return [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != prefix]
+def _status(found: Any) -> Status:
+    return Status(found["size"], str(found["e_tag"] or found["version"]).strip('"'))

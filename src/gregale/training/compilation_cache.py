@@ -14,22 +14,37 @@ import re
 import sys
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import truediv
 from pathlib import Path
 
 import jax
+from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
 from gregale.atomic_files import user_cache
 from gregale.data.sources.base import expand
 from gregale.distributed.config import AUTO
 from gregale.errors import UserError
-from gregale.storage import RetryPolicy, StoragePath, is_url, names, storage_path
+from gregale.storage import EXTRAS, ObjectPath, RetryPolicy, StoragePath, is_url, names, storage_path
 from gregale.streams import say
 
 MAX_BYTES = 1 << 30  # of all programs together; the least recently used programs are deleted first
 FOLDER = "jax_compilation_cache_dir"  # JAX's name of the setting
 ENTRY = "-cache"  # how JAX ends the names of its files
 STORE_RETRIES = RetryPolicy(seconds=10, silence_seconds=10)  # short, because a start can compile the programs itself
+
+
+@dataclass(frozen=True)
+class CachePath(ObjectPath):
+    """A folder or an entry of the cache in a store, as JAX opens it."""
+
+    retry_policy: RetryPolicy = field(default_factory=lambda: STORE_RETRIES, repr=False, compare=False)
+
+    def joinpath(self, *names: str) -> "CachePath":
+        return reduce(truediv, names, self)
+
 
 _TROUBLE = re.compile(r"Error (?:reading|writing) persistent compilation cache entry for '([^']*)'")
 _PROCESSOR = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)
@@ -60,7 +75,8 @@ def keep_compiled(location: str | None) -> None:
         if not is_url(location):
             delete_damaged_entries(folder, folder)
             return
-        try:  # JAX would wait longer for a store that does not respond, and would create a missing bucket
+        epath.register_path_cls([f"{scheme}://" for scheme in EXTRAS])(CachePath)
+        try:
             names(parent := storage_path(location, STORE_RETRIES))
         except UserError as error:
             use_local_folder(folder, error)
