@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import draccus
 import jax
@@ -61,12 +61,12 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 
     splits_positions: ClassVar[bool] = False
 
-    # A class has these as fields, if a configuration may say them.
-    vocabulary: ClassVar[int | None] = None  # tokens; None: the tokenizer's, padded
-    row_multiple: ClassVar[int] = 1  # of the rows of a table with `vocabulary`
-    layers: ClassVar[int | None] = None  # stacked layers; None: it has none that a pipeline could run
+    # Subclasses have these as fields, whose order they keep: annotated here they would be the first.
+    vocabulary = cast(int | None, None)  # tokens; None: the tokenizer's, padded
+    row_multiple = cast(int, 1)  # of the rows of a table with `vocabulary`
+    layers = cast(int | None, None)  # stacked layers; None: it has none that a pipeline could run
+    rotary_scaling = cast(Any, None)  # for a longer context
     kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.layer_kinds`
-    rotary_scaling: ClassVar[Any] = None  # for a longer context
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
 
     @classmethod

@@ -184,7 +184,7 @@ def is_module(value: Any) -> bool:
     return isinstance(value, eqx.Module)
 
 
-def check_family(module: eqx.Module) -> None:
+def check_family(module: Any) -> None:
     """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
 
     A class outside of Gregale and Haliax has to say that it does not, itself: a subclass of it may differ again.
