@@ -39,7 +39,9 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: setup-dev
+docs:
+	@$(call prepare,docs,3)
+	@echo "3/3 building the site"
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -1,14 +1,16 @@
-"""Fill the tables of three pages from the code, so that they cannot go stale.
+"""Write the tables of three pages from the code: `python docs/hooks/tables.py`; a test holds the pages equal to it.
 
-In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics, and in
-migration.md `<!-- migration -->` the keys of each other project.
+In configuration.md the keys of a run stand below `<!-- keys -->`, each command with its options below
+`<!-- options -->`, and the keys that a run cannot change below `<!-- fixed -->`. In metrics.md all metrics stand below
+`<!-- metrics -->`, and in migration.md the keys of each other project below `<!-- migration -->`. A line with
+`<!-- end of NAME -->` ends each.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 
 import draccus
 import yaml
@@ -21,13 +23,17 @@ from gregale.settings.config_schema import REQUIRED, Entry, entries
 from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
+DOCS = Path(__file__).parents[1]
 
-def on_page_markdown(markdown: str, page, **_) -> str:
-    """Called by mkdocs for every page."""
-    parts = PARTS.get(page.file.src_path, {})
-    for name, part in parts.items():
-        markdown = markdown.replace(f"<!-- {name} -->", part())
-    return markdown
+
+def filled(name: str) -> str:
+    """The text of a page with its tables anew."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    for part, table in PARTS[name].items():
+        before, begin, rest = text.partition(f"<!-- {part} -->\n")
+        _, end, after = rest.partition(f"<!-- end of {part} -->\n")
+        text = f"{before}{begin}\n{table().rstrip()}\n\n{end}{after}"
+    return text
 
 
 def metrics() -> str:
@@ -104,3 +110,7 @@ PARTS = {
     "metrics.md": {"metrics": metrics},
     "migration.md": {"migration": migration},
 }
+
+if __name__ == "__main__":
+    for page in PARTS:
+        (DOCS / page).write_text(filled(page), encoding="utf-8")

@@ -1,6 +1,7 @@
 """The site builds without a warning, has every key and every module, and fetches nothing from elsewhere."""
 
 import re
+import runpy
 import subprocess
 import sys
 from html import unescape
@@ -41,6 +42,12 @@ def test_the_whole_site_builds_and_has_every_module(tmp_path):
     reference = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     assert not [module for module in modules() if f'id="{module}"' not in reference]
     assert not [page for page in tmp_path.rglob("*.html") if FETCHED.search(page.read_text())]
+
+
+def test_the_committed_tables_are_those_of_the_code():
+    tables = runpy.run_path(str(ROOT / "docs" / "hooks" / "tables.py"))
+    old = [page for page in tables["PARTS"] if (ROOT / "docs" / page).read_text() != tables["filled"](page)]
+    assert not old, "`python docs/hooks/tables.py` writes them"
 
 
 def test_every_key_has_its_line(site):
