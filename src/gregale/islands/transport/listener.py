@@ -18,6 +18,7 @@ from typing import Any
 from gregale.islands.transport.tls import shut
 
 IDLE_SECONDS = 10.0
+KEPT_SECONDS = 60.0  # between two requests of the fleet: a new connection costs as much as several requests
 MAX_UNIDENTIFIED = 32
 MAX_IDENTIFIED = 2048
 LINES_AT_ONCE, SECONDS_PER_LINE = 4, 30.0
@@ -105,7 +106,7 @@ class Listener(ThreadingHTTPServer):
         with self._lock:
             if self._unidentified.pop(request, None) is None or len(self._identified) >= MAX_IDENTIFIED:
                 return False
-            self._identified[request] = time.monotonic() + IDLE_SECONDS
+            self._identified[request] = time.monotonic() + KEPT_SECONDS
             return True
 
     def set_deadline(self, request: Any, seconds: float) -> None:
