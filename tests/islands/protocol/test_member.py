@@ -162,7 +162,7 @@ def test_an_unanswered_request_is_repeated_and_its_member_is_no_witness():
     a.handle(m.RoundDue())
     assert only(a.handle(m.MessageReady(0, 1.0, 1)), m.RequestView).header.seen == 1
     assert a.handle(m.ViewFailed("no answer")) == []
-    assert a.next_tick() == LAN.retry_seconds
+    assert 0 < a.next_tick() <= LAN.retry_seconds
     asked = [action for action in a.handle(m.Tick(LAN.retry_seconds)) if isinstance(action, m.RequestView)]
     assert (asked[0].header.asked, asked[0].header.seen) == (3, 0)
 
@@ -323,6 +323,19 @@ def test_after_a_nonfinite_outer_step_all_members_repeat_the_round():
         assert each.header.weight == 0
         each.handle(m.RoundDue())
     assert all("RequestMessage" in kinds(actions) for actions in all_see(*members))
+
+
+def test_islands_repeat_failed_requests_at_different_times():
+    """Otherwise islands that a coordinator could not serve at once would come back at once."""
+    pauses = set()
+    for number in range(64):
+        each = Member(replace(member("a").identity, session=f"s{number}"), seed("d"), LAN, Rules())
+        each.handle(m.Tick(5.0))
+        each.handle(m.ViewFailed("it does not answer"))
+        pauses.add(each.next_tick() - 5.0)
+    assert len(pauses) == 64
+    assert LAN.retry_seconds / 2 <= min(pauses) < 0.6 * LAN.retry_seconds
+    assert 0.9 * LAN.retry_seconds < max(pauses) <= LAN.retry_seconds
 
 
 def test_the_stall_reason_names_the_cause():

@@ -115,7 +115,10 @@ def test_a_body_that_is_too_large_or_no_object_is_refused(make_server):
 @pytest.mark.parametrize("head", [b"\r\n", b"POST\r\n", b"a: b\r\n" * 100, b"x" * 100_000 + b"\r\n"])
 def test_a_request_that_is_not_http_ends_only_its_connection(make_server, head):
     server = make_server(on_message=not_taken)
-    assert b"200" not in in_tls(server.address, head + b"\r\n" * 20)
+    with tls_contexts(TOKEN).client.wrap_socket(connected(server)) as client:
+        client.sendall(head + b"\r\n")
+        if len(head) < 100:
+            assert client.recv(100).startswith(b"HTTP/1.1 421 "), "it has no recipient"
     with pytest.raises(RequestRejected, match="nothing at this path"):
         PeerClient(server.address, TOKEN, 20.0).request("GET", "/")
 
@@ -172,6 +175,16 @@ def test_unidentified_connections_take_no_slot_of_the_fleet(make_server, monkeyp
         assert known.request("GET", "/status") == {}
         assert call(server.address, TOKEN, {}, 5.0) == {}
         assert "3 connections have no handshake" in server.complaints[0]
+
+
+def test_as_many_islands_as_a_large_fleet_has_connect_at_once(make_server):
+    """None has made its handshake when the last one comes."""
+    server = make_server()
+    with ExitStack() as stack:
+        held = [stack.enter_context(connected(server)) for _ in range(200)]
+        for plain in held[:3]:
+            assert tls_contexts(TOKEN).client.wrap_socket(plain).version() == "TLSv1.3"
+    assert server.complaints == []
 
 
 def test_the_address_with_the_most_unidentified_connections_loses_one(make_server, monkeypatch):

@@ -8,6 +8,7 @@ from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
+from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
@@ -134,6 +135,11 @@ class MemberState:
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
         return max(self.rules.minimum, self.rules.start if self._from_checkpoint or self.outer.round == NO_ROUND else 1)
+
+    def _some_pause(self) -> float:
+        """Return the seconds until a failed request is repeated: not the same for all islands, which failed at once."""
+        part = int(digest_of(self.identity.session, self._asked), 16) / 2**64
+        return self.timing.retry_seconds * (1 + part) / 2
 
     def _pause_if_excluded(self) -> None:
         """Pause if the others continue without this member because its reduces failed; each pause doubles."""
