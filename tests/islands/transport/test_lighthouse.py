@@ -24,7 +24,7 @@ from gregale.islands.transport.coordinator import (
     NotAdmitted,
     RequestDropped,
 )
-from gregale.islands.transport.lighthouse import NAME, serve
+from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from tests.islands.transport.conftest import TOKEN
 
 TIMING = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
@@ -36,7 +36,7 @@ class Fleet:
 
     def __init__(self):
         self.said: list[str] = []
-        self.lighthouse = serve("127.0.0.1:0", TOKEN, self.said.append)
+        self.lighthouse = Lighthouse("127.0.0.1:0", TOKEN, self.said.append)
         self.members: dict[str, CoordinatorClient] = {}
         self.threads = ThreadPoolExecutor(16)
 
@@ -69,7 +69,7 @@ class Fleet:
 
     def restart(self, token: bytes = TOKEN) -> None:
         self.lighthouse.close()
-        self.lighthouse = serve(self.lighthouse.address, token, self.said.append)
+        self.lighthouse = Lighthouse(self.lighthouse.address, token, self.said.append)
 
 
 @pytest.fixture
@@ -204,8 +204,8 @@ def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
 
 def test_invalid_addresses(fleet):
     with pytest.raises(UserError, match=rf"bind: {fleet.lighthouse.address} cannot be listened at \(Address already"):
-        serve(fleet.lighthouse.address, TOKEN)
+        Lighthouse(fleet.lighthouse.address, TOKEN)
     with pytest.raises(UserError, match="has to be HOST:PORT"):
-        serve("127.0.0.1", TOKEN)
+        Lighthouse("127.0.0.1", TOKEN)
     with pytest.raises(UserError, match="has to be HOST:PORT"):
-        serve("127.0.0.1:\u0663", TOKEN)
+        Lighthouse("127.0.0.1:\u0663", TOKEN)

@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 import weakref
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import pytest
@@ -116,7 +116,8 @@ def test_a_body_that_is_too_large_or_no_object_is_refused(make_server):
 def test_a_request_that_is_not_http_ends_only_its_connection(make_server, head):
     server = make_server(on_message=not_taken)
     with tls_contexts(TOKEN).client.wrap_socket(connected(server)) as client:
-        client.sendall(head + b"\r\n")
+        with suppress(OSError):  # it ends the connection before it has read all of a long head
+            client.sendall(head + b"\r\n")
         if len(head) < 100:
             assert client.recv(100).startswith(b"HTTP/1.1 421 "), "it has no recipient"
     with pytest.raises(RequestRejected, match="nothing at this path"):

@@ -5,7 +5,7 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse, HTTPSConnection
@@ -95,13 +95,8 @@ class PeerClient:
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes of the requested chunks; check their hash. Raises PeerUnreachable."""
-        filled = 0
         try:
-            while filled < len(target):
-                count = self._chunks.readinto(target[filled:])
-                if not count:
-                    raise OSError("the connection ended in the middle")
-                filled += count
+            fill(target, self._chunks.readinto)
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
 
@@ -145,6 +140,14 @@ class PeerClient:
             return PeerUnreachable(f"{self.address} cannot be reached: timed out")
         reason = "the TLS connection broke" if isinstance(error, ssl.SSLError) else os_error_text(error)
         return PeerUnreachable(f"{self.address} cannot be reached: {reason}")
+
+
+def fill(target: memoryview, read: Callable[[memoryview], int]) -> None:
+    """Fill `target` with the bytes of `read`, which returns their number. Raises OSError if they end before."""
+    while target:
+        if not (count := read(target)):
+            raise OSError("the connection ended in the middle")
+        target = target[count:]
 
 
 def decompressed(content: bytes, largest: int) -> bytes:

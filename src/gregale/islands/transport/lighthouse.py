@@ -33,12 +33,20 @@ FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
 class Lighthouse:
-    """A running coordinator. `address` is `host:port` for `CoordinatorClient`.
+    """A coordinator in threads of this process, from the start until `close`.
 
-    Its clock stands still while this process is stopped: the silence of islands then is no silence of theirs.
+    Its clock stands still while this process is stopped: the silence of islands then is no silence of theirs. Raises
+    UserError if it cannot listen at the address.
+
+    - `bind`: `host:port`; port 0: any
+    - `say`: receives the lines for its user
+    - `address`: `host:port` for `CoordinatorClient`
     """
 
-    def __init__(self, bind: str, token: bytes, say: Callable[[str], None]):
+    def __init__(self, bind: str, token: bytes, say: Callable[[str], None] = lambda line: None):
+        host, _, port = bind.rpartition(":")
+        if not (host and port.isascii() and port.isdecimal() and int(port) < 2**16):
+            raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
         self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
         self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
@@ -128,19 +136,6 @@ class Lighthouse:
             self._asked.clear()
             with self._lock:
                 self._tick()
-
-
-def serve(bind: str, token: bytes, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
-    """Start a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
-
-    - `say`: receives the lines for its user
-
-    Raises UserError if it cannot listen at the address.
-    """
-    host, colon, port = bind.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 2**16):
-        raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
-    return Lighthouse(bind, token, say)
 
 
 def text_of(message: dict, key: str, longest: int) -> str:
