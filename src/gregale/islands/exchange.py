@@ -1,4 +1,4 @@
-"""The exchanges of an island with its peers: the reduce of a round, healing, probes, and short messages."""
+"""The exchanges of an island with its peers: the reduce of a round, healing, and short messages and probes."""
 
 import socket
 import time
@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress
-from threading import Event, Thread
+from threading import Event, Lock, Thread
+from typing import Any
 
 from gregale.islands.host_group import HostGroup
 from gregale.islands.host_worker import FetchedState, NotFinite
@@ -95,6 +96,33 @@ def announce(address: str, token: bytes, number: int) -> None:
     """Announce to a peer that a round is due. A lost announcement is not repeated here."""
     with suppress(PeerUnreachable, RequestRejected):
         call(address, token, {"kind": "due", "round": number}, TELL_SECONDS)
+
+
+class LatestWork(ThreadPoolExecutor):
+    """Threads for work by key: one piece at a time for each key, and the newest replaces a piece that waits."""
+
+    def __init__(self, threads: int, name: str):
+        super().__init__(threads, name)
+        self._guard = Lock()
+        self._latest: dict[str, Any] = {}  # the work that waits, by each key that has work; None: the only one runs
+
+    def put(self, key: str, work: Callable[[], object]) -> None:
+        with self._guard:
+            is_new, self._latest[key] = key not in self._latest, work
+            if is_new:
+                self.submit(self._run, key)
+
+    def _run(self, key: str) -> None:
+        with self._guard:
+            work, self._latest[key] = self._latest[key], None
+        try:
+            work()
+        finally:
+            with self._guard, suppress(RuntimeError):  # after `shutdown`
+                if self._latest[key] is None:
+                    del self._latest[key]
+                else:
+                    self.submit(self._run, key)  # behind the work of other keys
 
 
 def exchanged(

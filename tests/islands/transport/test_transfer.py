@@ -135,13 +135,13 @@ def test_fetching_from_one_and_from_several_sources(sources):
         assert (fetched.offer.generation, fetched.offer.round, fetched.offer.facts) == (1, 4, {"position": 17})
 
 
-def test_many_small_arrays_take_few_requests(make_server):
+def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
     many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
     server.outer.publish(Snapshot(1, 4, many))
-    requests, lend = [], server.outer.lend
-    server.outer.lend = lambda names: requests.append(names) or lend(names)
+    requests, open_chunks = [], client.PeerClient.open_chunks
+    monkeypatch.setattr(client.PeerClient, "open_chunks", lambda *all: requests.append(all) or open_chunks(*all))
     expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
     assert_is(fetch([server.address], TOKEN, expected, 10.0), many)
     assert len(requests) <= transfer.STREAMS

@@ -51,12 +51,7 @@ class News:
 
     def report(self, name: str, round: int, stalled: str, now: float) -> list[str]:
         """Record an island's committed round and its reason for a stall, if any."""
-        self._reports[name] = stalled
-        return self.note(round, now)
-
-    def note(self, round: int, now: float) -> list[str]:
-        """Record that an island has committed this round."""
-        began = self._progress.since
+        self._reports[name], began = stalled, self._progress.since
         if not self._progress.note(round, now, not self._is_stalled):
             return []
         self._missed.clear()

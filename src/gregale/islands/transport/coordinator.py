@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.headers import FORMAT
@@ -16,7 +17,6 @@ from gregale.islands.transport.client import PeerClient, PeerUnreachable, Reques
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 
 CONNECT_SECONDS = 2.0
-MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
 
@@ -121,13 +121,13 @@ class ConnectionPool:
         self.has_met = False
         self._address, self._token = address, token
         self._kept: deque[PeerClient] = deque()
-        self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
         """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
-        with self._lock:
-            peer = self._kept.popleft() if self._kept else None
-        peer = peer or PeerClient(f"{self._address}/{NAME}", self._token, CONNECT_SECONDS)
+        try:
+            peer = self._kept.popleft()
+        except IndexError:
+            peer = PeerClient(f"{self._address}/{NAME}", self._token, CONNECT_SECONDS)
         try:
             reply = peer.request("POST", "/message", canonical(message), LARGEST_VIEW_BYTES, wait_seconds)
         except (PeerUnreachable, RequestRejected) as error:
@@ -135,22 +135,14 @@ class ConnectionPool:
             self.close()  # the coordinator may have started again, which breaks the others too
             raise self._failure(error) from None
         self.has_met = True
-        self._keep(peer)
+        self._kept.append(peer)
         return reply
 
     def close(self) -> None:
         """Close the connections that no request uses."""
-        with self._lock:
-            kept, self._kept = self._kept, deque()
-        for peer in kept:
-            peer.close()
-
-    def _keep(self, peer: PeerClient) -> None:
-        with self._lock:
-            if len(self._kept) < MAX_KEPT:
-                self._kept.append(peer)
-                return
-        peer.close()
+        with suppress(IndexError):
+            while True:
+                self._kept.popleft().close()
 
     def _failure(self, error: Exception) -> Exception:
         if not isinstance(error, WrongServer | RequestRejected):

@@ -178,7 +178,7 @@ class Handler(StreamRequestHandler):
             return
         self.connection.sendall(self._head(HTTPStatus.OK, sum(stop - start for start, stop in spans)))
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            store.keep(name, arrays[name])
+            store.lend([name])
             self._send_all(bytes_of(arrays[name])[start:stop])
 
     def _hand_over(self, body: bytes) -> None:
