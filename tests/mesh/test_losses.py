@@ -100,7 +100,7 @@ def microbatched(count: int):
     return replace(ONE.batch, microbatches=count)
 
 
-STREAMING = StreamingDilocoConfig(period=2, fragments=2, delay=1)
+STREAMING = StreamingDilocoConfig(period=2, fragments=2, delay=0)
 CASES = {
     "one device, four microbatches": (MeshConfig(data=1), {"batch": microbatched(4)}, {}),
     "replica 2 x data 2 x model 2": (MeshConfig(replica=2, data=2, model=2), {"batch": microbatched(1)}, {}),
