@@ -193,8 +193,7 @@ class Execution:
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered
-        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
-          differentiated
+        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
         - `takes_square`: `block` also takes the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
