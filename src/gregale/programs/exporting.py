@@ -192,8 +192,8 @@ def check_family(module: Any) -> None:
     kind = type(module)
     if kind.__module__.partition(".")[0] not in ("gregale", "haliax") and not vars(kind).get("exports_as_llama"):
         raise UserError(
-            f"the model has a {kind.__name__}, a class of your own, so that other programs may compute other outputs from "
-            f"its weights. If only its loss differs, write `exports_as_llama = True` into the "
+            f"the model has a {kind.__name__}, a class of your own, so that other programs may compute other outputs "
+            f"from its weights. If only its loss differs, write `exports_as_llama = True` into the "
             f"body of {kind.__name__}."
         )
     for part in jax.tree.leaves(list(vars(module).values()), is_leaf=is_module):
