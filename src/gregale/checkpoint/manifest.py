@@ -3,10 +3,8 @@
 import errno
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from gregale.storage import ObjectPath, StoragePath, write_bytes
+from gregale.storage import ObjectPath, StoragePath, parallel_map, write_bytes
 
 MANIFEST = "manifest.json"
 SHARDS = "pieces.json"  # the positions of the shards of all arrays
@@ -14,11 +12,6 @@ _FORMAT = 1
 _HASHING_THREADS = 4  # hashlib releases the interpreter lock
 
 FileRecords = dict[str, dict]  # path relative to the checkpoint -> {"bytes": size, "blake2b": digest}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -56,8 +49,8 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)
+    found = parallel_map(lambda each: _file_damage(folder, *each), expected, threads=_HASHING_THREADS)
+    return next(filter(None, found), None)
 
 
 def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
@@ -81,4 +74,6 @@ def _measured(path: StoragePath) -> tuple[int, str]:
     if isinstance(path, ObjectPath):
         content = path.read_bytes()
         return len(content), digest_of(content)
-    return path.stat().st_size, _digest(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return path.stat().st_size, digest

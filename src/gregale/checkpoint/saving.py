@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from uuid import uuid4
 
 import jax
@@ -39,13 +39,6 @@ from gregale.checkpoint.shard_layout import planned, stream, to_json
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.storage import StoragePath, StoreError, files_below, remove_tree, storage_path
-
-
-class _Failure(NamedTuple):
-    """The cause of a failure: `fact` for the log of a run that continues, `message` (with a remedy) for an error."""
-
-    fact: str
-    message: str
 
 
 class Saver:
@@ -118,7 +111,7 @@ class Saver:
             failed = _failure_of(action)
             if failed and jax.process_index() == 0:
                 self._give_up(step, root, failed)
-            self.failure = first_message(failed.message if failed else None)
+            self.failure = first_message(str(failed).rstrip(".") if failed else None)
             if self.failure:
                 return
         writing: list[Callable[[], FileRecords]] = []
@@ -164,7 +157,7 @@ class Saver:
         step: int,
         root: StoragePath,
         writing: list[Callable[[], FileRecords]],
-        failed: _Failure | None,
+        failed: StoreError | None,
         beside: Callable[[], object],
     ) -> str | None:
         """Write the files, commit the checkpoint and delete old ones, in the background thread.
@@ -190,7 +183,7 @@ class Saver:
                 self._report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
         barrier(f"{root} is committed, save {self._saves}")
-        return failed.message if failed else None
+        return str(failed).rstrip(".") if failed else None
 
     def _tidy(self, saved: int) -> None:
         """Call `committed` and delete old checkpoints; a failure is only reported."""
@@ -201,12 +194,12 @@ class Saver:
                 delete(self._directory / folder_name(old))
 
         if failed := _failure_of(tidy):
-            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
+            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact.rstrip('.')}.")
 
-    def _give_up(self, step: int, root: StoragePath, failed: _Failure) -> None:
+    def _give_up(self, step: int, root: StoragePath, failed: StoreError) -> None:
         """Delete the files of a failed save and report the failure."""
         discard(root)
-        self._report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
+        self._report(f"The checkpoint of step {step} could not be saved: {failed.fact.rstrip('.')}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:
@@ -216,18 +209,15 @@ class Saver:
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
 
 
-def _failure_of(action: Callable[[], object]) -> _Failure | None:
+def _failure_of(action: Callable[[], object]) -> StoreError | None:
+    """Return the failure of an action, of a store or not; None if it succeeds."""
     try:
         action()
     except StoreError as error:
-        return _Failure(error.fact.rstrip("."), str(error).rstrip("."))
-    except UserError as error:
-        fact = str(error).rstrip(".")
+        return error
     except Exception as error:
-        fact = os_error_text(error)
-    else:
-        return None
-    return _Failure(fact, fact)
+        return StoreError(str(error) if isinstance(error, UserError) else os_error_text(error))
+    return None
 
 
 def make_room(directory: StoragePath, size: int) -> None:

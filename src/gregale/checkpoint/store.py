@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Generic, TypeVar
@@ -14,12 +13,12 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
 from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
-from gregale.checkpoint.parts import THREADS, read_parts
+from gregale.checkpoint.parts import read_parts
 from gregale.checkpoint.retention import LEAVES, METADATA, committed_steps, folder_name, step_of, without_manifest
 from gregale.checkpoint.saving import Saver
 from gregale.checkpoint.shard_layout import Region, RowRange, from_json, region_of, rows_for, wanted
 from gregale.errors import UserError
-from gregale.storage import StoragePath
+from gregale.storage import StoragePath, parallel_map
 
 Tree = TypeVar("Tree")
 Partial = bool | Callable[[dict], bool]
@@ -78,7 +77,11 @@ class Checkpoints(Saver):
         while step is not None:
             damage = self._damage(step)
             if damage is None:
-                self._report_damaged(damaged, step)
+                for other, text in damaged:
+                    folder = self._directory / folder_name(other)
+                    self._report(
+                        f"The checkpoint of step {other} is damaged ({text} in {folder}); step {step} is used instead."
+                    )
                 return step
             damaged.append((step, damage))
             step = self._newest_below(step)
@@ -150,13 +153,6 @@ class Checkpoints(Saver):
                     f"{MANIFEST}, which a save writes last. {others}."
                 )
 
-    def _report_damaged(self, damaged: list[tuple[int, str]], used: int) -> None:
-        for step, damage in damaged:
-            self._report(
-                f"The checkpoint of step {step} is damaged ({damage} in {self._directory / folder_name(step)}); "
-                f"step {used} is used instead."
-            )
-
     def read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restore a checkpoint that is known to be intact; the arguments are those of `restore`."""
         root = self._root(step)
@@ -185,8 +181,7 @@ def read_arrays(root: StoragePath, structs: dict[str, jax.ShapeDtypeStruct | jax
         buffers[name] = {region: np.empty(region.shape, struct.dtype) for region in regions}
         found = (rows for shard in plan[name] for rows in rows_for(shard, regions, struct.dtype.itemsize))
         jobs += [(rows, buffers[name]) for rows in found]
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: _fill(root, part_bytes, *job), jobs))
+    parallel_map(lambda job: _fill(root, part_bytes, *job), jobs)
     jobs.clear()  # frees each buffer as soon as its array exists
 
     def make(name: str, struct: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Summaries of runs, from the ends of metrics and the checkpoints' manifests. This module does not import JAX."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +14,7 @@ from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
-from gregale.storage import StoragePath, StoreError, files_below, names, read_range, status
+from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, read_range, status
 from gregale.storage.jsonl_reader import Entry, entry_of
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
@@ -65,9 +64,8 @@ def summaries(folder: StoragePath) -> list[Summary]:
     here = names(folder)
     if "config.yaml" in here and _OF_A_RUN & set(here):
         return [summary_of(RunPaths(folder))]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _summary_in(folder / name), here)
-        return [summary for summary in found if summary is not None]
+    found = parallel_map(lambda name: _summary_in(folder / name), here, threads=_THREADS)
+    return [summary for summary in found if summary is not None]
 
 
 def _summary_in(folder: StoragePath) -> Summary | None:
