@@ -8,8 +8,9 @@ from gregale.storage import ObjectPath, StoragePath, parallel_map, write_bytes
 
 MANIFEST = "manifest.json"
 SHARDS = "pieces.json"  # the positions of the shards of all arrays
+LEAVES = "leaves.json"
+METADATA = "metadata.json"
 _FORMAT = 1
-_HASHING_THREADS = 4  # hashlib releases the interpreter lock
 
 FileRecords = dict[str, dict]  # path relative to the checkpoint -> {"bytes": size, "blake2b": digest}
 
@@ -28,8 +29,11 @@ def write_manifest(folder: StoragePath, records: FileRecords) -> None:
     write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)
 
 
-def read_records(folder: StoragePath) -> FileRecords:
-    return json.loads((folder / MANIFEST).read_bytes())["files"]
+def root_of(folder: StoragePath) -> StoragePath:
+    """Return the subfolder with the files of a committed checkpoint; raise LookupError if the manifest names none."""
+    files = json.loads((folder / MANIFEST).read_bytes())["files"]
+    found = [name.partition("/")[0] for name in files if name.endswith(f"/{METADATA}")]
+    return folder / found[0]
 
 
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
@@ -49,7 +53,7 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
-    found = parallel_map(lambda each: _file_damage(folder, *each), expected, threads=_HASHING_THREADS)
+    found = parallel_map(lambda each: _file_damage(folder, *each), expected)
     return next(filter(None, found), None)
 
 

@@ -8,9 +8,6 @@ from gregale.checkpoint.manifest import MANIFEST
 from gregale.settings import Settings, setting, whole
 from gregale.storage import StoragePath, names, parallel_map, status
 
-LEAVES = "leaves.json"
-METADATA = "metadata.json"
-
 _COMMITTED = re.compile(r"step-(\d{8,})")
 
 

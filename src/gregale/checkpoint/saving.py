@@ -24,17 +24,9 @@ from gregale.atomic_files import flush, os_error_text, remove
 from gregale.checkpoint import parts
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.leaves import arrays_by_name, specs_by_name
-from gregale.checkpoint.manifest import MANIFEST, SHARDS, FileRecords, write_manifest
+from gregale.checkpoint.manifest import LEAVES, MANIFEST, METADATA, SHARDS, FileRecords, write_manifest
 from gregale.checkpoint.multihost import barrier, collect, first_message, hand_over, messages_of_all
-from gregale.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    CheckpointConfig,
-    committed_steps,
-    folder_name,
-    superfluous,
-    without_manifest,
-)
+from gregale.checkpoint.retention import CheckpointConfig, committed_steps, folder_name, superfluous, without_manifest
 from gregale.checkpoint.shard_layout import planned, stream, to_json
 from gregale.errors import UserError
 from gregale.formatting import listed
@@ -106,14 +98,17 @@ class Saver:
         size = sum(array.nbytes for array in stored.values())
         # Every process writes to this folder, whose name is unique to this save.
         root = self._directory / folder_name(step) / messages_of_all(uuid4().hex[:8])[0]
-        # A process that lost the lease must not delete the new owner's files.
-        for action in (self._check, lambda: self._make_room(size)):
-            failed = _failure_of(action)
-            if failed and jax.process_index() == 0:
-                self._give_up(step, root, failed)
-            self.failure = first_message(str(failed).rstrip(".") if failed else None)
-            if self.failure:
-                return
+
+        def begin() -> None:
+            self._check_owner()  # a process that lost the lease must not delete the new owner's files
+            make_room(self._directory, size)
+
+        failed = _failure_of(begin) if jax.process_index() == 0 else None
+        if failed:
+            self._give_up(step, root, failed)
+        self.failure = first_message(str(failed).rstrip(".") if failed else None)
+        if self.failure:
+            return
         writing: list[Callable[[], FileRecords]] = []
         failed = _failure_of(lambda: writing.append(prepare(root, stored, texts)))
         self._in_flight = step, self._thread.submit(self._commit, step, root, writing, failed, beside)
@@ -135,14 +130,6 @@ class Saver:
     def close(self) -> None:
         """Wait without the other processes, and end the threads; no save or restore is possible afterwards."""
         self._thread.shutdown()
-
-    def _check(self) -> None:
-        if jax.process_index() == 0:
-            self._check_owner()
-
-    def _make_room(self, size: int) -> None:
-        if jax.process_index() == 0:
-            make_room(self._directory, size)
 
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
@@ -175,7 +162,7 @@ class Saver:
         failed = failed or _failure_of(write)
         barrier(f"{root} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
-            failed = failed or _failure_of(self._check)
+            failed = failed or _failure_of(self._check_owner)
             failed = failed or _failure_of(lambda: commit(root, records))
             if failed:
                 self._give_up(step, root, failed)
