@@ -50,7 +50,8 @@ from gregale.communication.reduce import ExactReducer
 from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
 from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.psdp import Psdp
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig, ConstantSchedule

@@ -68,6 +68,26 @@ def test_no_folders_import_each_other(trees):
     TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
+def imported_modules(tree: ast.AST) -> set[str]:
+    """The modules of gregale that a module imports when it runs, also inside functions."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gregale."):
+            found.add(node.module)
+        found |= imported_modules(node)
+    return found
+
+
+def test_no_modules_import_each_other(trees):
+    graph = {}
+    for path, tree in trees.items():
+        name = ".".join(("gregale", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        graph[name] = imported_modules(tree)
+    TopologicalSorter(graph).prepare()  # raises `CycleError`
+
+
 def test_modules_stay_small():
     long = {path: lines for path in MODULES if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE_LINES}
     assert long == {}

@@ -17,7 +17,8 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.position_order import position_order
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import BatchConfig, TrainConfig

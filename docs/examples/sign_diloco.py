@@ -1,10 +1,6 @@
-"""A synchronisation method: DiLoCo on the signs of differences (after signSGD, arXiv 1802.04434).
+"""A synchronisation method: DiLoCo on the signs of differences (after signSGD, arXiv 1802.04434). Every H steps
 
-Every H steps, with theta the outer parameters and theta_k those of replica k:
-
-    g     = mean_k sign(theta - theta_k)
-    v     = momentum * v + g
-    theta = theta - rate * v;  theta_k = theta
+g = mean_k sign(theta - theta_k);  v = momentum * v + g;  theta = theta - rate * v;  theta_k = theta
 """
 
 from dataclasses import dataclass

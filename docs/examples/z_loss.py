@@ -23,6 +23,8 @@ class ZLlamaConfig(LlamaConfig):
 
 
 class ZLlama(Llama):
+    exports_as_llama = True  # only the loss differs
+
     def loss(self, batch, execution):
         loss, weight = super().loss(batch, execution)
         if execution.evaluates:

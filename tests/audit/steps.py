@@ -8,7 +8,8 @@ import jax
 from gregale.audit import Audit, audit
 from gregale.audit.step import StepShape
 from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig

@@ -14,7 +14,8 @@ from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
-from gregale.model.config import ComputeConfig, GemmaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import GemmaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_shape
 from gregale.programs.runtime.setup import Setup, set_up

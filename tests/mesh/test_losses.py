@@ -1,8 +1,11 @@
-"""Losses with parts: a z-loss divides as the loss does, and evaluation is without it."""
+"""Losses with parts, and buffers: both are those of one device, and evaluation is without auxiliary terms."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
+import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +13,13 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.parameters import Buffer
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import Losses
-from gregale.programs.runtime.setup import Setup, checked_loss, set_up
+from gregale.programs.runtime.checked_model import checked_loss
+from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
 from tests.mesh.support import held, one_device, token_batch
@@ -22,6 +27,7 @@ from tests.mesh.test_mapping import ONE, POSITIONS, ROWS, VOCABULARY
 from tests.plugins import EXAMPLES, plugins_from
 
 COEFFICIENT = 0.1  # large, so that gradients show it
+DECAY = 0.5  # of the running mean
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,13 +42,49 @@ def z_config():
     return ZLlamaConfig(**vars(ONE.model), z_loss=COEFFICIENT)
 
 
+def buffered_config():
+    """A z-loss around the running mean of log Z, and counts of the targets, by the model's own rules."""
+    from z_loss import ZLlama, ZLlamaConfig  # type: ignore[import-not-found]
+
+    class Buffered(ZLlama):
+        log_z: Buffer = eqx.field(default_factory=lambda: Buffer(hax.zeros(())))
+        seen: Buffer = eqx.field(default_factory=lambda: Buffer(hax.zeros(Axis("vocab", VOCABULARY), dtype=jnp.int32)))
+
+        def loss(self, batch, execution):
+            found = super().loss(batch, execution)
+            if execution.evaluates:
+                return found
+            z, mask = hax.nn.logsumexp(self.logits(batch, execution), axis="vocab"), batch["loss_mask"]
+            centred = COEFFICIENT * hax.sum(hax.square(z - self.log_z.value) * mask).scalar()
+            counts = hax.sum(hax.nn.one_hot(batch["targets"], self.seen.value.axes[0]) * mask, ("batch", "position"))
+            metrics = {**found.metrics, "log_z": hax.sum(z * mask).scalar()}
+            statistics = {"log_z": hax.sum(z * mask), "targets": counts}
+            return Losses(found.loss, found.weight, {"z_loss": centred}, metrics, statistics)
+
+        def update_buffers(self, statistics, weight):
+            mean = DECAY * self.log_z.value + (1 - DECAY) * statistics["log_z"] / weight
+            counts = self.seen.value + statistics["targets"].astype(jnp.int32)
+            return eqx.tree_at(lambda model: (model.log_z, model.seen), self, (Buffer(mean), Buffer(counts)))
+
+    @dataclass(frozen=True)
+    class BufferedConfig(ZLlamaConfig):
+        def init(self, Vocab, key):
+            return Buffered.init(self, Vocab, key)
+
+        @classmethod
+        def get_choice_name(cls, subclass):
+            return "buffered"
+
+    return BufferedConfig(**vars(ONE.model), z_loss=COEFFICIENT)
+
+
 def set_up_on(mesh: MeshConfig, **changes) -> Setup:
-    config = replace(ONE, mesh=mesh, model=z_config(), **changes)
+    config = replace(ONE, mesh=mesh, model=buffered_config(), **changes)
     return set_up(config, VOCABULARY, make_mesh(mesh, jax.devices()[: mesh.device_count]))
 
 
-def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.ndarray]]:
-    """What each of some steps logs, and the parameters after them."""
+def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.ndarray], Any]:
+    """What each of some steps logs, and the parameters and buffers after them."""
     state, logged = setup.initial_state().method, []
     step = jax.jit(setup.method.step)
     for number in range(1, count + 1):
@@ -52,7 +94,8 @@ def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.
         if actions.after is not None:
             state, _ = jax.jit(setup.method.synchronise)(state, actions.after)
         logged.append(measured(StepReport(jax.device_get(metrics), 0, 0)))
-    return logged, [np.asarray(leaf) for leaf in jax.tree.leaves(setup.method.to_psdp(state).parameters)]
+    joined = setup.method.to_psdp(state)
+    return logged, [np.asarray(leaf) for leaf in jax.tree.leaves(joined.parameters)], joined.buffers
 
 
 def microbatched(count: int):
@@ -77,15 +120,28 @@ def exact(sync) -> tuple:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_auxiliary_terms_are_those_of_one_device(case):
+def test_auxiliary_terms_and_buffers_are_those_of_one_device(case):
     mesh, changes, method = CASES[case]
-    logged, parameters = steps_of(set_up_on(mesh, **changes, **method), 3)
-    expected, exact_parameters = exact(method.get("sync"))
+    logged, parameters, buffers = steps_of(set_up_on(mesh, **changes, **method), 3)
+    expected, exact_parameters, exact_buffers = exact(method.get("sync"))
     for found, right in zip(logged, expected, strict=True):
         for name in ("loss", "z_loss", "abs_log_z"):
             np.testing.assert_allclose(found[name], right[name], rtol=1e-5, err_msg=name)
     for found, right in zip(parameters, exact_parameters, strict=True):
         np.testing.assert_allclose(found, right, atol=2e-6)
+    np.testing.assert_allclose(buffers.log_z.value.array, exact_buffers.log_z.value.array, rtol=1e-5)
+    np.testing.assert_array_equal(buffers.seen.value.array, exact_buffers.seen.value.array)
+
+
+def test_buffers_are_updated_once_a_step_by_the_sums_of_its_microbatches():
+    logged, _, buffers = exact(None)
+    mean, counts = 0.0, np.zeros(VOCABULARY, int)
+    for number, found in enumerate(logged, 1):
+        mean = DECAY * mean + (1 - DECAY) * found["log_z"]
+        batch = token_batch(ROWS, POSITIONS, VOCABULARY, seed=number)
+        counts += np.bincount(batch["targets"].array[batch["loss_mask"].array > 0], minlength=VOCABULARY)
+    np.testing.assert_allclose(buffers.log_z.value.array, mean, rtol=1e-6)
+    np.testing.assert_array_equal(buffers.seen.value.array, counts)
 
 
 def test_the_gradient_is_that_of_loss_and_z_loss_and_evaluation_is_of_the_loss():

@@ -17,7 +17,8 @@ from gregale.axes.layout import REPLICA
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
-from gregale.model.config import ComputeConfig, LlamaConfig, ModelConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import LlamaConfig, ModelConfig
 from gregale.optim import ConstantSchedule, SgdConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig

@@ -13,7 +13,8 @@ from gregale.audit.step import CPU
 from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
-from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup, set_up

@@ -11,9 +11,9 @@ from haliax import Axis
 
 from gregale.audit.hlo import parse
 from gregale.axes.layout import BATCH
-from gregale.model.config import Logits
 from gregale.model.execution import Execution
 from gregale.model.loss import next_token_loss
+from gregale.model.losses import Logits
 from tests.mesh.support import assert_trees_close, layout_of, one_device, placed
 
 Rows, Position, Embed, Vocab = Axis(BATCH, 8), Axis("position", 7), Axis("embed", 16), Axis("vocab", 24)

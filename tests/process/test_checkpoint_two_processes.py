@@ -28,6 +28,7 @@ from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.multihost import by_first_process
 from gregale.checkpoint.store import Checkpoints
 from gregale.distributed.signals import StopRequest
+from gregale.programs.train.steps import Steps
 from gregale.runs.process_agreement import agree_on_text
 
 directory = Path(sys.argv[3])
@@ -98,6 +99,14 @@ with StopRequest(check_every=3) as stop:
         if stop.agreed(step):
             break
 
+# A callback of one process ends the run in both, at the same step and with the same reason.
+loop = SimpleNamespace(stop=StopRequest(check_every=2), step=0, stop_reason=None)
+while not Steps.is_stopped(loop):
+    loop.step += 1
+    if rank == 1 and loop.step == 3:
+        loop.stop.ask("the loss  falls no more.")
+print(loop.step, loop.stop_reason)
+
 # Text that differs is refused by both, with the same reason.
 store = SimpleNamespace(tokens=range(1000 + rank), manifest={"files": rank})
 corpus = SimpleNamespace(stores={"sources.words": store}, tokenizer=SimpleNamespace(fingerprint=""), fingerprint=rank)
@@ -113,6 +122,7 @@ def test_one_process_restores_what_both_processes_wrote(tmp_path):
     directory = tmp_path / "checkpoints"
     outputs = run_two(WORKER, str(directory))
     assert [output.splitlines()[-1] for output in outputs] == ["done 0 12 None", "done 1 12 SIGTERM"]
+    assert [output.splitlines()[-3] for output in outputs] == ["6 the loss falls no more"] * 2
     refused, name = {output.splitlines()[-2] for output in outputs}.pop(), r"process {} \([\w.-]+, pid \d+\)"
     assert all(output.splitlines()[-2] == refused for output in outputs)
     tokens = rf"1,000 tokens \(\w+\) in {name.format(0)}, but 1,001 tokens \(\w+\) in {name.format(1)}"

@@ -1,12 +1,13 @@
 """Callbacks of the configuration: the order of their events, their metrics, and their mistakes."""
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.plugins import plugins_from
+from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import checkpoint_steps, lines
 
 PLUGIN = ["--plugins", "recording", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
@@ -69,6 +70,39 @@ def test_a_mistake_of_a_callback_is_one_line(gregale, capsys, how, says):
     assert f"callbacks: {says}" in error
     assert error.count("\n") == 1
     assert ("recording.py, line" in error) == (how == "raises")
+
+
+def test_early_stopping_ends_a_run_as_complete_and_other_callbacks_go_on(gregale, inputs, capsys):
+    with plugins_from(EXAMPLES):
+        given = ["tiny.yaml", "--name", "early", "--plugins", "early_stopping,recording", "--evaluation.every=2"]
+        rules = "{type: early_stopping, patience: 2, margin: 10}"  # no loss is that much smaller than the first
+        stopping = ["--callbacks", f"[{rules}, {{type: recorder}}]"]
+        assert gregale("train", *given, *stopping) == 0
+        why = "2 evaluations in a row have found no eval_loss below "
+        out = capsys.readouterr().out
+        assert f"A callback ended the run after step 7 of 12: {why}" in out
+        assert out.splitlines()[-1].startswith("Done. Held-out loss ")
+        run = inputs / "runs" / "early"
+        assert checkpoint_steps(run)[-1] == 7
+        assert [line["step"] for line in lines(run) if "eval_loss" in line] == [2, 4, 6, 7]
+        assert sys.modules["recording"].EVENTS[-2:] == [("end", 7), ("close",)]
+        before = (run / "metrics.jsonl").read_bytes()
+        assert gregale("train", *given, *stopping) == 0
+        assert f"early is complete: a callback ended it after step 7 of 12: {why}" in capsys.readouterr().out
+        assert (run / "metrics.jsonl").read_bytes() == before
+        assert gregale("runs", "runs/early", "--json") == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert (found["state"], found["step"]) == ("complete", 7)
+        assert found["stop_reason"].startswith(why)
+        assert gregale("runs", "runs/early") == 0
+        assert f"early: a callback ended it: {why}" in " ".join(capsys.readouterr().out.split())
+        assert gregale("report", "early", "--output", "early.html") == 0
+        assert f"A callback ended early: {why}" in (inputs / "early.html").read_text()
+        assert gregale("train", *given, "--callbacks", "[]") == 0
+        assert checkpoint_steps(run)[-1] == 12
+        assert "callback" not in capsys.readouterr().out.partition("step 12/12")[2]
+        assert gregale("runs", "runs/early", "--json") == 0
+        assert json.loads(capsys.readouterr().out)[0]["stop_reason"] is None
 
 
 def test_a_callback_that_fails_after_a_checkpoint_ends_no_run(gregale, inputs, capsys):

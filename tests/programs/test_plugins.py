@@ -3,12 +3,22 @@
 import csv
 import json
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import pytest
 import yaml
+from haliax import Axis
 
 from gregale.cli import main
+from gregale.errors import UserError
+from gregale.model.base import ModelConfig
+from gregale.model.config import LlamaConfig
+from gregale.model.llama import Block, Llama
+from gregale.programs.exporting import check_family
 from tests.docs.pages import ROOT, blocks
 from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import CONFIG, assert_same_state, lines, write_inputs
@@ -113,6 +123,14 @@ def test_its_plan_is_the_compiled_program_and_names_what_it_lacks(folder, gregal
     assert "search: model.type is causal_mixer, which has no closed forms" in capsys.readouterr().err
 
 
+def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsys):
+    assert gregale("plan", "own.yaml", "--sync.period", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    over = {name: each["bytes_per_step"]["axes"].get("replica") for name, each in report["programs"].items()}
+    assert over == {"step": None, "step_2": report["memory"]["parameters"]}
+    assert report["notes"][1].endswith("of the first 4 steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
+
+
 def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys):
     assert gregale("export", "own", "out") == 2
     assert "model.type is causal_mixer, a model of your own" in capsys.readouterr().err
@@ -120,6 +138,43 @@ def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys
     assert gregale("report", "own", "--output", "own.html") == 0
     assert "causal_mixer" in (page := (folder / "own.html").read_text())
     assert "weight_norm_max" in page
+
+
+def test_a_subclass_of_llama_with_another_loss_is_exported_once_it_says_so(folder, gregale, capsys):
+    (folder / "my_loss.py").write_text(blocks((PAGES / "loss.md").read_text(), "python")[0])
+    given = ["--plugins", "my_loss,adan", "--model", "{type: z_llama, layers: 1, hidden: 32, mlp: 64, heads: 2}"]
+    given += ["--sync.type", "psdp", "--steps", "1", "--samples.prompts", "[]", "--callbacks", "[]"]
+    assert gregale("train", "own.yaml", "--name", "z", *given) == 0
+    assert gregale("export", "z", "z-out") == 0
+    capsys.readouterr()
+    page = (folder / "my_loss.py").read_text()
+    (folder / "my_loss.py").write_text(page.replace("    exports_as_llama = True\n", ""))
+    del sys.modules["my_loss"], ModelConfig.get_known_choices()["z_llama"]
+    assert gregale("export", "z", "again") == 2
+    assert "the model has a ZLlama, a class of your own" in capsys.readouterr().err
+    assert not (folder / "again").exists()
+
+
+def test_a_subclass_or_a_part_of_ones_own_does_not_inherit_the_right_to_be_exported():
+    class Loss(Llama):
+        exports_as_llama = True
+
+    class Hidden(Loss):
+        pass
+
+    class Part(Block):
+        pass
+
+    config, Vocab = LlamaConfig(layers=1), Axis("vocab", 64)
+    made = {
+        kind: jax.eval_shape(partial(kind.init, config, Vocab), jax.random.key(0)) for kind in (Llama, Loss, Hidden)
+    }
+    check_family(made[Llama])
+    check_family(made[Loss])
+    part = eqx.tree_at(lambda model: model.blocks, made[Llama], Part(**vars(made[Llama].blocks)))
+    for wrong, name in ((made[Hidden], "Hidden"), (part, "Part")):
+        with pytest.raises(UserError, match=f"the model has a {name}, a class of your own"):
+            check_family(wrong)
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from gregale.audit.step import Backend, StepShape, has_vocabulary
-from gregale.axes.layout import LAYERS, Tree
+from gregale.axes.layout import Tree
 
 FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
@@ -161,14 +161,14 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
     wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     norms = 4 * step.stream * FLOAT32
-    if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
+    if any([axis.name for axis in weight.axes[1:]] == ["head_size"] for weight in step.stacked()):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
     attention += narrow * tokens * heads if blocked else (FLOAT32 + narrow) * _scores(step)
     return weights + attention + 2 * (stream + part) + wide + (norms if step.rules == "plain" else 0)
 
 
 def values_of_a_layer(step: StepShape) -> int:
-    """Return the values of one layer's gathered weights on a device."""
+    """Return the values of one layer's gathered weights on a device; the mean, if layers differ."""
     return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
 
 

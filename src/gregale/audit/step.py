@@ -6,7 +6,7 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import CONTEXT, LAYERS, REPLICA, AxisMapping, Layout
+from gregale.axes.layout import CONTEXT, REPLICA, AxisMapping, Layout, is_layers
 from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
@@ -191,8 +191,9 @@ class StepShape(ParameterShape):
 
     @property
     def mlp(self) -> int:
-        """Return the width of the feed-forward layer on one device."""
-        return self._size("mlp") // self.mesh["model"]
+        """Return the width of the feed-forward layer on one device; the mean, if layers differ."""
+        widths = {each.axes[0]: axis.size for each in self.stacked() for axis in each.axes if axis.name == "mlp"}
+        return sum(Layers.size * width for Layers, width in widths.items()) // (self.layers * self.mesh["model"])
 
     def _size(self, name: str) -> int:
         return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)
@@ -254,4 +255,9 @@ def has_vocabulary(weight: NamedArray) -> bool:
 
 
 def is_stacked(weight: NamedArray) -> bool:
-    return any(axis.name == LAYERS for axis in weight.axes)
+    return any(is_layers(axis.name) for axis in weight.axes)
+
+
+def layers_of(weight: NamedArray) -> int:
+    """Return the number of layers that have a part of a weight; 1 if it belongs to none."""
+    return next((axis.size for axis in weight.axes if is_layers(axis.name)), 1)

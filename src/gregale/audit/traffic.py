@@ -12,8 +12,8 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, values
-from gregale.axes.layout import CONTEXT, EMBED, LAYERS, REPLICA
+from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, layers_of, values
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -140,7 +140,7 @@ def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
 def _per_execution(step: StepShape, weight: NamedArray) -> int:
     """Return the number of gathered values on a device of a weight, or of one layer of it."""
     whole = step.on_device(weight, step.layout.compute)
-    return whole // step.layers if is_stacked(weight) else whole
+    return whole // layers_of(weight)
 
 
 def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:
@@ -157,13 +157,13 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
             size, times = step.on_device(weight, step.layout.compute), 1 if step.per_step else passes
         elif is_stacked(weight):
-            size, times = _per_execution(step, weight), passes * step.microbatches * step.layers
+            size, times = _per_execution(step, weight), passes * step.microbatches * layers_of(weight)
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
         found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
         if eight_bits:
-            found.append(_scales(step, weight, times * (step.layers if once else 1)))
+            found.append(_scales(step, weight, times * (layers_of(weight) if once else 1)))
     return found
 
 
@@ -183,9 +183,9 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         matrix = len(step.split_by(weight, step.layout.params)) > 0 and len(weight.axes) > 1
         table = not is_stacked(weight) and matrix
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
-        times = step.microbatches * (step.layers if is_stacked(weight) else 1)
+        times = step.microbatches * layers_of(weight)
         size = _per_execution(step, weight) * width
-        vector = sum(axis.name != LAYERS for axis in weight.axes) == 1
+        vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
         if table:
             found += _scattered(step, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):

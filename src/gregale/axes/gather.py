@@ -9,20 +9,21 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import Layout, is_named, is_parameter, mesh_axes_of
+from gregale.axes.layout import Layout, is_named, mesh_axes_of
+from gregale.axes.parameters import is_buffer, is_parameter
 
 Tree = TypeVar("Tree")
 
 
 def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
-    """Return the weights of `tree` in `dtype` under the `compute` mapping; leaves that are not floats stay.
+    """Return the weights of `tree` in `dtype` under the `compute` mapping; buffers and other leaves stay.
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
     way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
     """
 
     def one(leaf):
-        if not is_parameter(leaf.array if is_named(leaf) else leaf):
+        if is_buffer(leaf) or not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
         if not is_named(leaf):
             return leaf.astype(dtype)
@@ -30,7 +31,7 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
         params = layout.sharding(leaf.axes, layout.params)
         return NamedArray(_gather(leaf.array, dtype, compute, params), leaf.axis_names)
 
-    return jax.tree.map(one, tree, is_leaf=is_named)
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
 
 
 def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], layout: Layout) -> jax.Array:

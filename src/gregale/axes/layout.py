@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -79,12 +78,12 @@ class Layout:
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
         """Return the partition of an array with these named axes, in this order."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
-        return PartitionSpec(*(mapping.get(name) for name in names))
+        return PartitionSpec(*(mapping.get(_key(name)) for name in names))
 
     def mesh_axes(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> tuple[str, ...]:
         """Return the mesh axes over which an array with these named axes is split."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
-        return tuple(mesh_axis for name in names for mesh_axis in mesh_axes_of(mapping.get(name, ())))
+        return tuple(mesh_axis for name in names for mesh_axis in mesh_axes_of(mapping.get(_key(name), ())))
 
     def devices(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> int:
         """Return the number of devices over which an array with these named axes is split."""
@@ -137,9 +136,14 @@ def is_named(leaf) -> bool:
     return isinstance(leaf, NamedArray)
 
 
-def is_parameter(leaf) -> bool:
-    """Return whether a leaf is trained: an array of floating-point numbers, or its abstract form."""
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+def is_layers(name: str) -> bool:
+    """Return whether an axis stacks layers: `layers`, or `layers_1` and so on, see `gregale.axes.layer_stacks`."""
+    return name == LAYERS or name.removeprefix(f"{LAYERS}_").isdecimal()
+
+
+def _key(name: str) -> str:
+    """Return an axis's name in mappings: all stacks of layers lie alike."""
+    return LAYERS if is_layers(name) else name
 
 
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
@@ -153,7 +157,7 @@ def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
     for key, (meaning, axis) in axes.items():
         # `opt_state` first: its split is the finest, so the sizes in its message suit the other mappings too.
         for mapping in (layout.opt_state, layout.params, layout.compute):
-            mesh_axes = mesh_axes_of(mapping.get(axis.name, ()))
+            mesh_axes = mesh_axes_of(mapping.get(_key(axis.name), ()))
             sizes = [layout.mesh.shape[name] for name in mesh_axes]
             if axis.size % prod(sizes):
                 raise UserError(_does_not_divide(key, meaning, axis.size, mesh_axes, sizes))

@@ -12,12 +12,12 @@ from gregale.axes.layout import (
     CONTEXT,
     EMBED,
     ISLAND,
-    LAYERS,
     MODEL,
     POSITION,
     REPLICA,
     AxisMapping,
     Layout,
+    is_layers,
     mesh_axes_of,
 )
 from gregale.errors import UserError
@@ -115,7 +115,7 @@ def _of_names(config: MappingConfig, layout: Layout) -> Iterator[str]:
                 yield f"{key} is {shown(given)}: one mesh axis can split an array only once."
             if name in BETWEEN_REPLICAS:
                 yield f"{key}: the axis {name} always lies on the mesh axis {name}; remove this line."
-            if name == LAYERS and given:
+            if is_layers(name) and given:
                 yield f"{key} is {shown(given)}: layers run one after another, so all devices hold a part of each."
             if name in (BATCH, POSITION) and mapping != "compute":
                 yield f"{key}: no parameter has the axis {name}; give it in mapping.compute."
@@ -187,9 +187,10 @@ def check_arrays(config: MappingConfig, layout: Layout, weights: Iterable[Sequen
     for mapping in MAPPINGS:
         for name in getattr(config, mapping):
             if name not in known | {BATCH, POSITION}:
+                axes = ", ".join(sorted(each for each in known if not is_layers(each)))
                 raise UserError(
-                    f"mapping.{mapping}.{name}: no array has the axis {name}; axes of this model: "
-                    f"{', '.join(sorted(known - {LAYERS}))}, and of its batches: {BATCH}, {POSITION}."
+                    f"mapping.{mapping}.{name}: no array has the axis {name}; axes of this model: {axes}, and of its "
+                    f"batches: {BATCH}, {POSITION}."
                 )
         for names in weights:
             _check_once(layout, mapping, names)

@@ -26,6 +26,7 @@ class Accumulated(NamedTuple):
     loss: NamedArray  # [replica]: sum of losses
     weight: NamedArray  # [replica]: sum of weights
     named: dict[str, NamedArray]  # [replica]: sums of auxiliary terms and metrics
+    statistics: dict[str, NamedArray]  # [replica, ...]: sums for buffers
 
 
 def accumulate(
@@ -51,18 +52,18 @@ def accumulate(
             found = losses_of(loss(ready, microbatch))
             return found.trained, found
 
-        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, dict[str, NamedArray]]:
+        def add(sums: tuple, microbatch: Tree) -> tuple[tuple, list[dict[str, NamedArray]]]:
             (_, found), gradients = jax.value_and_grad(trained, has_aux=True)(ready, microbatch)
             gradients = inner.constrain(jax.tree.map(lambda x: x.astype(jnp.float32), gradients), inner.params)
             sums = jax.tree.map(jnp.add, sums, (gradients, hax.named(found.loss, ()), hax.named(found.weight, ())))
             named = {name: hax.named(value, ()) for name, value in found.named.items()}
-            return (inner.constrain(sums[0], inner.params), *sums[1:]), named
+            return (inner.constrain(sums[0], inner.params), *sums[1:]), [named, dict(found.statistics)]
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
         start = inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(())
-        (gradients, loss_sum, weight), named = hax.scan(add, Microbatch)(start, rows)
-        named = {name: hax.sum(values, Microbatch) for name, values in named.items()}
-        return Accumulated(gradients, loss_sum, weight, named)
+        (gradients, loss_sum, weight), of_each = hax.scan(add, Microbatch)(start, rows)
+        named, statistics = jax.tree.map(lambda values: hax.sum(values, Microbatch), of_each, is_leaf=is_named)
+        return Accumulated(gradients, loss_sum, weight, named, statistics)
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.feedback import Stored, load, next_error, store
@@ -60,11 +61,11 @@ def all_gather_phase(
     return wholes, remember(errors, kept, finite)
 
 
-def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
-    """Return exact sums over `axis` of float32 scalars: their bytes are gathered and added in one order everywhere."""
-    message = EXACT.encode(jnp.stack(scalars).astype(jnp.float32))
-    rows = EXACT.decode(jax.lax.all_gather(message, axis), len(scalars))  # [replica, scalar]
-    return list(jnp.sum(rows, axis=0))
+def totals(arrays: list[jax.Array], axis: str) -> list[jax.Array]:
+    """Return exact sums over `axis` of float32 arrays: their bytes are gathered and added in one order everywhere."""
+    values, unravel = ravel_pytree(arrays)
+    rows = EXACT.decode(jax.lax.all_gather(EXACT.encode(values), axis), values.size)  # [replica, value]
+    return unravel(jnp.sum(rows, axis=0))
 
 
 def encode_all(arrays: Sequence[jax.Array], codec: Codec) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import LAYERS, Layout, Tree
+from gregale.axes.layout import Layout, Tree, is_layers
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
@@ -41,7 +41,7 @@ def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> E
 
 
 def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
-    if axes[-1].name == LAYERS:  # a fragment has some of the layers, so blocks cannot span them
+    if is_layers(axes[-1].name):  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
     block = stored_block(last.size // layout.devices((last,), mapping))

@@ -9,23 +9,27 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, Tree, is_named
+from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
+from gregale.axes.layout import Tree, is_named
 
 
 class LayerGroups(eqx.Module):
-    """An array with an axis `layers`, cut along it."""
+    """A stack of layers, cut along their axis."""
 
     parts: tuple[NamedArray, NamedArray]  # of the first layers, and of the others
 
 
 def cut_layers(tree: Tree, first: int) -> Tree:
-    """Cut every named array with an axis `layers` into `LayerGroups`."""
+    """Cut the first layers off every stack, into `LayerGroups`; a stack of only first or later layers stays whole."""
+    numbers = layer_numbers(layer_order(tree))
 
     def one(leaf):
-        if not is_named(leaf) or LAYERS not in leaf.axis_names:
+        axis = layers_axis(leaf)
+        rows = sum(number < first for number in numbers.get(axis or "", ()))
+        if axis is None or rows in (0, len(numbers[axis])):
             return leaf
-        place = leaf.axis_names.index(LAYERS)
-        before, after = jax.lax.split(leaf.array, [first, leaf.array.shape[place] - first], axis=place)
+        place = leaf.axis_names.index(axis)
+        before, after = jax.lax.split(leaf.array, [rows, leaf.array.shape[place] - rows], axis=place)
         return LayerGroups((NamedArray(before, leaf.axis_names), NamedArray(after, leaf.axis_names)))
 
     return jax.tree.map(one, tree, is_leaf=is_named)
@@ -38,6 +42,7 @@ def joined_layers(tree: Tree) -> Tree:
         if not isinstance(leaf, LayerGroups):
             return leaf
         names = leaf.parts[0].axis_names
-        return NamedArray(jnp.concatenate([part.array for part in leaf.parts], names.index(LAYERS)), names)
+        place = names.index(layers_axis(leaf.parts[0]))
+        return NamedArray(jnp.concatenate([part.array for part in leaf.parts], place), names)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, LayerGroups))

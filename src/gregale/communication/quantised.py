@@ -56,15 +56,15 @@ class QuantisedReducer:
     def shardings(self, error: ErrorState) -> ErrorState:
         return error_shardings(error, self.layout, self.axis)
 
-    def totals(self, *scalars: NamedArray) -> list[jax.Array]:
-        """Return exact sums over the axis of [replica] arrays: the bytes of float32 values cross it."""
+    def totals(self, *arrays: NamedArray) -> list[jax.Array]:
+        """Return exact sums over the axis of [replica, ...] arrays: the bytes of float32 values cross it."""
 
-        def on_device(scalars):
-            return totals([shard[0] for shard in scalars], self.axis)
+        def on_device(arrays):
+            return totals([shard[0] for shard in arrays], self.axis)
 
-        lanes, everywhere = [PartitionSpec(self.axis)] * len(scalars), [PartitionSpec()] * len(scalars)
+        lanes, everywhere = [PartitionSpec(self.axis)] * len(arrays), [PartitionSpec()] * len(arrays)
         run = self.layout.shard_map(on_device, (lanes,), everywhere)
-        return run([scalar.array for scalar in scalars])
+        return run([array.array for array in arrays])
 
     def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
         """Return `(sum over replica of sums) / weight` under `opt_state`, up to quantisation.

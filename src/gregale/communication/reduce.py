@@ -33,9 +33,9 @@ class ExactReducer:
     def shardings(self, error: None) -> None:
         """Return the sharding of each array of an error."""
 
-    def totals(self, *scalars: NamedArray) -> list[jax.Array]:
-        """Return sums over the axis of [replica] arrays: weights, losses."""
-        return [_sum_over(scalar.array, self.axis, (), self.layout) for scalar in scalars]
+    def totals(self, *arrays: NamedArray) -> list[jax.Array]:
+        """Return sums over the axis of [replica, ...] arrays, whole on each device: weights, losses, statistics."""
+        return [_sum_over(array.array, self.axis, (), self.layout) for array in arrays]
 
     def reduce(self, sums: Tree, weight: jax.Array, error: None) -> tuple[Tree, None]:
         return reduce_replicas(sums, weight, self.layout, self.axis), error

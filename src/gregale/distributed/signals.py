@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM, SIGINT and SIGHUP end a run after a checkpoint, in all processes at the same step."""
+"""Stop requests: SIGTERM, SIGINT, SIGHUP and callbacks end a run after a checkpoint, in all processes at one step."""
 
 import os
 import signal
@@ -27,6 +27,7 @@ class StopRequest:
     In a run of several processes a signal reaches them at different steps, or reaches only some of them. So all act on
     `agreed` only.
 
+    - `reason`: the reason that a callback of this process gave to end the run; None if none has
     - `check_every`: steps between two exchanges among processes, more than the device has in flight; the processes
       agree on a stop at most twice as many steps after the signal
     - `exit_seconds`: after the second SIGINT this process ends within this time, even if it waits for a store
@@ -37,6 +38,7 @@ class StopRequest:
     def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
         self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
+        self.reason: str | None = None
         self._check_every = check_every
         self._processes = _ProcessFlags() if jax.process_count() > 1 else None
         self._old_handlers: dict[signal.Signals, Any] = {}
@@ -54,18 +56,23 @@ class StopRequest:
             # None: the handler was not installed from Python (JAX has one), and Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    def ask(self, reason: str) -> None:
+        """End the run for a reason, a text of one line; the first reason counts."""
+        self.reason = self.reason or " ".join(reason.split()).rstrip(".") or "no reason given"
+
     def agreed(self, step: int) -> bool:
         """Return whether to stop after this step; the same value in every process.
 
         Every process calls this after every step. It reads the exchange of one multiple of `check_every` at the next
         multiple. By then the exchange is done, so the loop does not wait for the device.
         """
+        is_set = self.signal_name is not None or self.reason is not None
         if self._processes is None:
-            return self.signal_name is not None
+            return is_set
         if step % self._check_every:
             return False
         was_any_set = self._processes.last_any()
-        self._processes.exchange(self.signal_name is not None)
+        self._processes.exchange(is_set)
         return was_any_set
 
     def _catch(self, number: int, frame: FrameType | None) -> None:

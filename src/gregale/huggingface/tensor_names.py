@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import LAYERS, is_named
+from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
+from gregale.axes.layout import is_layers, is_named
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.huggingface.families import Family
@@ -20,22 +21,21 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`."""
+    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`.
+
+    - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
+    """
 
     hub: str  # the tensor's name
     path: str  # the parameter's path in the model
     axes: tuple[Axis, ...]  # the parameter's axes
     groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
-
-    @property
-    def layers(self) -> int | None:
-        """Return the number of layers with it; None: it belongs to no layer."""
-        return next((axis.size for axis in self.axes if axis.name == LAYERS), None)
+    layers: list[int] | None
 
     @property
     def own(self) -> tuple[str, ...]:
         """Return the axes of one layer's part, in the parameter's order."""
-        return tuple(axis.name for axis in self.axes if axis.name != LAYERS)
+        return tuple(axis.name for axis in self.axes if not is_layers(axis.name))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Slot:
         return self.hub.format(layer=layer)
 
     def names(self) -> list[str]:
-        return [self.hub] if self.layers is None else [self.name(layer) for layer in range(self.layers)]
+        return [self.hub] if self.layers is None else [self.name(layer) for layer in self.layers]
 
     @property
     def flat(self) -> tuple[str, ...]:
@@ -78,11 +78,13 @@ def parameters_of(model: Any) -> dict[str, NamedArray]:
 
 def slots_of(model: Any, family: Family) -> list[Slot]:
     """Return the slots of a model's parameters, in the order of the family's table; they may be abstract."""
-    slots, found = [], parameters_of(model)
+    slots, found, numbers = [], parameters_of(model), layer_numbers(layer_order(model))
+    stacks = ["blocks.", *(f"blocks.parts.{structure}." for structure in range(len(numbers)))]
     for hub, (ours, axes) in family.names().items():
-        if ours in found:
-            groups = tuple(tuple(group.split()) for group in axes.split(","))
-            slots.append(Slot(hub, ours, found.pop(ours).axes, groups))
+        for path in [ours.replace("blocks.", stack, 1) for stack in (stacks if "{layer}" in hub else stacks[:1])]:
+            if path in found:
+                groups, own = tuple(tuple(group.split()) for group in axes.split(",")), found.pop(path)
+                slots.append(Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or "")))
     assert not found, f"{family.model_type} has no names for {', '.join(found)}"
     return slots
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, Layout, Tree, is_named
+from gregale.axes.layout import Layout, Tree, is_layers, is_named
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
 from gregale.huggingface.safetensors import Tensor, blocks
@@ -52,9 +52,9 @@ def _shard(
         found = np.ascontiguousarray(found, leaf.dtype)
         missing = [(0, wanted - size) for wanted, size in zip(shape, found.shape, strict=True)]
         return np.pad(found, missing) if found.shape != tuple(shape) else found
-    assert slot.axes[0].name == LAYERS
+    assert is_layers(slot.axes[0].name)
     found = np.empty(shape, leaf.dtype)
-    for row, layer in zip(found, range(slot.layers)[index[0]], strict=True):
+    for row, layer in zip(found, slot.layers[index[0]], strict=True):
         row[...] = slot.as_parameter(tensors[slot.name(layer)].mapped())[index[1:]]
     return found
 

@@ -12,7 +12,7 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import LAYERS, Layout
+from gregale.axes.layout import Layout, is_layers
 from gregale.errors import UserError
 from gregale.huggingface.folder import INDEX, SUFFIX, WEIGHTS, write_json
 from gregale.huggingface.safetensors import Plan, Tensor, plan_file
@@ -54,11 +54,11 @@ class Writer:
         Raises `UserError` if a value is too large for its dtype.
         """
         transposing: dict[np.dtype, Transposing] = {}
-        for layer in (None,) if slot.layers is None else range(slot.layers):
+        for row, layer in enumerate([None] if slot.layers is None else slot.layers):
             tensor = self._tensors[slot.name(layer)]
             if tensor.dtype not in transposing:
                 transposing[tensor.dtype] = self._transposing(slot, parameter, tensor.dtype)
-            found, is_finite = transposing[tensor.dtype](parameter.array, layer or 0)
+            found, is_finite = transposing[tensor.dtype](parameter.array, row)
             if tensor.dtype.itemsize < parameter.dtype.itemsize and not is_finite:
                 raise UserError(
                     f"dtype: {tensor.name} has values that are too large for {tensor.dtype}; bfloat16 or float32 holds "
@@ -74,14 +74,14 @@ class Writer:
                 os.fsync(file.fileno())
 
     def _transposing(self, slot: Slot, parameter: NamedArray, dtype: np.dtype) -> Transposing:
-        """Return a function of a parameter and a layer: the tensor with the file's axes, and whether it is finite."""
-        own = [axis.name for axis in parameter.axes if axis.name != LAYERS]
+        """Return a function of a parameter and a row of its stack: the tensor, and whether it is finite."""
+        own = [axis.name for axis in parameter.axes if not is_layers(axis.name)]
         order = tuple(own.index(name) for name in slot.flat)
         stacked = slot.layers is not None
-        assert not stacked or parameter.axes[0].name == LAYERS
+        assert not stacked or is_layers(parameter.axes[0].name)
 
-        def transposed(array: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
-            part = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
+        def transposed(array: jax.Array, row: int) -> tuple[jax.Array, jax.Array]:
+            part = jax.lax.dynamic_index_in_dim(array, row, keepdims=False) if stacked else array
             found = part.transpose(order).astype(dtype)
             return found, jnp.isfinite(found).all()
 
@@ -102,11 +102,11 @@ def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
 
 def layers_by_name(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
     """Return tensor's name -> its slot and layer, in the order of the computation: layer by layer."""
-    layers = max(slot.layers or 0 for slot in slots)
+    layers = sorted({layer for slot in slots for layer in slot.layers or ()})
     outside = [slot for slot in slots if slot.layers is None]
     found: dict[str, tuple[Slot, int | None]] = {outside[0].hub: (outside[0], None)}
-    for layer in range(layers):
-        found |= {slot.name(layer): (slot, layer) for slot in slots if slot.layers is not None}
+    for layer in layers:
+        found |= {slot.name(layer): (slot, layer) for slot in slots if layer in (slot.layers or ())}
     return found | {slot.hub: (slot, None) for slot in outside[1:]}
 
 

@@ -1,6 +1,6 @@
-"""The inner optimizer of an island in host memory, for a joining island that has none.
+"""The inner optimizer and the buffers of an island in host memory, for a joining island that has none.
 
-The joiner takes its moments and counters from a peer. So its learning rate is that of the fleet, and its first steps do
+The joiner takes them from a peer. So its learning rate is that of the fleet, and its first steps do
 not come from an optimizer with empty moments.
 """
 
@@ -25,7 +25,7 @@ class InnerOptimizerState(NamedTuple):
 
 
 def on_host(state: PsdpState) -> dict[str, np.ndarray]:
-    """Return this host's shards of a state's optimizer, by key; wait for the device."""
+    """Return this host's shards of a state's optimizer and buffers, by key; wait for the device."""
     found = {}
     for path, array in _arrays(state).items():
         found |= {key: np.array(shard) for key, shard in shards_here(path, array).items()}
@@ -44,15 +44,19 @@ def expected(state: PsdpState) -> Expected:
 
 
 def taken_over(state: PsdpState, arrays: Mapping[str, np.ndarray]) -> PsdpState:
-    """Return the state with the optimizer made of the shards `arrays` and unchanged parameters."""
+    """Return the state with optimizer and buffers made of the shards `arrays`, and unchanged parameters."""
     own = _arrays(state)
     places = {path: array.sharding for path, array in own.items()}
     new = [on_devices(arrays, path, own[path].shape, place) for path, place in places.items()]  # pyright: ignore
-    sharded, gathered = jax.tree.unflatten(jax.tree.structure((state.sharded, state.gathered)), new)
-    return state._replace(sharded=sharded, gathered=gathered)
+    sharded, gathered, buffers = jax.tree.unflatten(jax.tree.structure(_parts(state)), new)
+    return state._replace(sharded=sharded, gathered=gathered, buffers=buffers)
 
 
 def _arrays(state: PsdpState) -> dict[str, jax.Array]:
-    """Return the optimizer's arrays by path, in leaf order."""
-    leaves = jax.tree_util.tree_flatten_with_path((state.sharded, state.gathered))[0]
+    """Return the arrays of the optimizer and the buffers by path, in leaf order."""
+    leaves = jax.tree_util.tree_flatten_with_path(_parts(state))[0]
     return {f"inner/{jax.tree_util.keystr(path, simple=True, separator='.')}": array for path, array in leaves}
+
+
+def _parts(state: PsdpState) -> tuple:
+    return state.sharded, state.gathered, state.buffers

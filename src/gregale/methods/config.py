@@ -2,24 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import draccus
 import jax
 import optax
 
+from gregale.axes.layer_stacks import layer_order
 from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import layers_in
 from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.methods.separate import Mixing
-from gregale.model.config import CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Settings, between, setting, whole
 
@@ -180,7 +180,7 @@ class DilocoConfig(SyncConfig):
             inner=inner,
             outer=self.outer_optimizer(inner, parts),
             layout=layout,
-            schedule=self.schedule(layers_in(inner.model)),
+            schedule=self.schedule_of(inner.model),
             mixing=self.mixing,
             dropout=self.dropout,
             seed=parts.seed,
@@ -192,7 +192,7 @@ class DilocoConfig(SyncConfig):
         """Return the method of one island with its own mesh; actions of islands (absence) are not simulated."""
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
-        outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
+        outer, schedule = self.outer_optimizer(inner, parts), self.schedule_of(inner.model)
         return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
@@ -255,6 +255,11 @@ class DilocoConfig(SyncConfig):
     def mixing(self) -> float:
         """Return alpha, the weight of a replica's own parameters."""
         return 0.0
+
+    def schedule_of(self, model: Any) -> Schedule:
+        """Return the schedule of sends and applications for a model."""
+        order = layer_order(model)
+        return replace(self.schedule(len(order)), order=order if any(order) else ())
 
     def schedule(self, layers: int) -> Schedule:
         """Return the schedule of sends and applications for a number of layers; raise `UserError`."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,15 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import Layout, Tree, is_parameter, vmap_over
+from gregale.axes.layer_stacks import layer_order
+from gregale.axes.layout import Layout, Tree, vmap_over
+from gregale.axes.parameters import buffers_of, trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
-from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
+from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, per_fragment
 from gregale.methods.method import Actions, PsdpState
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
@@ -99,7 +100,7 @@ class Diloco(Separate):
 
         Raises `UserError` if the schedule and the model have different numbers of layers.
         """
-        layers = layers_in(model)
+        layers = len(layer_order(model))
         if schedule.fragments > 1 and schedule.layers != layers:
             raise UserError(
                 f"the schedule is for {schedule.layers} layers, but the model's arrays are stacked over {layers} on "
@@ -127,12 +128,11 @@ class Diloco(Separate):
         return state._replace(outer=state.outer._replace(error=None))
 
     def to_psdp(self, state: DilocoState) -> PsdpState:
-        """Return the PSDP state of the outer parameters, with the average of the replicas' optimizer states.
+        """Return the PSDP state of the outer parameters, with averages of the replicas' optimizer states and buffers.
 
         It has no error of quantised averages; `Psdp.reset_error` adds one.
         """
-        sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
-        return PsdpState(self.outer_parameters(state), sharded, gathered)
+        return self.replicas.joined(state.inner, self.outer_parameters(state))
 
     def shardings(self, state: DilocoState) -> DilocoState:
         seen = self.layout.shardings(state.seen, {self.axis: self.axis})
@@ -197,7 +197,7 @@ class Diloco(Separate):
 
     def bytes_sent(self, step: int) -> int:
         """Return the bytes that a device has sent over the axis in the first `step` steps, for parameters."""
-        parameters = eqx.filter(self.inner.model, is_parameter)
+        parameters = trainable(self.inner.model)
         total = 0
         for index in range(self.schedule.fragments):
             if fragment := Fragment.at(self.schedule, index, 0):
@@ -222,11 +222,14 @@ class Diloco(Separate):
 
     def eval_model(self, state: DilocoState) -> Tree:
         """Return the model to evaluate: with the outer parameters, the plain average, or the first replica's."""
-        if self.evaluate == "average":
-            return self.inner.model_with(self.replicas.average(state.inner.parameters))
         if self.evaluate == "first_replica":
             return self.replica(state, 0)
-        return self.inner.model_with(self.outer_parameters(state))
+        if self.evaluate == "average":
+            parameters = self.replicas.average(state.inner.parameters)
+        else:
+            parameters = self.outer_parameters(state)
+        buffers = None if state.inner is None else self.replicas.joined_buffers(state.inner)
+        return self.inner.model_with(parameters, buffers)
 
     def eval_subset(self, state: DilocoState) -> DilocoState:
         if self.evaluate != "outer":
@@ -235,11 +238,13 @@ class Diloco(Separate):
         return DilocoState(None, outer, None, None)  # type: ignore[arg-type]
 
     def needs_full_state(self, step: int) -> bool:
-        """Return whether a fragment is due after `step` steps and waits for the next step's program."""
-        return self.schedule.delay > 0 and self.schedule.sent(step) is not None
+        """Return whether replicas have buffers, or a fragment is due after `step` steps and waits for the next step."""
+        waits = self.schedule.delay > 0 and self.schedule.sent(step) is not None
+        return waits or buffers_of(self.inner.model) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
-        return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
+        inner = state.inner
+        return self.inner.model_with(*(self.replicas.one(tree, index) for tree in (inner.parameters, inner.buffers)))
 
     @property
     def round(self) -> Round:

@@ -1,5 +1,6 @@
 """Fragments of a tree of parameters, split along the named `layers` axis."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +11,8 @@ import numpy as np
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, Tree, is_named
+from gregale.axes.layer_stacks import layers_axis
+from gregale.axes.layout import Tree, is_named
 from gregale.communication.feedback import ErrorState
 from gregale.methods.schedule import Schedule
 
@@ -22,26 +24,27 @@ class Fragment(eqx.Module):
 
     - `index`: int32 scalar, the fragment's number
     - `sent`: int32 scalar, the number of steps after which it was sent
-    - `layers`: int32 [layers of the fragment]; None for the fragment of all arrays without a `layers` axis
+    - `rows`: by the axis of each stack of layers, int32 [layers of the fragment in it]; None for the fragment of all
+      arrays without such an axis
     - `whole`: whether it is the whole tree (P = 1)
     """
 
     index: Any
     sent: Any
-    layers: Any
+    rows: Any
     whole: bool = eqx.field(static=True)
 
     @staticmethod
     def at(schedule: Schedule, index: int | None, sent: int) -> "Fragment | None":
         if index is None:
             return None
-        layers = schedule.layers_of(index) if index else None
-        return Fragment(np.int32(index), np.int32(sent), layers, whole=schedule.fragments == 1)
+        rows = schedule.rows_of(index) if index else None
+        return Fragment(np.int32(index), np.int32(sent), rows, whole=schedule.fragments == 1)
 
     def take(self, tree: Tree) -> Tree:
         """Return the fragment's part of a tree, None elsewhere.
 
-        It has the fragment's layers of arrays stacked over `layers`, and the fragment's own entry of arrays with an
+        It has the fragment's layers of stacked arrays, and the fragment's own entry of arrays with an
         axis `fragment`. Other arrays are whole if they belong to the fragment.
         """
         return jax.tree.map(self._take, tree, is_leaf=is_named)
@@ -53,11 +56,12 @@ class Fragment(eqx.Module):
     def _take(self, leaf):
         if _has(leaf, FRAGMENT):
             return leaf.rearrange((FRAGMENT, ...)).array[self.index]
-        if self.whole or (self.layers is None and not _has(leaf, LAYERS)):
+        axis = layers_axis(leaf)
+        if self.whole or (self.rows is None and axis is None):
             return leaf
-        if self.layers is None or not _has(leaf, LAYERS):
+        if self.rows is None or axis not in self.rows:
             return None
-        return NamedArray(jnp.take(leaf.array, self.layers, axis=leaf.axis_names.index(LAYERS)), leaf.axis_names)
+        return NamedArray(jnp.take(leaf.array, self.rows[axis], axis=leaf.axis_names.index(axis)), leaf.axis_names)
 
     def _put(self, leaf, new):
         if new is None:
@@ -65,9 +69,10 @@ class Fragment(eqx.Module):
         if _has(leaf, FRAGMENT):
             leaf = leaf.rearrange((FRAGMENT, ...))
             return NamedArray(leaf.array.at[self.index].set(new), leaf.axis_names)
-        if self.layers is None:
+        if self.rows is None:
             return new
-        place = (slice(None),) * leaf.axis_names.index(LAYERS) + (self.layers,)
+        axis = layers_axis(leaf)
+        place = (slice(None),) * leaf.axis_names.index(axis) + (self.rows[axis],)
         return NamedArray(leaf.array.at[place].set(new.array), leaf.axis_names)
 
 
@@ -75,22 +80,25 @@ class Alike(NamedTuple):
     """The kinds of a schedule's fragments: fragments of equal size share a compiled branch."""
 
     kind: np.ndarray  # int32 [fragment]
-    layers: list[np.ndarray | None]  # by kind: int32 [fragment, layers of the kind], other fragments' rows unused
+    rows: list[dict[str, np.ndarray] | None]  # by kind and axis: int32 [fragment, rows], other fragments' unused
 
 
 def fragments_alike(schedule: Schedule) -> Alike:
-    """Group a schedule's fragments by their numbers of layers; the one without layers is kind 0."""
-    numbers = range(1, schedule.fragments)
-    sizes = sorted({len(schedule.layers_of(number)) for number in numbers})
-    kind, layers = (
-        np.zeros(schedule.fragments, np.int32),
-        [None, *(np.zeros((schedule.fragments, n), np.int32) for n in sizes)],
-    )
-    for number in numbers:
-        own = schedule.layers_of(number)
-        kind[number] = 1 + sizes.index(len(own))
-        layers[kind[number]][number] = own
-    return Alike(kind, layers)
+    """Group a schedule's fragments by their numbers of rows; the one without layers is kind 0."""
+    kind, rows = np.zeros(schedule.fragments, np.int32), []
+    of_each = {number: schedule.rows_of(number) for number in range(1, schedule.fragments)}
+    for sizes in sorted({sizes_of(own) for own in of_each.values()}):
+        rows.append({axis: np.zeros((schedule.fragments, count), np.int32) for axis, count in sizes})
+        for number in (number for number, own in of_each.items() if sizes_of(own) == sizes):
+            kind[number] = len(rows)
+            for axis, own in of_each[number].items():
+                rows[-1][axis][number] = own
+    return Alike(kind, [None, *rows])
+
+
+def sizes_of(rows: Mapping[str, np.ndarray]) -> tuple[tuple[str, int], ...]:
+    """Return the number of a fragment's rows in each stack."""
+    return tuple((axis, len(own)) for axis, own in rows.items())
 
 
 def _has(leaf, name: str) -> bool:
@@ -114,9 +122,3 @@ def errors_per_fragment(error: ErrorState | None, fragments: int) -> ErrorState 
     if error is None:
         return None
     return error._replace(steps=hax.zeros(hax.Axis(FRAGMENT, fragments), jnp.int32))
-
-
-def layers_in(tree: Tree) -> int:
-    """Return the number of layers over which a tree's arrays are stacked; 0 if none is."""
-    sizes = [leaf.resolve_axis(LAYERS).size for leaf in jax.tree.leaves(tree, is_leaf=is_named) if _has(leaf, LAYERS)]
-    return sizes[0] if sizes else 0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, Tree, is_named
+from gregale.axes.layout import Tree, is_layers, is_named
 
 Probe = Callable[[Tree, Tree], Tree]
 """probe(model, batch) -> named arrays: what else is looked at, of the model and the batch that a step computes with."""
@@ -40,7 +40,7 @@ def squares(tree: Tree) -> Tree:
     def one(leaf) -> NamedArray:
         names = leaf.axis_names if is_named(leaf) else ()
         array = leaf.array if is_named(leaf) else leaf
-        over = tuple(place for place in range(array.ndim) if names[place : place + 1] != (LAYERS,))
-        return NamedArray(jnp.sum(jnp.square(array.astype(jnp.float32)), axis=over), tuple({LAYERS} & set(names)))
+        over = tuple(place for place in range(array.ndim) if not any(map(is_layers, names[place : place + 1])))
+        return NamedArray(jnp.sum(jnp.square(array.astype(jnp.float32)), axis=over), tuple(filter(is_layers, names)))
 
     return jax.tree.map(one, tree, is_leaf=is_named)

@@ -22,7 +22,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import ISLAND, Layout, Tree, is_parameter
+from gregale.axes.layout import ISLAND, Layout, Tree
+from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, load
 from gregale.communication.collective_phases import encoded, remember
@@ -46,7 +46,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
 from gregale.methods.traffic import PsdpTraffic
-from gregale.model.config import CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 
 
 class IslandState(NamedTuple):
@@ -132,7 +132,7 @@ class Island(Method):
     @property
     def parameters(self) -> Tree:
         """Return the model's parameters, or their abstract forms."""
-        return eqx.filter(self.inner.model, is_parameter)
+        return trainable(self.inner.model)
 
     @property
     def finest(self) -> Layout:

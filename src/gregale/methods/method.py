@@ -38,6 +38,7 @@ class PsdpState(NamedTuple):
     sharded: Tree  # the optimizer's state, under `opt_state`
     gathered: Tree  # the state of the optimizer's second part: scalars
     error: Tree = None  # the unsent rest of quantised averages; None if averages are exact
+    buffers: Tree = None  # the model's buffers, under `compute`; None if it has none
 
 
 class Method(ABC):

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from haliax import NamedArray
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import AxisMapping, Layout, Tree, is_parameter
+from gregale.axes.layout import AxisMapping, Layout, Tree
+from gregale.axes.parameters import buffers_of, is_parameter, trainable, with_buffers
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.layer_groups import cut_layers, joined_layers
@@ -42,9 +44,11 @@ class Psdp(Method):
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
         updates = optimizer(grads), under opt_state
         params  = params + (updates gathered to params)
+        buffers = update_buffers(model before the step, sums of `Losses.statistics`, sum of weights)
 
     - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained
     - `loss`: loss(model, batch) -> `Losses`, or (sum of losses, sum of weights)
+    - `update_buffers`: update_buffers(model, statistics, weight) -> the model with new buffers; default: its own
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed in sequence
@@ -64,6 +68,9 @@ class Psdp(Method):
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
     measure: Probe = field(default=lambda model, batch: {})
+    update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
+        default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
+    )
 
     name: ClassVar[str] = "psdp"
 
@@ -73,12 +80,14 @@ class Psdp(Method):
         Call it under `jax.jit`, best with the model's own initialisation, to create all arrays in shards.
         """
         layout = self.layout
-        parameters = eqx.filter(self.model if model is None else model, is_parameter)
-        parameters = layout.constrain(parameters, layout.params)
+        model = self.model if model is None else model
+        parameters = layout.constrain(trainable(model), layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
         parameters = layout.constrain(parameters, self.home)
-        return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+        buffers = layout.constrain(buffers_of(model), layout.compute)
+        sharded = layout.constrain(sharded, layout.opt_state)
+        return self.reset_error(PsdpState(parameters, sharded, gathered, buffers=buffers))
 
     @property
     def home(self) -> AxisMapping:
@@ -95,6 +104,7 @@ class Psdp(Method):
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
             error=self.reducer.shardings(state.error),
+            buffers=layout.shardings(state.buffers, layout.compute),
         )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
@@ -104,24 +114,24 @@ class Psdp(Method):
         """
         ready = self.ready(state)
         moved, _, metrics = self._moved(state, ready, batch)
-        own = self.measure(self.model_with(joined_layers(ready)), batch)
+        own = self.measure(self.model_with(joined_layers(ready), state.buffers), batch)
         return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         ready = self.ready(state)
         moved, grads, _ = self._moved(state, ready, batch)
-        probed = probe(self.model_with(joined_layers(ready)), batch)
+        probed = probe(self.model_with(joined_layers(ready), state.buffers), batch)
         return inspected(state.parameters, grads, moved.parameters, probed)
 
     def _moved(self, state: PsdpState, ready: Tree, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
-        sums, reducer = self.sums(ready, batch), self.reducer
+        sums, reducer = self.sums(ready, batch, state.buffers), self.reducer
         weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
         loss, named = loss / weight, {name: each / weight for name, each in zip(sums.named, named, strict=True)}
         reduced, error = reducer.reduce(sums.gradients, weight, state.error)
         grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
-        moved = self.apply(moved, updates)
+        moved = self.apply(moved, updates)._replace(buffers=self._next_buffers(state, sums, weight))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return moved, grads, StepMetrics(loss, weight, norm, finite, named=named)
 
@@ -132,9 +142,23 @@ class Psdp(Method):
             return parameters
         return layout.constrain(layout.constrain(cut_layers(parameters, self.first_layers), self.home), layout.params)
 
-    def sums(self, ready: Tree, batch: Tree) -> Accumulated:
+    def sums(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
-        return accumulate(self._loss, ready, batch, self.layout, self.microbatches, self.prepare)
+
+        def loss(parameters: Tree, batch: Tree):
+            return self.loss(self.model_with(joined_layers(parameters), buffers), batch)
+
+        return accumulate(loss, ready, batch, self.layout, self.microbatches, self.prepare)
+
+    def _next_buffers(self, state: PsdpState, sums: Accumulated, weight: jax.Array) -> Tree:
+        """Return the model's buffers after a step, from its sums over all replicas."""
+        if state.buffers is None:
+            return None
+        model = self.model_with(self.layout.constrain(state.parameters, self.layout.params), state.buffers)
+        names = [array.axis_names[1:] for array in sums.statistics.values()]
+        totals = map(NamedArray, self.reducer.totals(*sums.statistics.values()), names)
+        updated = self.update_buffers(model, dict(zip(sums.statistics, totals, strict=True)), weight)
+        return self.layout.constrain(buffers_of(updated), self.layout.compute)
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
         """Run the optimizer on averaged gradients under `opt_state`.
@@ -163,7 +187,7 @@ class Psdp(Method):
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
-        sums = self.sums(self.ready(state), batch)
+        sums = self.sums(self.ready(state), batch, state.buffers)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 
@@ -179,7 +203,7 @@ class Psdp(Method):
 
     def bytes_sent(self, step: int) -> int:
         """Return a device's bytes over `replica` in the first `step` steps, for gradients and updates."""
-        return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
+        return step * self.reducer.bytes_sent(trainable(self.model))
 
     def trees(self, state: PsdpState) -> dict[str, Tree]:
         return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
@@ -188,13 +212,17 @@ class Psdp(Method):
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        return self.model_with(self.layout.constrain(state.parameters, self.layout.params))
+        return self.model_with(self.layout.constrain(state.parameters, self.layout.params), state.buffers)
 
-    def model_with(self, parameters: Tree) -> Tree:
-        return eqx.combine(parameters, self._static)
+    def arrays(self, state: PsdpState) -> Tree:
+        """Return the parameters and buffers of a state, in the structure of the model."""
+        return with_buffers(state.parameters, state.buffers)
+
+    def model_with(self, parameters: Tree, buffers: Tree = None) -> Tree:
+        return eqx.combine(with_buffers(parameters, buffers), self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
-        return PsdpState(state.parameters, None, None)
+        return PsdpState(state.parameters, None, None, buffers=state.buffers)
 
     @property
     def reducer(self) -> Reducer:
@@ -203,6 +231,3 @@ class Psdp(Method):
     @property
     def _static(self) -> Tree:
         return eqx.filter(self.model, is_parameter, inverse=True)
-
-    def _loss(self, parameters: Tree, batch: Tree):
-        return self.loss(eqx.combine(joined_layers(parameters), self._static), batch)

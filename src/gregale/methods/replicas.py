@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import BATCH, ISLAND, REPLICA, Layout, Tree, is_named, vmap_over
+from gregale.axes.layout import BATCH, ISLAND, REPLICA, AxisMapping, Layout, Tree, is_named, vmap_over
 from gregale.communication.reduce import all_gather_params, reduce_replicas
 from gregale.methods.method import PsdpState
 
@@ -59,6 +59,7 @@ class Replicas:
             parameters=per_replica(state.parameters, self.inside.params),
             sharded=per_replica(state.sharded, self.inside.opt_state),
             gathered=per_replica(state.gathered, {}),
+            buffers=per_replica(state.buffers, self.inside.compute),
         )
 
     def shardings_of_any(self, tree: Tree) -> Tree:
@@ -84,8 +85,17 @@ class Replicas:
         mean = reduce_replicas(tree, self.Lanes.size, self.outer, self.axis)
         return all_gather_params(self.layout.constrain(mean, self.layout.opt_state), self.layout)
 
-    def joined(self, optimizer: Tree) -> Tree:
-        """Turn [replica, ...] into the average [...] of optimizer states under `opt_state`; counters are the first."""
+    def joined(self, state: PsdpState, parameters: Tree) -> PsdpState:
+        """Turn states [replica, ...] into one with `parameters`, and the averages of optimizer states and buffers."""
+        sharded, gathered = (self._mean(part, self.layout.opt_state) for part in (state.sharded, state.gathered))
+        return PsdpState(parameters, sharded, gathered, buffers=self.joined_buffers(state))
+
+    def joined_buffers(self, state: PsdpState) -> Tree:
+        """Return the average of the replicas' buffers, under `compute`."""
+        return self._mean(state.buffers, self.layout.compute)
+
+    def _mean(self, tree: Tree, mapping: AxisMapping) -> Tree:
+        """Turn [replica, ...] into the average [...] under a mapping; of counters, into the first."""
 
         def one(leaf):
             array = leaf.array if is_named(leaf) else leaf
@@ -93,4 +103,4 @@ class Replicas:
                 return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
             return reduce_replicas(leaf, self.Lanes.size, self.outer, self.axis)
 
-        return self.layout.constrain(jax.tree.map(one, optimizer, is_leaf=is_named), self.layout.opt_state)
+        return self.layout.constrain(jax.tree.map(one, tree, is_leaf=is_named), mapping)

@@ -68,13 +68,13 @@ class Round:
         index = jnp.argmax(due).astype(jnp.int32)
         alike = fragments_alike(schedule)
 
-        def sent(layers: np.ndarray | None) -> OuterState:
-            own_layers = None if layers is None else jnp.asarray(layers)[index]
-            fragment = Fragment(index, step, own_layers, whole=schedule.fragments == 1)
+        def sent(rows: dict[str, np.ndarray] | None) -> OuterState:
+            own_rows = jax.tree.map(lambda of_each: jnp.asarray(of_each)[index], rows)
+            fragment = Fragment(index, step, own_rows, whole=schedule.fragments == 1)
             return self.send(outer, own, seen, fragment)[0]
 
         kind = jnp.where(due.any(), 1 + jnp.asarray(alike.kind)[index], 0)
-        branches = [lambda: outer, *(partial(sent, layers) for layers in alike.layers)]
+        branches = [lambda: outer, *(partial(sent, rows) for rows in alike.rows)]
         return jax.lax.switch(kind, branches)
 
     def apply(self, parameters: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:

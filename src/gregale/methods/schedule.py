@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gregale.axes.layer_stacks import layer_numbers
+from gregale.axes.layout import LAYERS
 from gregale.errors import UserError
 
 PATTERNS = ("sequential", "strided")
@@ -29,6 +31,7 @@ class Schedule:
     - `delay`: tau, steps from a send to its application
     - `layers`: number of layers
     - `pattern`: `sequential`, each fragment consecutive layers, or `strided`, every (P - 1)-th
+    - `order`: the structure of each layer, see `gregale.axes.layer_stacks`; empty: one structure
     """
 
     period: int
@@ -36,6 +39,7 @@ class Schedule:
     delay: int = 0
     layers: int = 1
     pattern: str = "strided"
+    order: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.period < 1:
@@ -107,3 +111,11 @@ class Schedule:
         if self.pattern == "strided":
             return np.arange(fragment - 1, self.layers, groups, dtype=np.int32)
         return np.array_split(np.arange(self.layers, dtype=np.int32), groups)[fragment - 1]
+
+    def rows_of(self, fragment: int) -> dict[str, np.ndarray]:
+        """Return, for the axis of each stack, the rows of a fragment > 0 in it, int32; no stack without a row."""
+        layers = self.layers_of(fragment)
+        if not self.order:
+            return {LAYERS: layers}
+        rows = {axis: np.flatnonzero(np.isin(own, layers)) for axis, own in layer_numbers(self.order).items()}
+        return {axis: own.astype(np.int32) for axis, own in rows.items() if own.size}

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
-
 from gregale.audit.memory import bytes_on_device
-from gregale.axes.layout import EMBED, Layout, is_parameter, vmap_over
+from gregale.axes.layout import EMBED, Layout, vmap_over
+from gregale.axes.parameters import trainable
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, Method, PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp
@@ -109,7 +108,7 @@ class Mixing(Separate, ABC):
     def parameter_bytes(self) -> int:
         """Return the bytes of a replica's parameters on one device, for `bytes_sent`."""
         layout = self.step_layout
-        return bytes_on_device(layout.abstract(eqx.filter(self.inner.model, is_parameter), layout.params))
+        return bytes_on_device(layout.abstract(trainable(self.inner.model), layout.params))
 
     def from_psdp(self, start: PsdpState, step: Any) -> MixingState:
         del step
@@ -117,8 +116,7 @@ class Mixing(Separate, ABC):
         return MixingState(inner, self.begin(inner.parameters))
 
     def to_psdp(self, state: MixingState) -> PsdpState:
-        sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
-        return PsdpState(self.joined(state.inner.parameters, state.own), sharded, gathered)
+        return self.replicas.joined(state.inner, self.joined(state.inner.parameters, state.own))
 
     def shardings(self, state: MixingState) -> MixingState:
         return MixingState(self.replicas.shardings(state.inner), self.replicas.shardings_of_any(state.own))
@@ -145,7 +143,7 @@ class Mixing(Separate, ABC):
         return found if state.own is None else {**found, "own": state.own}
 
     def eval_model(self, state: MixingState) -> Tree:
-        return self.inner.model_with(self.joined(state.inner.parameters, state.own))
+        return self.inner.eval_model(self.to_psdp(state))
 
     def eval_subset(self, state: MixingState) -> MixingState:
         return MixingState(self.inner.eval_subset(state.inner), state.own)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 
 from gregale.audit.step import ParameterShape
@@ -19,9 +18,10 @@ from gregale.audit.traffic import (
     send_transfers,
     sent_bytes,
 )
-from gregale.axes.layout import Layout, Tree, is_named, is_parameter
+from gregale.axes.layout import Layout, Tree, is_named
+from gregale.axes.parameters import trainable
 from gregale.communication.quantised import QuantisedReducer, Reducer
-from gregale.methods.fragments import Fragment
+from gregale.methods.fragments import Fragment, sizes_of
 from gregale.methods.schedule import Schedule, StepFragments
 
 SYNCHRONISE = "synchronise"
@@ -64,7 +64,7 @@ class PsdpTraffic:
 
     def bytes_a_step(self) -> tuple[float, float]:
         """Return a device's bytes over the slow axis for the parameters: average and maximum of a step."""
-        sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
+        sent = float(self.reducer.bytes_sent(trainable(self.model)))
         return sent, sent
 
 
@@ -152,17 +152,16 @@ class DilocoTraffic:
 
     def part(self, fragment: int) -> ParameterShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""
-        layers = self.schedule.layers_of(fragment) if fragment else ()
-        return self._parts[fragment == 0, len(layers)]
+        return self._parts[sizes_of(self.schedule.rows_of(fragment)) if fragment else ()]
 
     @cached_property
-    def _parts(self) -> dict[tuple[bool, int], ParameterShape]:
-        """Return a cache of sizes: fragments with equal numbers of layers have the same sizes."""
+    def _parts(self) -> dict[tuple, ParameterShape]:
+        """Return a cache of sizes: fragments with equal numbers of rows have the same sizes."""
         schedule, found = self.schedule, {}
         for index in range(schedule.fragments):
             fragment = Fragment.at(schedule, index, 0)
             assert fragment is not None
-            key = index == 0, 0 if fragment.layers is None else len(fragment.layers)
+            key = sizes_of(fragment.rows or {})
             if key not in found:
                 part = jax.eval_shape(fragment.take, list(self.step.weights))
                 weights = [leaf for leaf in jax.tree.leaves(part, is_leaf=is_named) if is_named(leaf)]

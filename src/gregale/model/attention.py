@@ -1,5 +1,9 @@
 """Grouped-query attention with rotary embeddings (RoFormer, arXiv 2104.09864), and its largest logits."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -11,13 +15,16 @@ from haliax.nn import Linear
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import position_order
 from gregale.model.cache import Cache, DecodeStep
-from gregale.model.config import LayerKind, LlamaConfig
-from gregale.model.execution import Execution, named
+from gregale.model.execution import Execution
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import Kind, by_kind
+from gregale.model.layer_kinds import Kind
 from gregale.model.norm import RmsNorm
+from gregale.model.remat import named
 from gregale.model.scaling import RotaryScaling
+
+if TYPE_CHECKING:
+    from gregale.model.config import LayerKind, LlamaConfig
 
 QUERIES = 256  # whose largest logits are computed at a time, because kernels never hold them in memory
 ORDER = (BATCH, POSITION, ..., "head_size")  # of attention's input arrays
@@ -32,10 +39,10 @@ class Attention(eqx.Module):
     out: Linear  # [Heads, HeadSize] -> [Embed]
     query_norm: RmsNorm | None  # [HeadSize] or [Heads, HeadSize]
     key_norm: RmsNorm | None  # [HeadSize] or [KvHeads, HeadSize]
-    config: LlamaConfig = eqx.field(static=True)
+    config: "LlamaConfig" = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> "Attention":
+    def init(config: "LlamaConfig", key) -> "Attention":
         keys = jax.random.split(key, 4)
         c = config
 
@@ -91,7 +98,7 @@ class Attention(eqx.Module):
 
         order = position_order(q.resolve_axis(POSITION).size, execution.layout.context)
 
-        def largest(of: LayerKind, q, k, ids) -> jax.Array:
+        def largest(of: "LayerKind", q, k, ids) -> jax.Array:
             return largest_logits(q, k, ids, of.window, order)
 
         return NamedArray(by_kind(self.config, kind, largest, q.array, k.array, ids), (BATCH, self.config.KvHeads.name))
@@ -116,7 +123,7 @@ class Attention(eqx.Module):
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
-        def attend(of: LayerKind, q, k, v, ids) -> jax.Array:
+        def attend(of: "LayerKind", q, k, v, ids) -> jax.Array:
             return execution.attend(q, k, v, ids, of.window, self.config.score_softcap)
 
         attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids)
@@ -143,7 +150,7 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
 
 
 def rotate(
-    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = 0
+    x: NamedArray, positions: NamedArray, config: "LlamaConfig", kernels: Kernels = PLAIN, kind: Kind = 0
 ) -> NamedArray:
     """Turn channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
@@ -190,3 +197,13 @@ def largest_logits(
     # The last block begins early enough to be whole: it repeats queries, which does not change the largest.
     starts = jnp.minimum(jnp.arange(0, length, block), length - block)
     return jax.lax.scan(of_block, none, starts)[0]
+
+
+def by_kind(config: "LlamaConfig", kind: Kind, function: Callable[..., Any], *arguments) -> Any:
+    """Return `function(the layer's kind, *arguments)`, which must have the same shapes for all kinds.
+
+    If the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is selected.
+    """
+    if isinstance(kind, NamedArray):
+        return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)
+    return function(config.kinds[kind], *arguments)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import draccus
 import jax
@@ -19,6 +19,9 @@ Batch = dict[str, NamedArray]
 
 class LanguageModel(Protocol):
     """The methods that a run needs of a model, an Equinox module whose floating-point arrays are trained.
+
+    A model with a `gregale.axes.parameters.Buffer` also has `update_buffers(statistics, weight)`: it returns the model
+    with new buffers, from the sums of `Losses.statistics` and of the weights over a whole step.
 
     `logits` is optional: sampling and tasks need it. A model may have faster forms of it: `prefill`, `decode` and
     `unstacked` for sampling with a cache, and `scores` for tasks (`gregale.model.llama.Llama`).
@@ -58,6 +61,12 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 
     splits_positions: ClassVar[bool] = False
 
+    # Subclasses have these as fields, whose order they keep: annotated here they would be the first.
+    vocabulary = cast(int | None, None)  # tokens; None: the tokenizer's, padded
+    row_multiple = cast(int, 1)  # of the rows of a table with `vocabulary`
+    layers = cast(int | None, None)  # stacked layers; None: it has none that a pipeline could run
+    rotary_scaling = cast(Any, None)  # for a longer context
+    kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.layer_kinds`
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
 
     @classmethod

@@ -19,6 +19,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
+from gregale.axes.layer_stacks import is_stacks
 from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.position_order import chunk_order
 from gregale.model.execution import Execution
@@ -182,7 +183,8 @@ def for_tokens(execution: Execution) -> Execution:
 
 def slots_of(caches) -> int:
     """Return the slots of the caches of a model's layers, stacked or in a tuple."""
-    return (caches[0] if isinstance(caches, tuple) else caches).slots
+    stack = caches.parts[0] if is_stacks(caches) else caches
+    return (stack[0] if isinstance(stack, tuple) else stack).slots
 
 
 # The computation of a device for its rows and heads.

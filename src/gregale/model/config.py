@@ -1,37 +1,24 @@
-"""Model configurations: the architecture of a model of the Llama family, and its computation."""
+"""The configuration of models of the Llama family."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from haliax import Axis
 
 from gregale.errors import KeyedError
 from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
+from gregale.model.losses import Logits
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Range, Settings, above, at_least, setting, whole
+from gregale.settings import Range, above, at_least, setting, whole
 
 if TYPE_CHECKING:
     from gregale.model.llama import Llama
 
-REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
-RULES = ("auto", "plain")
-ATTENTION = ("auto", "splash", "cudnn", "xla")
-MATMUL = ("dtype", "int8", "fp8")
-CompilerOptions = dict[str, bool | int | float | str]
 NORMS = ("before", "after", "around")
 ACTIVATIONS = ("silu", "gelu")
 QK_NORM_OVER = ("head", "heads")
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-class Logits(NamedTuple):
-    """The treatment of the products with the head."""
-
-    cap: float | None = None  # limits them by tanh; None: no limit
-    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all
 
 
 class LayerKind(NamedTuple):
@@ -144,6 +131,16 @@ class LlamaConfig(Sizes):
         kinds = self.kinds
         return tuple(kinds.index(self._kind(layer)) for layer in range(self.layers))
 
+    @property
+    def structure_numbers(self) -> tuple[int, ...]:
+        """Return the structure of each layer, see `structure`."""
+        return (0,) * self.layers
+
+    def structure(self, number: int) -> "LlamaConfig":
+        """Return the sizes of the layers of a structure, as a configuration; a subclass may have several."""
+        del number
+        return self
+
     def _kind(self, layer: int) -> LayerKind:
         if self.sliding_window is None or layer in self.full_layers:
             return LayerKind(None, self.rotary_base, self.rotary_scaling)
@@ -200,41 +197,3 @@ class GemmaConfig(LlamaConfig):
         aliases=("rope_local_base_freq",),
         fixed=MEANING,
     )
-
-
-GATHER = ("per_layer", "per_step")
-
-
-@dataclass(frozen=True)
-class ComputeConfig(Settings):
-    """The computation of a model; it changes the results only by rounding, `matmul` by that to 8 bits."""
-
-    dtype: str = setting(
-        "bfloat16",
-        "dtype of activations and gathered weights",
-        choices=tuple(DTYPES),
-        aliases=("precision", "mixed_precision", "torch_dtype", "bf16"),
-    )
-    matmul: str = setting(
-        "dtype",
-        "numbers of the layers' linear products",
-        choices=MATMUL,
-        aliases=("quantization", "quant", "quantize"),
-    )
-    gather: str = setting("per_layer", "weights over data: ZeRO-3, or kept", choices=GATHER)
-    remat: str = setting(
-        "full",
-        "what a layer saves for its backward pass",
-        choices=REMAT,
-        aliases=("activation_checkpointing", "checkpointing", "recompute"),
-    )
-    unroll: int | None = setting(None, "layers unrolled; null: by backend", range=whole(1))
-    autodiff_rules: str = setting("auto", "rules of differentiation; auto: the platform's", choices=RULES)
-    attention: str = setting(
-        "auto",
-        "attention; auto: the fastest that fits",
-        choices=ATTENTION,
-        aliases=("attn_implementation", "flash_attention", "attention_backend"),
-    )
-    loss_block: int = setting(1024, "tokens whose logits are held at a time", range=whole(1))
-    compiler_options: CompilerOptions = setting(dict, "XLA's own options")

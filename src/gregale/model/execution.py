@@ -1,4 +1,4 @@
-"""The execution of a model: the sharding and precision of its arrays, and the values that its layers save."""
+"""The execution of a model: the placement and precision of its arrays, its kernels, and the run of its layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,58 +8,25 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from haliax.axis import axis_spec_to_tuple
-from haliax.jax_utils import tree_checkpoint_name
-from haliax.nn import Linear, ScanCheckpointPolicy
-from jax.ad_checkpoint import checkpoint_name
+from haliax.nn import Linear
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, LAYERS, POSITION, AxisMapping, Layout
+from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout
 from gregale.errors import UserError
-from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
+from gregale.model.base import ModelConfig
+from gregale.model.compute_config import DTYPES, ComputeConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
-from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
+from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.quantised import FORMATS, Quantised, in_eight_bits, quantised_product
 from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
-from gregale.model.layer_kinds import Stretch, cut, joined, kind_constants, stretches
-
-# Names of a block's intermediates (`jax.ad_checkpoint.checkpoint_name`), which remat policies use.
-PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
-
-CARRY, WEIGHTS = "layer_input", "layer_weights"  # the names of a layer's inputs
-
-CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # avoids a second forward pass of attention
-
-REMAT_POLICIES = {
-    "none": ScanCheckpointPolicy(disable=True),
-    "full": ScanCheckpointPolicy(simple=True),
-    "context": CONTEXT,
-    "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
-    "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
-    "offload": ScanCheckpointPolicy(save_carries="offload"),
-}
-
-# If `model` splits the stream (`Execution.stream`), a device also keeps its part of attention's output. So the backward
-# pass adds nothing over `model` again, which pays for the gathers that it repeats.
-PART = "part_of_"
-PARTS = [f"{PART}attention_out"]
-SPLIT_POLICIES = {
-    "none": REMAT_POLICIES["none"],
-    "full": ScanCheckpointPolicy(save_block_internals=PARTS),
-    "context": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME, *PARTS]),
-    "context_offload": ScanCheckpointPolicy(save_block_internals=PARTS, offload_block_internals=[ATTENTION_NAME]),
-    "offload": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=PARTS),
-}
-
-TO_HOST = ("offload", "context_offload")  # policies that move saved values to the host's memory
-
-# Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
-UNROLL = {"cpu": 4}
-
+from gregale.model.layer_kinds import in_periods
+from gregale.model.layer_scan import LayerScan
+from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
@@ -192,17 +159,13 @@ class Execution:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
-        - `weights`: named arrays with the leading axis `layers`, ungathered
-        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
-          differentiated
+        - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.layer_stacks.Stacks`
+        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
         - `takes_square`: `block` also takes the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
-
-            def layer(x, layer, rows, execution):
-                return block(x, layer["weights"], layer.get("kind", 0), rows, execution)
-
-            return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
+            layer, periods = in_periods(block, weights, kinds)
+            return self.stack(layer, x, periods, rows)
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
             if not (takes_square and self.kernels.hands_on_squares):
@@ -219,71 +182,11 @@ class Execution:
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
         """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
 
-        For tuples, with one tree per layer, the outs are a tuple.
+        For tuples, with one tree per layer, the outs are a tuple; for `Stacks` they are `Stacks` too.
         """
-        if isinstance(weights, tuple):
-            outs = []
-            for layer in zip(weights, kinds, *more, strict=True):
-                carry, out = block(carry, *layer)
-                outs.append(out)
-            return carry, tuple(outs)
-        parts, outs, mixed = stretches(kinds, self.first_layers), [], len(set(kinds)) > 1
-        # Equal layers after first ones are slower if they are computed again late: 0.8 percent for an 8B model on v5e.
-        late = self.recomputes_late and (mixed or not self.first_layers)
-        for number, (part, layers) in enumerate(zip(parts, cut((weights, *more), parts), strict=True)):
-            if number and self.first_layers:
-                # The weights are awaited after the first layers, and their gradients are complete before theirs.
-                carry, layers = jax.lax.optimization_barrier((carry, layers))
-            elif mixed:
-                carry, layers = gradients_together((carry, layers))
-            carry, out = self._scan_stretch(block, part, carry, layers, late)
-            outs.append(out)
-        return carry, joined(outs)
-
-    def _scan_stretch(self, block: Callable, part: Stretch, carry, layers, late: bool):
-        """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
-        policies, Layers = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES, Axis(LAYERS, part.repeats)
-        policy = policies[self.remat]
-        if late or (self.first_layers and part.repeats == 1):
-            policy = replace(policy, prevent_cse=True)
-        unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
-        if len(part.pattern) == 1:
-            (kind,) = part.pattern
-
-            def alone(carry, weights, *more):
-                return block(carry, weights, kind, *more)
-
-            carry, out = hax.scan(alone, Layers, remat=policy, unroll=unroll)(carry, *layers[0])
-            return carry, (out,)
-
-        def one(kind: int) -> Callable:
-            def layer(carry, weights, *more):
-                return block(tree_checkpoint_name(carry, CARRY), weights, kind, *more)
-
-            return policy.checkpoint(CARRY, WEIGHTS, layer)
-
-        def pattern(carry, *layers):
-            outs = []
-            for kind, (weights, *more) in zip(part.pattern, layers, strict=True):
-                carry, out = one(kind)(*gradients_together((carry, weights)), *more)
-                outs.append(out)
-            return carry, tuple(outs)
-
-        return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
-
-
-@jax.custom_vjp
-def gradients_together(values):
-    """Return the values, whose gradients are used only when all are complete.
-
-    Between layers, the compiler then does not put off the products for weights, which need the layer's activations.
-    """
-    return values
-
-
-gradients_together.defvjp(
-    lambda values: (values, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
-)
+        policies = SPLIT_POLICIES if self.splits_stream else REMAT_POLICIES
+        scan = LayerScan(policies[self.remat], self.unroll, self.first_layers, self.recomputes_late)
+        return scan(block, kinds, carry, weights, *more)
 
 
 def channels_last(x: NamedArray, layout: Layout, mapping: AxisMapping) -> NamedArray:
@@ -342,8 +245,3 @@ def shares_layers(layout: Layout) -> bool:
     """Return whether the same devices, more than one, split both halves of a layer: attention and MLP."""
     heads, mlp = (layout.mesh_axes((name,), layout.compute) for name in ("heads", "mlp"))
     return heads == mlp and layout.devices(("mlp",), layout.compute) > 1
-
-
-def named(x: NamedArray, name: str) -> NamedArray:
-    """Name an intermediate for remat policies."""
-    return NamedArray(checkpoint_name(x.array, name), x.axis_names)

@@ -5,24 +5,29 @@ kinds repeats. A scan over a stretch has a whole pattern in its body, each layer
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from gregale.axes.layer_stacks import Stacks, is_stacks, renamed, stack_axis
 from gregale.axes.layout import LAYERS
-from gregale.model.config import LlamaConfig
+from gregale.errors import UserError
 
 Kind = NamedArray | int
 """A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
 
 
-class Stretch(NamedTuple):
-    """Layers with the kinds of `pattern`, repeated `repeats` times."""
+Label = tuple[int, int]
+"""The structure of a layer (`Stacks`) and its kind; equal layers are scanned together."""
 
-    pattern: tuple[int, ...]
+
+class Stretch(NamedTuple):
+    """Layers with the labels of `pattern`, repeated `repeats` times."""
+
+    pattern: tuple[Label, ...]
     repeats: int
 
     @property
@@ -38,36 +43,59 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 
 @cache
-def stretches(kinds: tuple[int, ...], first: int = 0) -> tuple[Stretch, ...]:
-    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns.
+def stretches(labels: tuple[Label, ...], first: int = 0) -> tuple[Stretch, ...]:
+    """Return the stretches of a model's layers by their labels: few, with few layers in their patterns.
 
     - `first`: a number of layers after which a stretch ends
     """
     if first:
-        return stretches(kinds[:first]) + stretches(kinds[first:])
+        return stretches(labels[:first]) + stretches(labels[first:])
     best: list[tuple[Stretch, ...]] = [()]
-    for end in range(1, len(kinds) + 1):
+    for end in range(1, len(labels) + 1):
         found = [
-            (*best[start], Stretch(kinds[start : start + period], (end - start) // period))
+            (*best[start], Stretch(labels[start : start + period], (end - start) // period))
             for start in range(end)
             for period in range(1, end - start + 1)
-            if (end - start) % period == 0 and kinds[start : end - period] == kinds[start + period : end]
+            if (end - start) % period == 0 and labels[start : end - period] == labels[start + period : end]
         ]
         best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
     return best[-1]
 
 
-def layers_apart(kinds: tuple[int, ...]) -> int:
-    """Return the number of layers in the first pattern of kinds, if others follow; else 0."""
-    period = len(stretches(kinds)[0].pattern) if kinds else 0
-    return period if period < len(kinds) else 0
+def labels_of(layers: Any, kinds: tuple[int, ...]) -> tuple[Label, ...]:
+    """Return the label of each layer, of stacked arrays with these kinds."""
+    order = layers.order if is_stacks(layers) else (0,) * len(kinds)
+    return tuple(zip(order, kinds, strict=True))
+
+
+def layers_apart(labels: tuple[Label, ...]) -> int:
+    """Return the number of layers in the first pattern of labels, if others follow; else 0."""
+    period = len(stretches(labels)[0].pattern) if labels else 0
+    return period if period < len(labels) else 0
 
 
 def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
     """Return, for each stretch and each index of its pattern, a tree of arrays [repeats, ...] from [layers, ...].
 
-    Gradients are joined in the same way, each array once.
+    Gradients are joined in the same way, each array once. `Stacks` are cut one by one, and all have `layers` then.
     """
+    if not is_stacks(stacked):
+        return _cut_stack(stacked, parts)
+    pieces = {}
+    for structure in dict.fromkeys(stacked.order):
+        own = [number for number, part in enumerate(parts) if _own(part, structure).pattern]
+        stack = renamed(stacked.parts[structure], stack_axis(structure), LAYERS)
+        found = _cut_stack(stack, [_own(parts[number], structure) for number in own])
+        pieces |= {(number, structure): iter(each) for number, each in zip(own, found, strict=True)}
+    return [[next(pieces[number, label[0]]) for label in part.pattern] for number, part in enumerate(parts)]
+
+
+def _own(part: Stretch, structure: int) -> Stretch:
+    """Return the layers of one structure in a stretch."""
+    return part._replace(pattern=tuple(label for label in part.pattern if label[0] == structure))
+
+
+def _cut_stack(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
     leaves, structure = jax.tree.flatten(stacked)
     by_leaf = [_cut(leaf, parts) for leaf in leaves]
     return [
@@ -89,8 +117,22 @@ def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
     return [places(each, part) for each, part in zip(whole, parts, strict=True)]
 
 
-def joined(pieces: Sequence[Sequence[Any]]) -> Any:
-    """Invert `cut`."""
+def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Sequence[Stretch]) -> Any:
+    """Invert `cut`: return stacked arrays, or `Stacks` of them if layers have several structures."""
+    order = tuple(structure for structure, _ in labels)
+    if not any(order):
+        return _joined_stack(pieces)
+    stacks = []
+    for structure in range(max(order) + 1):
+        own = [
+            [piece for piece, label in zip(each, part.pattern, strict=True) if label[0] == structure]
+            for each, part in zip(pieces, parts, strict=True)
+        ]
+        stacks.append(renamed(_joined_stack([each for each in own if each]), LAYERS, stack_axis(structure)))
+    return Stacks(stacks, order)
+
+
+def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
 
     def whole(*places: jax.Array) -> jax.Array:
         if len(places) == 1:
@@ -103,11 +145,26 @@ def joined(pieces: Sequence[Sequence[Any]]) -> Any:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_stretches)
 
 
-def by_kind(config: LlamaConfig, kind: Kind, function: Callable[..., Any], *arguments) -> Any:
-    """Return `function(the layer's kind, *arguments)`, which must have the same shapes for all kinds.
+def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[Callable, list[dict[str, Any]]]:
+    """Return what a pipeline runs in place of single layers: `layer`, and the stacked arrays of each index of a period.
 
-    If the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is selected.
+    A period is the pattern of structures that repeats: all stages run the same program. For layers of one structure it
+    is one layer. Raises `UserError` if the structures do not repeat.
     """
-    if isinstance(kind, NamedArray):
-        return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)
-    return function(config.kinds[kind], *arguments)
+    parts = stretches(labels_of(weights, (0,) * len(kinds)))
+    pattern = parts[0].pattern
+    if len(parts) > 1:
+        shown = ", ".join(f"{part.repeats} x {[structure for structure, _ in part.pattern]}" for part in parts)
+        raise UserError(
+            f"pipeline: the stages run one program, and the structures of this model's layers do not repeat: {shown}. "
+            "Use a model whose pattern of structures repeats, or no pipeline."
+        )
+    of_places = [kinds[place :: len(pattern)] for place in range(len(pattern))]
+
+    def layer(x, period, rows, execution):
+        for own, of_place in zip(period, of_places, strict=True):
+            x = block(x, own["weights"], own.get("kind", of_place[0]), rows, execution)
+        return x
+
+    stacks = zip(cut(weights, parts)[0], of_places, strict=True)
+    return layer, [{"weights": own, **kind_constants(of_place)} for own, of_place in stacks]

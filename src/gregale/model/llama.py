@@ -1,26 +1,32 @@
 """The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
 
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LAYERS, POSITION, is_named, is_parameter
+from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
+from gregale.axes.layout import BATCH, POSITION, is_named
 from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
-from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
-from gregale.model.execution import Execution, named
+from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
+from gregale.model.remat import named
 from gregale.model.target_log_probs import target_scores
+
+if TYPE_CHECKING:
+    from gregale.model.config import LlamaConfig
 
 
 class Mlp(eqx.Module):
@@ -32,7 +38,7 @@ class Mlp(eqx.Module):
     activation: str = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> "Mlp":
+    def init(config: "LlamaConfig", key) -> "Mlp":
         keys = jax.random.split(key, 3)
         c = config
         return Mlp(
@@ -65,10 +71,10 @@ class Block(eqx.Module):
     mlp_norm: RmsNorm  # [Embed]
     mlp: Mlp
     mlp_out_norm: RmsNorm | None  # [Embed]
-    config: LlamaConfig = eqx.field(static=True)
+    config: "LlamaConfig" = eqx.field(static=True)
 
     @staticmethod
-    def init(config: LlamaConfig, key) -> "Block":
+    def init(config: "LlamaConfig", key) -> "Block":
         attention_key, mlp_key = jax.random.split(key)
         around = config.norms == "around"
         return Block(
@@ -125,18 +131,25 @@ class Llama(eqx.Module):
     """A decoder-only language model of the Llama family."""
 
     embedding: NamedArray  # [Vocab, Embed]
-    blocks: Block  # every array with a leading [Layers]
+    blocks: Block | Stacks  # every array with a leading [Layers]
     norm: RmsNorm  # [Embed]
     head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
-    config: LlamaConfig = eqx.field(static=True)
+    config: "LlamaConfig" = eqx.field(static=True)
 
     @classmethod
-    def init(cls, config: LlamaConfig, Vocab: Axis, key) -> Self:
+    def init(cls, config: "LlamaConfig", Vocab: Axis, key) -> Self:
         table_key, head_key, blocks_key = jax.random.split(key, 3)
-        keys = jax.random.split(blocks_key, config.layers)
+        keys, order = jax.random.split(blocks_key, config.layers), config.structure_numbers
+
+        def stack(structure: int) -> Block:
+            own = keys[np.flatnonzero(np.asarray(order) == structure)]
+            init = partial(Block.init, config.structure(structure))
+            return hax.vmap(init, Axis(stack_axis(structure), len(own)))(own)
+
+        stacks = [stack(structure) for structure in range(max(order) + 1)]
         return cls(
             embedding=hax.random.normal(table_key, (Vocab, config.Embed)) * config.init_scale,
-            blocks=hax.vmap(lambda key: Block.init(config, key), config.Layers)(keys),
+            blocks=stacks[0] if len(stacks) == 1 else Stacks(stacks, order),
             norm=norm(config),
             head=None if config.tied_head else hax.random.normal(head_key, (config.Embed, Vocab)) * config.init_scale,
             config=config,
@@ -200,17 +213,21 @@ class Llama(eqx.Module):
             ready = execution.gathered_layer(weights)
             taken = ready.attends_to(x, execution)
             largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
-            return ready(x, positions, segments, kind, execution), largest
+            return ready(x, positions, segments, kind, execution), hax.max(largest, axis=(BATCH, "kv_heads"))
 
         x = execution.stream(self._embedded(batch["tokens"], execution))
         _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
-        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
+        return in_layer_order(largest)
 
     def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""
 
-        def block(i: int) -> Block:
-            return jax.tree.map(lambda leaf: leaf[LAYERS, i], self.blocks, is_leaf=is_named)
+        order = layer_order(self.blocks)
+
+        def block(layer: int) -> Block:
+            structure, row = order[layer], order[:layer].count(order[layer])
+            stack = self.blocks.parts[structure] if isinstance(self.blocks, Stacks) else self.blocks
+            return jax.tree.map(lambda leaf: leaf[stack_axis(structure), row], stack, is_leaf=is_named)
 
         return eqx.tree_at(lambda model: model.blocks, self, tuple(block(i) for i in range(self.config.layers)))
 
@@ -274,10 +291,5 @@ class Llama(eqx.Module):
         return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
 
 
-def norm(config: LlamaConfig) -> RmsNorm:
+def norm(config: "LlamaConfig") -> RmsNorm:
     return RmsNorm.init(config.Embed, config)
-
-
-def parameter_count(model) -> int:
-    """Return the number of values in all parameters of a model; works on abstract ones."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model) if is_parameter(leaf))

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
 from gregale.axes.vocabulary import loss_blocks
-from gregale.model.config import Logits
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
+from gregale.model.losses import Logits
 
 ALL = Logits()
 SAMPLE = 128  # columns of the head whose mean logit predicts the size of a row's logits

@@ -1,4 +1,4 @@
-"""The sums that a model's loss returns."""
+"""The sums that a model's loss returns, and the treatment of its logits."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from haliax import NamedArray
 
 
 class Losses(NamedTuple):
-    """The sums over the tokens of a batch that a model's `loss` returns, all float32 scalars.
+    """The sums over the tokens of a batch that a model's `loss` returns, float32 scalars, but for `statistics`.
 
         trained:    (loss + sum of auxiliary) / weight
         evaluated:  loss / weight
@@ -20,6 +21,7 @@ class Losses(NamedTuple):
     - `weight`: the sum of the weights
     - `auxiliary`: further terms by name, such as a z-loss: they have gradients, and are no part of a held-out loss
     - `metrics`: sums by name that are only logged
+    - `statistics`: sums by name, named arrays of any axes but those of the batch, for the model's `update_buffers`
 
     A step logs each auxiliary term and metric by its name, divided by the weight.
     """
@@ -28,6 +30,7 @@ class Losses(NamedTuple):
     weight: jax.Array
     auxiliary: Mapping[str, jax.Array] = {}
     metrics: Mapping[str, jax.Array] = {}
+    statistics: Mapping[str, NamedArray] = {}
 
     @property
     def trained(self) -> jax.Array:
@@ -43,3 +46,10 @@ class Losses(NamedTuple):
 def losses_of(found: Any) -> Losses:
     """Return what a loss returned, `Losses` or the pair (loss, weight), as `Losses`."""
     return found if isinstance(found, Losses) else Losses(*found)
+
+
+class Logits(NamedTuple):
+    """The treatment of the products with the head."""
+
+    cap: float | None = None  # limits them by tanh; None: no limit
+    rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all

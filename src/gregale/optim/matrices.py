@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, LAYERS, is_named, is_parameter
+from gregale.axes.layout import EMBED, is_layers, is_named
+from gregale.axes.parameters import trainable
 
 VOCAB = "vocab"
 
@@ -28,7 +28,7 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
-    names = tuple(name for name in leaf.axis_names if name != LAYERS)
+    names = tuple(name for name in leaf.axis_names if not is_layers(name))
     others = tuple(name for name in names if name != EMBED)
     if EMBED not in names or not others or VOCAB in names:
         return None
@@ -46,4 +46,4 @@ def decays(leaf: NamedArray | jax.Array) -> bool:
 
 def map_parameters(function, parameters):
     """Return a tree with `function(leaf)` for every parameter, named or plain; None for untrained leaves."""
-    return jax.tree.map(function, eqx.filter(parameters, is_parameter), is_leaf=is_named)
+    return jax.tree.map(function, trainable(parameters), is_leaf=is_named)

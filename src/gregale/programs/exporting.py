@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ import yaml
 import gregale
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
+from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.data.progress import progress_bars, silent
 from gregale.data.sources.base import expand
@@ -50,7 +52,6 @@ from gregale.huggingface.writing import (
     write_index,
 )
 from gregale.model.config import LlamaConfig
-from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
@@ -143,6 +144,7 @@ def main(options: ExportOptions) -> int:
     with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
+        check_family(setup.model)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         family = family_that_has(model, imported.config.get("model_type"))
         rows = model.vocabulary or tokenizer.vocabulary_size
@@ -176,6 +178,27 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
             "folder. `gregale export` writes models of type llama and gemma."
         )
     return config.model
+
+
+def is_module(value: Any) -> bool:
+    return isinstance(value, eqx.Module)
+
+
+def check_family(module: Any) -> None:
+    """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
+
+    A class outside of Gregale and Haliax has to say that it does not, itself: a subclass of it may differ again.
+    """
+    kind = type(module)
+    if kind.__module__.partition(".")[0] not in ("gregale", "haliax") and not vars(kind).get("exports_as_llama"):
+        raise UserError(
+            f"the model has a {kind.__name__}, a class of your own, which may compute other outputs than the Llama "
+            f"that other programs make of its weights. If only its loss differs, write `exports_as_llama = True` into "
+            f"the body of {kind.__name__}."
+        )
+    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=is_module):
+        if is_module(part):
+            check_family(part)
 
 
 def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:

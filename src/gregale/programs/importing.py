@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from gregale.axes.parameters import parameter_count
 from gregale.data.config import DataConfig
 from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
@@ -18,8 +19,7 @@ from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.weights import check_finite, check_tied
-from gregale.model.config import ComputeConfig
-from gregale.model.llama import parameter_count
+from gregale.model.compute_config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig

@@ -30,7 +30,7 @@ class TrainingResult:
 
     - `run`: the run directory
     - `steps`: the steps done, with those of earlier calls; the newest checkpoint has their state
-    - `is_complete`: whether these are all steps; False after an interrupt
+    - `is_complete`: whether these are all steps, or a callback has ended the run; False after an interrupt
     - `evaluation`: the metrics of the last evaluation, such as `eval_loss`; empty without one
     """
 

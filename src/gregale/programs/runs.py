@@ -57,6 +57,8 @@ def main(options: RunsOptions) -> int:
     for summary in found:
         if summary.problem:
             say(f"{summary.name}: {summary.problem}")
+        if summary.stop_reason:
+            say(f"{summary.name}: a callback ended it: {summary.stop_reason}.")
     return 0
 
 

@@ -11,7 +11,8 @@ from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
-from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
+from gregale.model.compute_config import ComputeConfig
+from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole

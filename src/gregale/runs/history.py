@@ -83,6 +83,7 @@ class History:
     rounds: tuple[Entry, ...]  # of an island's rounds.jsonl
     is_running: bool  # whether a process trains the run now
     problems: tuple[str, ...]  # sentences about damaged or absent files
+    stop_reason: str | None = None  # of the callback that ended the run
 
 
 def read_history(run: RunPaths) -> History:
@@ -102,7 +103,8 @@ def read_history(run: RunPaths) -> History:
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     name, path = run.path.absolute().name, str(run.path)
-    return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems))
+    reason = None if is_running else run.stop_reason(run.recorded_checkpoint())
+    return History(name, path, config, metrics, samples, starts, changes, rounds, is_running, tuple(problems), reason)
 
 
 class FiguresReader:

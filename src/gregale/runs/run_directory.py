@@ -36,8 +36,10 @@ class RunDirectory(RunPaths):
         """Return the lines of metrics.jsonl, and a sentence about damaged lines."""
         return read_entries(self.metrics, number="step")
 
-    def note_checkpoint(self, step: int) -> None:
-        write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
+    def note_checkpoint(self, step: int, stop_reason: str | None = None) -> None:
+        """Write the step of the newest checkpoint, and the reason of the callback that ended the run there."""
+        record = {"step": step} if stop_reason is None else {"step": step, "stop_reason": stop_reason}
+        write_bytes(self.newest_checkpoint, json.dumps(record).encode())
 
     def resume_hint(self) -> str:
         """Return a sentence about the checkpoint from which the same command would resume."""

@@ -58,8 +58,16 @@ class RunPaths:
 
     @property
     def newest_checkpoint(self) -> StoragePath:
-        """A file with the step of the newest checkpoint, to recognise a run whose checkpoints are gone."""
+        """A file with the step of the newest checkpoint, and the reason of a callback that ended the run there."""
         return self.path / "newest_checkpoint.json"
+
+    def stop_reason(self, step: int | None) -> str | None:
+        """Return the reason of the callback that ended the run after this step; None if none did."""
+        try:
+            record = json.loads(self.newest_checkpoint.read_bytes())
+            return str(record["stop_reason"]) if record["step"] == step else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
     def recorded_checkpoint(self) -> int | None:
         """Return the step of the newest committed checkpoint, even if it is gone; None before the first."""

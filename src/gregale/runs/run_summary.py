@@ -26,7 +26,7 @@ class State(StrEnum):
     """The state of a run."""
 
     RUNNING = "running"  # a process trains it
-    COMPLETE = "complete"  # all its steps are done, saved and evaluated
+    COMPLETE = "complete"  # all its steps are done, saved and evaluated, or a callback has ended it
     STOPPED = "stopped"  # the same command would resume it
     DAMAGED = "damaged"  # the newest checkpoint, the configuration or the metrics are damaged
     IMPORTED = "imported"  # an imported model, not a run
@@ -40,6 +40,7 @@ class Summary:
     path: str
     state: State
     problem: str | None = None  # a sentence about damage
+    stop_reason: str | None = None  # of the callback that ended it
     step: int = 0  # the last logged one
     steps: int | None = None  # as configured
     loss: float | None = None  # as all metrics: of the last logged step
@@ -85,6 +86,7 @@ def summary_of(run: RunPaths) -> Summary:
     config, problem = _config(run)
     step, evaluation, damage = last_entries(run.metrics)
     saved = run.recorded_checkpoint()
+    reason = run.stop_reason(saved)
     done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
     if is_running:
         state, problem = State.RUNNING, None
@@ -92,7 +94,7 @@ def summary_of(run: RunPaths) -> Summary:
         state = State.IMPORTED
     else:
         problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {damage}." if damage else None)
-        complete = _is_complete(run, config, saved, evaluation)
+        complete = reason is not None or _is_complete(run, config, saved, evaluation)
         state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
     sent = _number(step, "network_bytes_sent")
     return Summary(
@@ -100,6 +102,7 @@ def summary_of(run: RunPaths) -> Summary:
         path=str(run.path),
         state=state,
         problem=problem,
+        stop_reason=None if is_running else reason,
         step=done,
         steps=steps if type(steps) is int else None,
         loss=_number(step, "loss"),

@@ -79,6 +79,7 @@ class Pause:
     - `method`: the synchronisation method that takes the steps
     - `batch`: the batch of the step that follows; None in `after_step`
     - `trained`: makes the model to evaluate of the method's state
+    - `stop`: stop(reason) ends the run as complete, as its last step does; the reason is a text of one line
     """
 
     step: int
@@ -86,6 +87,7 @@ class Pause:
     method: Any
     batch: Tree
     trained: Callable[[Tree], Tree]
+    stop: Callable[[str], None]
 
     @cached_property
     def model(self) -> Tree:

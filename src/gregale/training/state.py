@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
 from gregale.methods.method import Method, StepMetrics
-from gregale.model.config import CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 from gregale.training.compiler_options import fast_compile_options
 
 Leaf = Any
@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
     method: Tree  # the method's own state
     skipped: Leaf  # int32 [*replica_axes]: steps skipped because loss or gradient was not finite
     skipped_in_a_row: Leaf  # int32 [*replica_axes]: skipped steps since the last step that was not skipped
-    joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: the parameters of `to_psdp`
+    joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: parameters and buffers of `to_psdp`
 
 
 class StepReport(NamedTuple):

@@ -14,9 +14,10 @@ from haliax import Axis
 
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.store import Checkpoints
+from gregale.distributed.signals import StopRequest
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.protocol.headers import seed
-from gregale.islands.trainer_command import ApplyRound, LoadOuterState, SendMessage
+from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, SendMessage
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
@@ -162,6 +163,9 @@ class Controller:
 
     def take(self) -> None: ...
 
+    def leave(self) -> None:
+        self.orders.append(Finish(complete=False))
+
     def to_save(self, batches: int) -> dict[str, Any]:
         return {"used": batches}
 
@@ -224,6 +228,15 @@ def test_a_state_that_is_replaced_loses_its_reports_and_its_tokens_once(island_s
     assert steps.seen() == [8.0]
 
 
+def test_an_island_that_a_callback_ends_leaves_complete_with_the_outer_parameters(island_steps):
+    steps, _ = island_steps([])
+    steps.state, steps.stop = broken(steps.state), StopRequest()
+    steps.stop.ask("enough")
+    assert steps.next_batch() is None
+    assert (steps.ended, steps.complete, steps.stop_reason) == (True, True, "enough")
+    assert not not_finite(steps.state.method)
+
+
 @pytest.mark.parametrize(("is_broken", "has_peers", "saves"), [(True, True, 0), (True, False, 1), (False, True, 1)])
 def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monkeypatch, is_broken, has_peers, saves):
     steps, controller = island_steps([])
@@ -235,7 +248,7 @@ def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monk
     nothing: Any = None
     saving = IslandSaving(setup, nothing, nothing, nothing, steps, (nothing, nothing), resources)
     state = broken(steps.state) if is_broken else steps.state
-    saving.after_step(Pause(3, state, steps.method, None, nothing))
+    saving.after_step(Pause(3, state, steps.method, None, nothing, nothing))
     assert len(saved) == saves, "without peers the save refuses it and ends the run"
 
 

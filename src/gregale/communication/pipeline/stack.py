@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named
+from gregale.axes.parameters import is_buffer, is_parameter
 from gregale.communication.pipeline.loop import (
     Loop,
     advanced,
@@ -57,10 +58,10 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
 
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
-    - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are not floats (a
-      layer's number, its window) are constants of their layers: neither cast nor gathered nor differentiated
+    - `weights`: named arrays with an axis `layers`, in the plain order of the model; buffers, and those that are not
+      floats (a layer's number, its window), are constants of their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
-    - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
+    - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids);
       they are not differentiated
     """
     schedule, layout = pipeline.schedule, loop_layout(pipeline.layout)
@@ -73,7 +74,7 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
         names=(STAGE, *parts.axis_names[1:]),
     )
     extras = jax.tree.map(lambda leaf: _in_parts(leaf, schedule, layout), extras, is_leaf=is_named)
-    weights, constants = eqx.partition(weights, lambda leaf: is_parameter(leaf.array), is_leaf=is_named)
+    weights, constants = eqx.partition(weights, _is_trained, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
     fixed = Fixed(layout.constrain(extras, layout.compute), layout.constrain(_grouped(constants, schedule), {}))
     io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
     out = run(_by_stage(weights, pipeline), io, fixed)
@@ -193,6 +194,10 @@ def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
 
     weights = jax.tree.map(cast, weights, is_leaf=is_named)
     return layout.constrain(_grouped(weights, pipeline.schedule), layout.params)
+
+
+def _is_trained(leaf) -> bool:
+    return is_named(leaf) and is_parameter(leaf.array)
 
 
 def _grouped(tree: Tree, schedule: Schedule) -> Tree:

@@ -126,6 +126,8 @@ def train(run: PreparedRun, token: bytes) -> int:
     setup, corpus, console = run.setup, run.corpus, run.console
     config = setup.config
     start, changed = run.starting_point()
+    if run.is_ended(start, changed):
+        return 0
     info = run.record_start(start, changed)
     with StopRequest() as stop:
         with ExitStack() as stack:

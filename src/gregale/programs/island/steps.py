@@ -100,7 +100,7 @@ class IslandSteps(Steps):
         assert isinstance(setup.method, Island)
         self.method = self._island = setup.method
         self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
-        self._stop, self._spent = stop, spent
+        self.stop, self._spent = stop, spent
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
@@ -117,12 +117,12 @@ class IslandSteps(Steps):
 
     @property
     def complete(self) -> bool:
-        return self._finish is not None and self._finish.complete
+        return self._finish is not None and (self._finish.complete or self.stop_reason is not None)
 
     def next_batch(self) -> Batch | None:
         """Return the next leased batch; without one, execute commands until there is one."""
         while not self.ended:
-            if self._stop.agreed(self.step) and not self._is_leaving:
+            if not self._is_leaving and self.is_stopped():
                 self._is_leaving = True
                 self._controller.leave()
                 self.between()

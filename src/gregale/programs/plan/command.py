@@ -95,7 +95,7 @@ def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Tar
 
 def tokens_of(config: TrainConfig) -> int:
     """Return the tokenizer's number of tokens; without its file, the configured number of rows of the model."""
-    tokenizer, rows = config.data.tokenizer, getattr(config.model, "vocabulary", None)
+    tokenizer, rows = config.data.tokenizer, config.model.vocabulary
     if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
         return rows
     return vocabulary_size(tokenizer)

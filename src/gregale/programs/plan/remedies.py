@@ -11,7 +11,7 @@ from gregale.audit.memory import Estimate
 from gregale.axes.mesh import make_mesh, slice_of
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
-from gregale.model.execution import TO_HOST
+from gregale.model.remat import TO_HOST
 from gregale.programs.plan.candidates import (
     Key,
     candidate_of,

@@ -9,9 +9,9 @@ from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
+from gregale.axes.parameters import parameter_count
 from gregale.methods.island import Island
 from gregale.model.execution import execution
-from gregale.model.llama import parameter_count
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of
@@ -25,7 +25,7 @@ from gregale.programs.plan.shapes import (
     step_shape,
     tree_bytes,
 )
-from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
+from gregale.programs.plan.step import MEMORY, STEP, Plan, Program, first_steps
 from gregale.programs.runtime.setup import Setup
 
 
@@ -223,7 +223,11 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     traffic = plan.setup.method.traffic(shape)
     if traffic is None:
         kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))
-        notes.append(f"sync.type is {kind}, which has no closed form of its traffic; the compiled program has it.")
+        runs = ", ".join(f"{name} in {program.share:.1%} of them" for name, program in plan.programs.items())
+        notes.append(
+            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of the first "
+            f"{first_steps(plan.setup):,} steps have it: {runs}."
+        )
     if plan.target.simulated:
         notes.append(
             "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices. --topology "

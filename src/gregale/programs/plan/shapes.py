@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
@@ -16,10 +15,11 @@ from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
-from gregale.axes.layout import MODEL, REPLICA, is_named, is_parameter
+from gregale.axes.layout import MODEL, REPLICA, is_named
+from gregale.axes.parameters import trainable
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.config import DTYPES
+from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
@@ -47,7 +47,7 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
     config, method = setup.config, method or setup.method
     return ParameterShape(
         layout=method.step_layout,
-        weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
+        weights=[leaf for leaf in jax.tree.leaves(trainable(setup.model), is_leaf=is_named) if is_named(leaf)],
         rows=config.batch.size,
         positions=config.batch.sequence_length,
         microbatches=config.batch.microbatches,
@@ -135,7 +135,7 @@ def tree_bytes(setup: Setup) -> Bytes:
     return Bytes(
         **trees,
         counters=bytes_on_device(state) - sum(trees.values()),
-        gradients=bytes_on_device(setup.layout.abstract(eqx.filter(setup.model, is_parameter), setup.layout.params)),
+        gradients=bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params)),
         batch=bytes_on_device(abstract_batch(setup)),
     )
 

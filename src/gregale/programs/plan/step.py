@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import haliax as hax
 import jax
@@ -17,6 +18,7 @@ from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
 from gregale.axes.mesh import make_mesh
+from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.loss import AGAIN
 from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, Outcome, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
@@ -35,6 +37,7 @@ from gregale.runs.config import TrainConfig
 from gregale.training.state import abstract_state
 
 STEP, WARM_UP = "step", "warm_up"
+FIRST_STEPS = 10_000
 CODE, MEMORY = "code", "memory"
 UNTIL = (CODE, MEMORY)  # full compilation; compilation to the schedule and the memory report, which is faster
 
@@ -45,6 +48,7 @@ class Program(Outcome):
 
     audit: Audit
     expected: list[Transfer]  # its transfers in closed form
+    share: float = 1  # of the steps, that run it
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Lowering:
     name: str
     lower: Callable[[], jax.stages.Lowered]  # traces the program from shapes alone
     expected: list[Transfer]  # its transfers in closed form
+    share: float = 0  # of the steps, that run it; 0 if the closed form of the traffic tells
 
 
 Compile = Callable[[Lowering], Outcome]
@@ -63,40 +68,66 @@ def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Pr
     """Return the compiled programs of `train` by name, without allocation.
 
     - `step`: the step of PSDP, or of DiLoCo's replicas without SEND or APPLY
-    - the method's other programs, by the names of its traffic's `kinds`; those of a method without them are not found
+    - the method's other programs, by the names of its traffic's `kinds`; without a closed form of the traffic those of
+      the first steps, such as `step_30`, by the first step that runs the program
     - `warm_up`: the PSDP step before another method begins
     """
     with hax.axis_mapping({}):
-        return {
-            each.name: _read(setup, target, compile_(each), each.expected) for each in lowerings(setup, target.backend)
-        }
+        return {each.name: _read(setup, target, compile_(each), each) for each in lowerings(setup, target.backend)}
 
 
 def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
-    sent, step = step_transfers(setup, backend), stepper.program.lower
-    yield Lowering(STEP, partial(step, state, batch, *method.actions(1).during), sent)
+    sent, step = step_transfers(setup, backend), partial(stepper.program.lower, state, batch)
+    synchronise = partial(stepper.synchronise.lower, state)
     traffic = method.traffic(parameter_shape(setup))
-    for name, kind in ({} if traffic is None else traffic.kinds()).items():
-        actions = method.actions(kind.step)
-        if actions.after is not None:
-            yield Lowering(name, partial(stepper.synchronise.lower, state, actions.after), kind.transfers)
-        else:
-            yield Lowering(name, partial(step, state, batch, *actions.during), sent + kind.transfers)
+    if traffic is None:
+        first = list(map(method.actions, range(1, first_steps(setup) + 1)))
+        for name, during, share in _kinds(STEP, [each.during for each in first]):
+            yield Lowering(name, partial(step, *during), sent, share)
+        for name, after, share in _kinds(SYNCHRONISE, [each.after for each in first]):
+            if after is not None:
+                yield Lowering(name, partial(synchronise, after), [], share)
+    else:
+        yield Lowering(STEP, partial(step, *method.actions(1).during), sent, 1)
+        for name, kind in traffic.kinds().items():
+            actions = method.actions(kind.step)
+            if actions.after is not None:
+                yield Lowering(name, partial(synchronise, actions.after), kind.transfers)
+            else:
+                yield Lowering(name, partial(step, *actions.during), sent + kind.transfers)
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
         yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))
 
 
-def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:
+def first_steps(setup: Setup) -> int:
+    """Return the number of steps in which `lowerings` looks for the programs of a method without a closed form."""
+    return min(setup.config.steps, FIRST_STEPS)
+
+
+def _kinds(name: str, given: list[Any]) -> list[tuple[str, Any, float]]:
+    """Return the kinds of arguments in the first steps: a program's name, arguments, and their share of the steps.
+
+    Arguments of equal structure, shapes and dtypes have one program.
+    """
+    found: dict[Any, list[int]] = {}
+    for index, arguments in enumerate(given):
+        leaves, structure = jax.tree.flatten(arguments)
+        found.setdefault((structure, *map(jax.typeof, leaves)), []).append(index)
+    first = [(indices[0], len(indices) / len(given)) for indices in found.values()]
+    return [(f"{name}_{index + 1}" if index else name, given[index], share) for index, share in first]
+
+
+def _read(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering) -> Program:
     found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         # Simulated devices have no slices, so `replica` counts as the slow link.
         far = [BETWEEN if set(each.touched) & set(FAR_AXES) else INSIDE for each in found.collectives]
         pairs = zip(found.collectives, far, strict=True)
         found = Audit(tuple(replace(collective, link=link) for collective, link in pairs))
-    return Program(**vars(outcome), audit=found, expected=expected)
+    return Program(**vars(outcome), audit=found, expected=lowering.expected, share=lowering.share)
 
 
 def known_trips(setup: Setup) -> dict[str, int]:
@@ -136,15 +167,16 @@ class Plan:
         """Return the bytes that a device sends over each link in a step, for DiLoCo on average.
 
         They are from the compiled step. For simulated devices, because XLA:CPU sends bfloat16 as float32, and for
-        methods whose steps differ, they are from the closed form if there is one.
+        methods whose steps differ, they are from the closed form if there is one, else the average of the first steps.
         """
         if self.target.simulated or len(self.programs) > 1:
             estimated = estimated_link_bytes(self.setup)
             if estimated is not None:
                 return estimated
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
-        for collective in self.step.audit.collectives:
-            sent[collective.link] += collective.bytes_sent * (collective.times or 1)
+        for program in self.programs.values():
+            for collective in program.audit.collectives:
+                sent[collective.link] += program.share * collective.bytes_sent * (collective.times or 1)
         return sent
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:

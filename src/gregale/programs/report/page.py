@@ -55,11 +55,13 @@ def report_page(
 
 
 def problems_of(runs: Sequence[ReportRun]) -> list[str]:
-    """Return the problems of the runs' files and metrics, and the runs that still train."""
+    """Return the problems of the runs' files and metrics, and the runs that still train or that a callback ended."""
     found = []
     for run in runs:
         if run.history.is_running:
             found.append(f"{run.label} is still training; the report is a snapshot.")
+        if run.history.stop_reason is not None:
+            found.append(f"A callback ended {run.label}: {run.history.stop_reason}.")
         found += run.history.problems
         if not len(run.history.figures):
             found.append(f"{run.label} has no metrics yet: it has logged no step.")

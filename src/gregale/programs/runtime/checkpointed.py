@@ -14,7 +14,7 @@ from gregale.training.state import TrainState, abstract_state
 
 
 def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
-    """Return the state after `step` steps as stored, with joined parameters for an evaluation that has no replicas."""
+    """Return the state after `step` steps as stored, with joined arrays for an evaluation that has no replicas."""
     if not method.needs_full_state(step):
         return state
     assert method is setup.method
@@ -86,7 +86,7 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     if setup.config.sync.evaluates_replicas:
         return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
     if recorded(metadata, "joined"):
-        return TrainState(None, None, None, None, abstract_state(setup.psdp, setup.model).method.parameters)
+        return TrainState(None, None, None, None, setup.psdp.arrays(abstract_state(setup.psdp, setup.model).method))
     return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
 
 

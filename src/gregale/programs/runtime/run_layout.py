@@ -81,8 +81,8 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
                 "order of `batch` and `embed`. Leave these two out of mapping, or remove the pipeline."
             )
     schedule = config.pipeline.schedule(stages)
-    if (layers := getattr(config.model, "layers", None)) is not None:
-        schedule.layers_per_stage(layers)
+    if config.model.layers is not None:
+        schedule.layers_per_stage(config.model.layers)
     if config.compute.gather == "per_step":
         raise UserError(
             "compute.gather is per_step, but a pipeline has its own window of gathered weights. Use compute.gather "

@@ -51,7 +51,7 @@ class Scorer:
         self._setup, config = setup, setup.config
         check_scored(setup.model, config.model.get_choice_name(type(config.model)))
         execution = setup.evaluation_execution()
-        vocabulary = getattr(config.model, "vocabulary", None) or tokenizer.vocabulary_size
+        vocabulary = config.model.vocabulary or tokenizer.vocabulary_size
 
         def sums(model, batch: dict[str, NamedArray]) -> tuple[jax.Array, jax.Array]:
             found, likeliest = scores(model, batch, vocabulary, execution)

@@ -7,28 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from equinox import is_array
 from haliax import Axis
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Layout
 from gregale.axes.mesh import make_mesh
+from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, naming_own_code
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
-from gregale.model.config import CompilerOptions, ModelConfig
+from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
-from gregale.model.layer_kinds import layers_apart
-from gregale.model.llama import parameter_count
-from gregale.model.losses import Losses, losses_of
+from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
-from gregale.tracking.metrics import metric_of
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
@@ -91,8 +89,12 @@ class Setup:
 
     @cached_property
     def joined_parameters(self) -> Callable[[Any], Any]:
-        """Return the program that joins the parameters of a state of `method`; all saves of a run share it."""
-        return jax.jit(lambda state: self.method.to_psdp(state).parameters, compiler_options=self.compiler_options)
+        """Return the program that joins parameters and buffers of a state of `method`; all saves of a run share it."""
+
+        def joined(state):
+            return self.psdp.arrays(self.method.to_psdp(state))
+
+        return jax.jit(joined, compiler_options=self.compiler_options)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -139,13 +141,13 @@ class Setup:
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
     """Return the model's vocabulary axis for a tokenizer of `tokens` tokens."""
-    wanted = getattr(config.model, "vocabulary", None)
+    wanted = config.model.vocabulary
     if wanted is not None and wanted < tokens:
         raise UserError(
             f"model.vocabulary is {wanted}, but the tokenizer has {tokens} tokens; it has to be at least {tokens}, or "
             f"null for the tokenizer's own, padded to a multiple of {VOCABULARY_MULTIPLE}."
         )
-    multiple = VOCABULARY_MULTIPLE if wanted is None else getattr(config.model, "row_multiple", 1)
+    multiple = VOCABULARY_MULTIPLE if wanted is None else config.model.row_multiple
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
@@ -165,6 +167,10 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
         model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
+    if buffers_of(model) is not None and not hasattr(model, "update_buffers"):
+        raise UserError(
+            f"model.type {kind}: {type(model).__name__} has a buffer, and no `update_buffers(statistics, weight)`."
+        )
     check_axes(config, layout, model)
     check_parameters(model)
     callbacks = tuple(built(each) for each in config.callbacks)
@@ -222,7 +228,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     if config.pipeline is not None:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
-    first = first_layers(config, layout)
+    first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
@@ -234,11 +240,12 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
         first_layers=first,
+        update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
 
 
-def first_layers(config: TrainConfig, layout: Layout) -> int:
+def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     """Return the number of layers behind whose passes PSDP hides the transfers of all others; 0: it hides none.
 
     Only TPUs overlap transfers between slices with compute. With several microbatches gradients are complete after the
@@ -247,30 +254,8 @@ def first_layers(config: TrainConfig, layout: Layout) -> int:
     joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
-    kinds = getattr(config.model, "kind_numbers", ())
-    return layers_apart(kinds) if tpus and joined and scanned else 0
-
-
-def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
-    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
-    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
-    with naming_own_code(what, type(model)):
-        found = model.loss(batch, run)
-    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
-    if not pair or not (isinstance(found, Losses) or len(found) == 2):
-        raise UserError(
-            f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
-            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
-        )
-    losses = losses_of(found)
-    if twice := losses.auxiliary.keys() & losses.metrics.keys():
-        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
-    for name, value in losses.named.items():
-        if metric_of(name) is not None:
-            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
-        if jnp.shape(value) != ():
-            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
-    return losses
+    labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)
+    return layers_apart(labels) if tpus and joined and scanned else 0
 
 
 def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 import jax
 
 from gregale.axes.mesh import make_mesh
-from gregale.checkpoint.multihost import agreed, by_first_process
+from gregale.axes.parameters import parameter_count
+from gregale.checkpoint.multihost import agreed, by_first_process, first_message
 from gregale.checkpoint.retention import committed_steps
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus, prepare
@@ -23,7 +24,6 @@ from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.evaluation.tasks.files import read_tasks
-from gregale.model.llama import parameter_count
 from gregale.programs.command import Command
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
@@ -95,6 +95,23 @@ class PreparedRun:
         start = starting_point(self.setup, before, self.checkpoints, self.corpus)
         return start, changes(before, self.setup.config) if before is not None and start.step else []
 
+    def is_ended(self, start: Start, changed: Sequence[Change]) -> bool:
+        """Return whether a callback has ended the run, and report it; after a change that may undo it the run goes on.
+
+        - `changed`: the keys that have changed since
+        """
+        config, step = self.setup.config, start.step
+        if (reason := first_message(self.directory.stop_reason(step))) is None:
+            return False
+        if any(change.key in ("steps", "callbacks") for change in changed):
+            by_first_process(lambda: self.directory.note_checkpoint(step), None)
+            return False
+        self.console.message(
+            f"{config.name} is complete: a callback ended it after step {step} of {config.steps}: {reason}. With other "
+            "`callbacks` or `steps` it would go on from there, --fresh begins anew."
+        )
+        return True
+
     def record_start(self, start: Start, changed: Sequence[Change]) -> RunInfo:
         """Write the files of the run that belong to a start, in process 0; return its facts for the trackers."""
         config, run, step = self.setup.config, self.directory, start.step
@@ -134,6 +151,9 @@ class PreparedRun:
                 f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing "
                 f"that could be used. metrics.jsonl shows where it went wrong. {HELP}"
             )
+        if (reason := steps.stop_reason) is not None:
+            by_first_process(lambda: self.directory.note_checkpoint(step, reason), None)
+            self.console.message(f"A callback ended the run after step {step} of {config.steps}: {reason}.")
         self.console.message(summary(evaluation, self.corpus, config))
         return 0
 
@@ -217,6 +237,8 @@ def train(run: PreparedRun, window: Window | None) -> int:
     setup, corpus, directory, console = run.setup, run.corpus, run.directory, run.console
     config = setup.config
     start, changed = run.starting_point()
+    if run.is_ended(start, changed):
+        return 0
     first_step = start.step
     evaluated = not config.evaluates or directory.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import LAYERS, is_named
+from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
+from gregale.axes.layout import is_named
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.methods.inspection import Inspected, Probe
@@ -110,19 +111,23 @@ def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
     """Return sums of squares by layer or array name, each a scalar or [replica]; the total has the name ""."""
     sums: dict[str, np.ndarray] = {}
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    parts = [part for path, leaf in leaves for part in _parts(_words(path), leaf, by_array)]
+    numbers = layer_numbers(layer_order(tree))
+    parts = [part for path, leaf in leaves for part in _parts(_words(path), leaf, by_array, numbers)]
     for name, square in (*parts, *(("", square) for _, square in parts)):
         sums[name] = sums.get(name, 0.0) + square
     return sums
 
 
-def _parts(words: list[str], leaf: NamedArray, by_array: bool) -> list[tuple[str, np.ndarray]]:
+def _parts(
+    words: list[str], leaf: NamedArray, by_array: bool, numbers: dict[str, list[int]]
+) -> list[tuple[str, np.ndarray]]:
     """Return the sums of squares of an array, one for each layer of a stack."""
     values = np.asarray(leaf.array, np.float64)
-    if LAYERS not in leaf.axis_names:
+    axis = layers_axis(leaf)
+    if axis is None:
         return [(".".join(words if by_array else words[:1]), values)]
-    inside = ".".join(["", *words[1:]]) if by_array else ""
-    return [(f"layer.{layer}{inside}", values[..., layer]) for layer in range(values.shape[-1])]
+    inside = ".".join(["", *words[3 if words[1] == "parts" else 1 :]]) if by_array else ""
+    return [(f"layer.{layer}{inside}", values[..., row]) for row, layer in enumerate(numbers[axis])]
 
 
 def _words(path: tuple) -> list[str]:

@@ -114,7 +114,7 @@ class Loop:
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
         method = self._steps.method
-        return Pause(step, self._steps.state, method, batch, self._trained[method.name])
+        return Pause(step, self._steps.state, method, batch, self._trained[method.name], self._steps.stop.ask)
 
     def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):

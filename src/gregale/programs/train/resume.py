@@ -102,7 +102,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "model to start from."
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
-    if getattr(config.model, ROTARY_SCALING, None) is not None:  # A longer context is trained on the same shape.
+    if config.model.rotary_scaling is not None:  # A longer context is trained on the same shape.
         found = [change for change in found if not change.key.startswith(f"model.{ROTARY_SCALING}")]
     if origin.is_imported:  # The reader pads its rows.
         found = [change for change in found if change.key != "model.row_multiple"]

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
+from gregale.checkpoint.multihost import first_message
 from gregale.data.preparation import Corpus
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
@@ -22,12 +23,16 @@ class Steps(ABC):
     - `state`, `step`: the state, and the number of steps done
     - `method`: the method that takes the next step
     - `compiled`: the step before which the step's program was new, so that the next step compiles it
+    - `stop`: the requests of signals and of callbacks to end the run
+    - `stop_reason`: the reason of the callback that ended the run; None if none did
     """
 
     state: TrainState
     step: int
     method: Method
     compiled: int
+    stop: StopRequest
+    stop_reason: str | None = None
 
     @property
     @abstractmethod
@@ -37,7 +42,7 @@ class Steps(ABC):
     @property
     @abstractmethod
     def complete(self) -> bool:
-        """Whether the run has done all its steps."""
+        """Whether the run has done all its steps, or a callback has ended it."""
 
     @abstractmethod
     def next_batch(self) -> Batch | None:
@@ -46,6 +51,13 @@ class Steps(ABC):
     @abstractmethod
     def take(self, batch: Batch) -> StepReport:
         """Start the next step."""
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal or a callback ends the run after this step; equal in all processes, as its reason."""
+        if not self.stop.agreed(self.step):
+            return False
+        self.stop_reason = first_message(self.stop.reason)
+        return True
 
     def between(self) -> None:
         """Do what follows a step that has started, before callbacks see its state; by default nothing."""
@@ -62,7 +74,7 @@ class MeshSteps(Steps):
     """The steps of `gregale train`, whose replicas are all on one mesh."""
 
     def __init__(self, setup: Setup, corpus: Corpus, start: Start, stop: StopRequest, observers: Observers):
-        self._setup, self._stop, self._observers = setup, stop, observers
+        self._setup, self.stop, self._observers = setup, stop, observers
         self._batches = GlobalBatches(corpus.train, setup.batch_axes, setup.layout, start.examples)
         self.state, self.step = start.state, start.step
         self._use(setup.method_after(start.step))
@@ -77,10 +89,10 @@ class MeshSteps(Steps):
 
     @property
     def complete(self) -> bool:
-        return self.step == self._setup.config.steps
+        return self.step == self._setup.config.steps or self.stop_reason is not None
 
     def next_batch(self) -> Batch | None:
-        if self.step >= self._setup.config.steps or self._stop.agreed(self.step):
+        if self.step >= self._setup.config.steps or self.is_stopped():
             return None
         if (method := self._setup.method_after(self.step)) is not self.method:
             self._observers.progress.at(self.step + 1, Phase.COMPILING)

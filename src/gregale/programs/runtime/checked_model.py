@@ -1,0 +1,46 @@
+"""Calls of a model's methods, which refuse what a run cannot use."""
+
+import jax
+import jax.numpy as jnp
+from equinox import is_array
+from haliax import NamedArray
+
+from gregale.axes.parameters import buffers_of
+from gregale.errors import UserError, naming_own_code
+from gregale.model.base import ModelConfig
+from gregale.model.execution import Execution
+from gregale.model.losses import Losses, losses_of
+from gregale.tracking.metrics import metric_of
+
+
+def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
+    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
+    with naming_own_code(what, type(model)):
+        found = model.loss(batch, run)
+    pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
+    if not pair or not (isinstance(found, Losses) or len(found) == 2):
+        raise UserError(
+            f"{what} has to return two scalar arrays, the sum of losses and the sum of weights "
+            "(`hax.sum(...).scalar()`), or `gregale.model.losses.Losses` of them."
+        )
+    losses = losses_of(found)
+    if twice := losses.auxiliary.keys() & losses.metrics.keys():
+        raise UserError(f"{what}: auxiliary and metrics both have {min(twice)!r}; rename one of them.")
+    for name, value in losses.named.items():
+        if metric_of(name) is not None:
+            raise UserError(f"{what}: {name!r} is the name of another metric; choose another.")
+        if jnp.shape(value) != ():
+            raise UserError(f"{what}: {name!r} has the shape {jnp.shape(value)}; it has to be a scalar, a sum.")
+    return losses
+
+
+def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray], weight: jax.Array):
+    """Return a model with new buffers; raise `UserError` if a plugin's model does not return arrays as before."""
+    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.update_buffers"
+    with naming_own_code(what, type(model)):
+        updated = model.update_buffers(statistics, weight)
+    before, after = (jax.eval_shape(buffers_of, each) for each in (model, updated))
+    if before != after:
+        raise UserError(f"{what} has to return the model with buffers of the axes and dtypes that they had.")
+    return updated
