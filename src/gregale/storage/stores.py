@@ -29,6 +29,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST"
 _CONNECT_SECONDS = 10.0
 _MAX_DELAY_SECONDS = 10.0
 _SHOWN_CHARACTERS = 200
+_ANSWER = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 # Classes of exceptions, and S3's error codes whose HTTP status is that of any invalid request.
 _DENIED = {
     *("PermissionDeniedError", "UnauthenticatedError", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
@@ -127,7 +128,8 @@ def _client(scheme: str, bucket: str, timeouts: tuple[tuple[str, float], ...], *
 
 def _permanent_error(url: str, error: Exception) -> Exception | None:
     """Return the exception for a failure that a retry would repeat; None for other failures, and for unknown ones."""
-    text, name, code = str(error), type(error).__name__, _code(error)
+    text, name = str(error), type(error).__name__
+    code = answer[1] if (answer := _ANSWER.search(text)) else ""
     status = int((re.search(r"status code: (\d+)", text) or "00")[1])
     bucket = "/".join(url.split("/")[:3])
     if code in ("NoSuchBucket", "ContainerNotFound"):
@@ -155,13 +157,9 @@ def _access_error(url: str, error: Exception) -> StoreError:
     )
 
 
-def _code(error: Exception) -> str:
-    return (re.search(r"<Code>(.*?)</Code>", str(error)) or ["", ""])[1]
-
-
 def _text(error: Exception) -> str:
     """Return an error as one short line: the code and message of the store's answer, if there is one."""
     text = str(error).partition("\n\nDebug source")[0]
-    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    line = f"{_code(error)}: {message[1]}" if message else text.partition(" - ")[2] or text
+    answer = _ANSWER.search(text)
+    line = ": ".join(answer.groups()) if answer else text.partition(" - ")[2] or text
     return " ".join(line.split())[:_SHOWN_CHARACTERS].rstrip(".")
