@@ -42,6 +42,6 @@ def optimizer_collectives(setup: Setup) -> list[Collective]:
         return layout.constrain(optimizer.update(grads, state, weights, gradient_norm=norm), layout.opt_state)
 
     with hax.axis_mapping({}):
-        lowered = jax.jit(update).lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32))
-    program = lowered.compile(compiler_options=setup.compiler_options)
+        compiled = jax.jit(update, compiler_options=setup.compiler_options)
+        program = compiled.lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     return [each for each in audit(program, layout.mesh).collectives if set(each.touched) & set(FAR_AXES)]
