@@ -1,12 +1,11 @@
 """Provides the traffic that an optimizer of a plugin adds to a step, from its compiled update."""
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 
 from gregale.audit import Collective, audit
-from gregale.axes.layout import is_parameter
+from gregale.axes.parameters import trainable
 from gregale.programs.plan.shapes import FAR_AXES
 from gregale.programs.runtime.setup import Setup
 
@@ -35,13 +34,13 @@ def optimizer_collectives(setup: Setup) -> list[Collective]:
     """Return the collectives over the slow axes in the compiled update of the optimizer, without gathers of updates."""
     layout = setup.method.step_layout
     optimizer = setup.config.optimizer.build(setup.model, setup.config.steps, layout).sharded
-    weights = layout.abstract(eqx.filter(setup.model, is_parameter), layout.opt_state)
+    weights = layout.abstract(trainable(setup.model), layout.opt_state)
     state = layout.abstract(jax.eval_shape(optimizer.init, weights), layout.opt_state)
 
     def update(grads, state, weights, norm):
         return layout.constrain(optimizer.update(grads, state, weights, gradient_norm=norm), layout.opt_state)
 
     with hax.axis_mapping({}):
-        lowered = jax.jit(update).lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32))
-    program = lowered.compile(compiler_options=setup.compiler_options)
+        compiled = jax.jit(update, compiler_options=setup.compiler_options)
+        program = compiled.lower(weights, state, weights, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     return [each for each in audit(program, layout.mesh).collectives if set(each.touched) & set(FAR_AXES)]
