@@ -153,8 +153,9 @@ class Checkpoints(Saver):
         structs = arrays_by_name(template)
         stored = {name: struct for name, struct in structs.items() if not specs[name].is_empty}
         arrays = read_arrays(root, stored) if stored else {}
-        for name in structs.keys() - stored.keys():
-            arrays[name] = jax.numpy.zeros(specs[name].shape, specs[name].dtype, device=sharding_of(structs[name]))
+        for name, struct in structs.items():  # in the same order in every process
+            if name not in stored:
+                arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
         self._history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
 

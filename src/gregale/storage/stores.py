@@ -26,6 +26,7 @@ _CREDENTIALS = {
     "az": "the AZURE_STORAGE_ variables, or the identity of the machine",
 }
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT")
+_IDENTITY_PATHS = ("/computeMetadata/", "/metadata/identity/")  # of a cloud machine's own server of tokens
 _CONNECT_SECONDS = 10.0
 _MAX_DELAY_SECONDS = 10.0
 _SHOWN_CHARACTERS = 200
@@ -136,6 +137,8 @@ def _permanent_error(url: str, error: Exception) -> Exception | None:
         return StoreError(f"{url}: there is no bucket {bucket}.", "Make it, or correct the name.")
     if {code, name} & _DENIED or status in (401, 403) or (status == 400 and "token request" in text):
         return _access_error(url, error)
+    if "error sending request" in text and any(path in text for path in _IDENTITY_PATHS):
+        return _access_error(url, PermissionError("there are no credentials, and this machine has no identity"))
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(url)
     if status == 412 or code == "BlobAlreadyExists":
@@ -143,7 +146,7 @@ def _permanent_error(url: str, error: Exception) -> Exception | None:
     if status == 416 or "range starting at" in text:
         return EOFError(url)
     wrong = isinstance(error, ValueError | TypeError) or "invalid path" in text or "configured region" in text
-    if wrong or (400 <= status < 500 and status not in (408, 409, 429)):
+    if wrong or (400 <= status <= 501 and status not in (408, 409, 429, 500)):
         return StoreError(f"{url}: the store refused the request ({_text(error)}).")
     return None
 
