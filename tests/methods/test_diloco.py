@@ -237,6 +237,7 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
@@ -246,6 +247,7 @@ def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
 
 
+@pytest.mark.quick
 def test_psdp_becomes_diloco_and_back():
     method = make(MeshConfig(replica=4, data=2), Schedule(2))
     layout = method.layout
