@@ -1,6 +1,6 @@
 """DiLoCo and Streaming DiLoCo against a slow rewrite in NumPy, one replica after the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import haliax as hax
@@ -164,8 +164,15 @@ CASES = {
 MESSAGES = ("two islands", "tau 1")
 
 
+QUICK = ("diloco", "tau 1")
+
+
 @pytest.mark.parametrize(
-    ("case", "kind"), [*((case, Diloco) for case in CASES), *((case, ThroughMessages) for case in MESSAGES)]
+    ("case", "kind"),
+    [
+        *(pytest.param(case, Diloco, marks=[pytest.mark.quick] if case in QUICK else []) for case in CASES),
+        *((case, ThroughMessages) for case in MESSAGES),
+    ],
 )
 def test_every_step_equals_the_slow_rewrite(case, kind):
     """Replicas after each step, and the outer parameters with what was sent, over more than two periods.
@@ -216,6 +223,16 @@ def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
                 np.testing.assert_allclose(values_of(form(state.method)), own, rtol=1e-5, atol=1e-6)
             if t % 3 == 2:
                 assert np.abs(values_of(form(state.method)) - own).max() > 1e-3, "it could fail"
+
+
+@pytest.mark.quick
+def test_the_average_or_the_first_replica_is_evaluated():
+    method = make(MeshConfig(replica=4, data=2), Schedule(3))
+    state, _ = after(method, 2)
+    own = values_of(state.method.inner.parameters)
+    for evaluate, expected in (("average", own.mean(axis=0)), ("first_replica", own[0])):
+        model = jax.jit(replace(method, evaluate=evaluate).eval_model)(state.method)
+        np.testing.assert_allclose(values_of(model), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_replica_that_is_left_out_goes_on_from_its_own():

@@ -46,7 +46,10 @@ def slow(replicas: int, period: int, steps: int) -> list[np.ndarray]:
     return own
 
 
-@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), (2, 2, 3), (8, 1, 1)])
+QUICK = pytest.param(2, 2, 3, marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), QUICK, (8, 1, 1)])
 def test_replicas_are_those_of_the_slow_rewrite(replicas, data, period):
     method, model = made(replicas, data, period), first_model()
     state, take = initial_state(method, lambda: model), Stepper(method, model)
