@@ -1,6 +1,6 @@
 """DiLoCo and Streaming DiLoCo against a slow rewrite in NumPy, one replica after the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import haliax as hax
@@ -164,8 +164,15 @@ CASES = {
 MESSAGES = ("two islands", "tau 1")
 
 
+QUICK = ("diloco", "tau 1")
+
+
 @pytest.mark.parametrize(
-    ("case", "kind"), [*((case, Diloco) for case in CASES), *((case, ThroughMessages) for case in MESSAGES)]
+    ("case", "kind"),
+    [
+        *(pytest.param(case, Diloco, marks=[pytest.mark.quick] if case in QUICK else []) for case in CASES),
+        *((case, ThroughMessages) for case in MESSAGES),
+    ],
 )
 def test_every_step_equals_the_slow_rewrite(case, kind):
     """Replicas after each step, and the outer parameters with what was sent, over more than two periods.
@@ -218,6 +225,16 @@ def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
                 assert np.abs(values_of(form(state.method)) - own).max() > 1e-3, "it could fail"
 
 
+@pytest.mark.quick
+def test_the_average_or_the_first_replica_is_evaluated():
+    method = make(MeshConfig(replica=4, data=2), Schedule(3))
+    state, _ = after(method, 2)
+    own = values_of(state.method.inner.parameters)
+    for evaluate, expected in (("average", own.mean(axis=0)), ("first_replica", own[0])):
+        model = jax.jit(replace(method, evaluate=evaluate).eval_model)(state.method)
+        np.testing.assert_allclose(values_of(model), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_replica_that_is_left_out_goes_on_from_its_own():
     """And changes no other, even if its parameters are not finite."""
     schedule = Schedule(2)
@@ -237,6 +254,7 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
@@ -246,6 +264,7 @@ def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
 
 
+@pytest.mark.quick
 def test_psdp_becomes_diloco_and_back():
     method = make(MeshConfig(replica=4, data=2), Schedule(2))
     layout = method.layout

@@ -128,7 +128,7 @@ def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsy
     report = json.loads(capsys.readouterr().out)
     over = {name: each["bytes_per_step"]["axes"].get("replica") for name, each in report["programs"].items()}
     assert over == {"step": None, "step_2": report["memory"]["parameters"]}
-    assert report["notes"][1].endswith("of the first 4 steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
+    assert report["notes"][1].endswith("of its first steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
 
 
 LAMB = """

@@ -180,10 +180,6 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
     return config.model
 
 
-def is_module(value: Any) -> bool:
-    return isinstance(value, eqx.Module)
-
-
 def check_family(module: Any) -> None:
     """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
 
@@ -196,8 +192,8 @@ def check_family(module: Any) -> None:
             f"from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
             f"{kind.__name__}."
         )
-    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=is_module):
-        if is_module(part):
+    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=lambda part: isinstance(part, eqx.Module)):
+        if isinstance(part, eqx.Module):
             check_family(part)
 
 

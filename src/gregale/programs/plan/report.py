@@ -26,7 +26,7 @@ from gregale.programs.plan.shapes import (
     step_shape,
     tree_bytes,
 )
-from gregale.programs.plan.step import MEMORY, STEP, Plan, Program, first_steps
+from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.setup import Setup
 
 
@@ -226,8 +226,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))
         runs = ", ".join(f"{name} in {program.share:.1%} of them" for name, program in plan.programs.items())
         notes.append(
-            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of the first "
-            f"{first_steps(plan.setup):,} steps have it: {runs}."
+            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of its first steps "
+            f"have it: {runs}."
         )
     if (note := optimizer_note(plan.setup)) is not None:
         notes.append(note)
