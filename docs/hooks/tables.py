@@ -1,14 +1,15 @@
-"""Fill the tables of three pages from the code, so that they cannot go stale.
+"""Write the tables of three pages from the code: `python docs/hooks/tables.py`. A test holds them equal.
 
-In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics, and in
-migration.md `<!-- migration -->` the keys of each other project.
+In configuration.md `<!-- keys -->` begins the keys of a run, `<!-- options -->` each command with its options, and
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` begins all metrics, and in
+migration.md `<!-- migration -->` the keys of each other project. `<!-- end -->` ends each of them.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 
 import draccus
 import yaml
@@ -22,11 +23,11 @@ from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
 
-def on_page_markdown(markdown: str, page, **_) -> str:
-    """Called by mkdocs for every page."""
-    parts = PARTS.get(page.file.src_path, {})
-    for name, part in parts.items():
-        markdown = markdown.replace(f"<!-- {name} -->", part())
+def filled(page: str, markdown: str) -> str:
+    """A page with its tables as the code has them now."""
+    for name, part in PARTS[page].items():
+        begin, rest = markdown.split(f"<!-- {name} -->\n")
+        markdown = f"{begin}<!-- {name} -->\n\n{part().strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     return markdown
 
 
@@ -103,3 +104,8 @@ PARTS = {
     "metrics.md": {"metrics": metrics},
     "migration.md": {"migration": migration},
 }
+
+if __name__ == "__main__":
+    for page in PARTS:
+        path = Path(__file__).parents[1] / page
+        path.write_text(filled(page, path.read_text()))
