@@ -43,7 +43,7 @@ class SignDiloco(Mixing):
         return self.replicas.one(own[0], 0)
 
     def bytes_sent(self, step: int) -> int:
-        n = self.replicas.Lanes.size
+        n = self.replicas.SyncAxis.size
         return step // self.period * 2 * (n - 1) * self.parameter_bytes // n
 
 

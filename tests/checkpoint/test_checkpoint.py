@@ -188,7 +188,7 @@ def test_damage_to_any_file_is_reported_and_the_one_before_is_used(folder, repor
         found = list(files_below(newest))
         assert sorted(name.rpartition("/")[2] for name in found) == [
             "00000-00000",
-            *("leaves.json", "manifest.json", "metadata.json", "pieces.json"),
+            *("leaves.json", "manifest.json", "metadata.json", "shards.json"),
         ]
         for name in found:
             intact = (newest / name).read_bytes()

@@ -120,7 +120,7 @@ class ThroughMessages(Diloco):
     """Sends differences and updates as messages like a quantised run, but of whole float32 values."""
 
     @property
-    def joint(self):
+    def outer_store(self):
         layout = sending_layout(self.outer_layout, self.axis)
         return QuantisedOuter(self.outer, QuantisedReducer(layout, ReduceConfig(), self.axis))
 
@@ -240,7 +240,7 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, outer=optax.sgd(1.0), dropout=0.5, seed=3)
     fragment = Fragment.at(schedule, 0, 2)
-    took_part = np.asarray(method.round.taking_part(fragment).array) > 0
+    took_part = np.asarray(method.round.participation_mask(fragment).array) > 0
     assert 0 < took_part.sum() < 4
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
@@ -258,8 +258,10 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
 def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
-    taking_part = jax.jit(method.round.taking_part)
-    drawn = np.array([taking_part(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)])  # [64, replica]
+    participation_mask = jax.jit(method.round.participation_mask)
+    drawn = np.array(
+        [participation_mask(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)]
+    )  # [64, replica]
     assert len(np.unique(drawn, axis=0)) > 8, "of 16 possible"
     assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
 

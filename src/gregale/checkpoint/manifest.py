@@ -7,7 +7,7 @@ import json
 from gregale.storage import ObjectPath, StoragePath, parallel_map, write_bytes
 
 MANIFEST = "manifest.json"
-SHARDS = "pieces.json"  # the positions of the shards of all arrays
+SHARDS = "shards.json"  # the positions of the shards of all arrays
 LEAVES = "leaves.json"
 METADATA = "metadata.json"
 _FORMAT = 1

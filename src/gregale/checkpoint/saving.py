@@ -1,7 +1,7 @@
 """Asynchronous, atomic saving of checkpoints, which rejects a state that is not finite.
 
 A checkpoint is `step-00000100/manifest.json` and a folder with a random name for each save. The folder has
-`leaves.json`, `metadata.json`, `pieces.json` and the streams of all processes (see `shard_layout`), cut into parts:
+`leaves.json`, `metadata.json`, `shards.json` and the streams of all processes (see `shard_layout`), cut into parts:
 `00003-00000` is the first part of process 3. Without the manifest, which is written last and alone is renamed, the
 checkpoint is not valid. A lost process that still writes uses another folder.
 """

@@ -126,14 +126,14 @@ class RunDirectory(RunPaths):
             return
         self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
 
-    def record_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Append a line to starts.jsonl with facts about a start after a step."""
-        self._add(self.starts, step, facts)
+    def record_start(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Append a line to starts.jsonl with metadata about a start after a step."""
+        self._add(self.starts, step, metadata)
 
-    def _add(self, path: StoragePath, step: int, facts: Mapping[str, Any]) -> None:
+    def _add(self, path: StoragePath, step: int, metadata: Mapping[str, Any]) -> None:
         """Append a line to a file, atomically."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
+        entry = {"step": step, "time": time, "gregale": gregale.__version__, **metadata}
         before = path.read_bytes() if path.is_file() else b""
         end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have removed it
         write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")

@@ -119,7 +119,7 @@ class PreparedRun:
 
         def write() -> None:
             run.record_changes(step, changed)
-            run.record_start(step, self.setup.facts)
+            run.record_start(step, self.setup.run_metadata)
             run.write_config(config)
             run.write_samples(step + 1, [])
             save_tokenizer(self.corpus.tokenizer, run.path)
