@@ -61,11 +61,12 @@ def commands() -> str:
 def migration() -> str:
     """The keys of other projects with ours, a table for each project."""
     sections = []
-    for project, files in projects().items():
+    for project, table in projects().items():
         rows = [row for row in counterparts() if row.project == project]
         lines = [f"| {project} | Gregale | note |", "|---|---|---|"]
         lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else '-'} | {escaped(row.note)} |" for row in rows]
-        sections.append(f"## {project}\n\nKeys of {files}.\n\n" + "\n".join(lines) + "\n")
+        origin = f"Keys of {table['files']}, as of {table['as_of']}."
+        sections.append(f"## {project}\n\n{origin}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(sections)
 
 

@@ -1,11 +1,14 @@
 """The configuration keys of other projects beside those of a run.
 
-`other_projects.txt` has the table. `docs/migration.md` shows it, and messages about unknown keys look keys up in it.
+`other_projects.toml` has a row for each key; `docs/migration.md` shows them, and messages about unknown keys look keys
+up in them. `<name>` in a key stands for any name.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 MOST_SHOWN = 8
@@ -16,8 +19,8 @@ class Counterpart(NamedTuple):
 
     project: str
     theirs: str
-    ours: str
-    note: str
+    ours: str = ""
+    note: str = ""
 
     @property
     def sentence(self) -> str:
@@ -27,29 +30,16 @@ class Counterpart(NamedTuple):
         return f"{found} ({self.note})" if self.note else found
 
 
-def _lines() -> list[str]:
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 @cache
-def projects() -> dict[str, str]:
-    """Return each project's name and the files that its keys are from."""
-    heads = [line[1:].partition("] ") for line in _lines() if line.startswith("[")]
-    return {name: files for name, _, files in heads}
+def projects() -> dict[str, dict[str, Any]]:
+    """Return each project's name with `files` (its keys' origin), `as_of` (their state) and `keys` (the rows)."""
+    return tomllib.loads((files("gregale.settings") / "other_projects.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
     """Return the rows of all projects in the order of the table."""
-    found, project = [], ""
-    for line in _lines():
-        if line.startswith("["):
-            project = line[1:].partition("]")[0]
-        else:
-            theirs, ours, note = ([part.strip() for part in line.split("|", 2)] + [""])[:3]
-            found.append(Counterpart(project, theirs, ours, note))
-    return tuple(found)
+    return tuple(Counterpart(project, *row) for project, table in projects().items() for row in table["keys"])
 
 
 @cache
@@ -71,9 +61,9 @@ def rows_at(key: str, value: Any) -> list[Counterpart]:
 
     Of equal rows of several projects it returns the first.
     """
-    written = {_written(each) for each in _keys_in(key, value)}
+    written = [_written(each) for each in _keys_in(key, value)]
     found = {(_written(row.theirs), row.ours): row for row in reversed(counterparts())}
-    return [row for row in counterparts() if _written(row.theirs) in written and row in found.values()]
+    return [row for row in counterparts() if row in found.values() and any(_stands_for(row, each) for each in written)]
 
 
 def sentences(rows: list[Counterpart]) -> str:
@@ -89,6 +79,12 @@ def _keys_in(key: str, value: Any) -> Iterator[str]:
             yield from _keys_in(f"{key}.{name}", inner)
     else:
         yield key
+
+
+def _stands_for(row: Counterpart, written: str) -> bool:
+    """Return whether a row's key is the written one, or a section that has it."""
+    pattern = _written(row.theirs).replace("<name>", "*")
+    return fnmatchcase(written, pattern) or fnmatchcase(written, f"{pattern}.*")
 
 
 def _written(key: str) -> str:
