@@ -102,7 +102,7 @@ class Member(MemberState):
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.
         self._waiting_for, self._seen, self._error = False, 0, event.reason
-        self._retry_at = self._now + self.timing.retry_seconds
+        self._retry_at = self._now + self._some_pause()
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
         self._error, self._held_request = event.error, event.held
@@ -342,7 +342,7 @@ class Member(MemberState):
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
-            self._asked += 1
+            self._asked, self._asked_at = self._asked + 1, self._now
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.RequestView(self.header, self._needed()))

@@ -61,10 +61,7 @@ class ViewFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat failed with this `error`; or the coordinator answered it, and holds the request for a view.
-
-    `held`: the reason; empty if there is no request.
-    """
+    """A heartbeat failed with this `error`; or the coordinator answered it: `held` is what the next view waits for."""
 
     error: str = ""
     held: str = ""

@@ -74,7 +74,7 @@ class News:
             self._progress, self._is_stalled = Progress(now), False
             self._missed.clear()
         count = f"{len(healthy)} {'island' if len(healthy) == 1 else 'islands'} now"
-        for name in sorted(healthy.keys() | before.keys()):
+        for name in sorted({name for name, _ in healthy.items() ^ before.items()}):
             if name not in before:
                 self._missed.discard(name)
                 lines.append(f"{name} joined: {count}.")
@@ -84,7 +84,7 @@ class News:
                 self._missed |= set() if left else {name}
                 why = "has left" if left else f"is gone, silent for {self._heartbeat_seconds:g} s"
                 lines.append(f"{name} {why}: {count}.")
-            elif healthy[name] != before[name]:
+            else:
                 lines.append(f"{name} has started again.")
         self._left.clear()
         return lines

@@ -11,7 +11,7 @@ from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
-from gregale.islands.protocol.wire import NO_ROUND, Columns
+from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_texts
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 
@@ -66,7 +66,7 @@ class CoordinatorClient:
         RequestDropped and NotAdmitted.
         """
         timing = self._timing
-        request = {"number": next(self._numbers), "needed": needed, "header": header}
+        request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header)}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
@@ -74,7 +74,7 @@ class CoordinatorClient:
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
             raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
-        return view["id"], view["headers"]
+        return view["id"], read_texts(view["headers"])
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
