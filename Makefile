@@ -39,7 +39,8 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: setup-dev
+docs:
+	@$(call prepare,docs,2)
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -1,14 +1,15 @@
-"""Fill the tables of three pages from the code, so that they cannot go stale.
+"""Write the tables of three pages from the code: `python docs/hooks/tables.py`. A test holds them equal.
 
-In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
-`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics, and in
-migration.md `<!-- migration -->` the keys of each other project.
+In configuration.md `<!-- keys -->` begins the keys of a run, `<!-- options -->` each command with its options, and
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` begins all metrics, and in
+migration.md `<!-- migration -->` the keys of each other project. `<!-- end -->` ends each of them.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 
 import draccus
 import yaml
@@ -22,11 +23,11 @@ from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
 
-def on_page_markdown(markdown: str, page, **_) -> str:
-    """Called by mkdocs for every page."""
-    parts = PARTS.get(page.file.src_path, {})
-    for name, part in parts.items():
-        markdown = markdown.replace(f"<!-- {name} -->", part())
+def filled(page: str, markdown: str) -> str:
+    """A page with its tables as the code has them now."""
+    for name, part in PARTS[page].items():
+        begin, rest = markdown.split(f"<!-- {name} -->\n")
+        markdown = f"{begin}<!-- {name} -->\n\n{part().strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     return markdown
 
 
@@ -60,11 +61,12 @@ def commands() -> str:
 def migration() -> str:
     """The keys of other projects with ours, a table for each project."""
     sections = []
-    for project, files in projects().items():
+    for project, table in projects().items():
         rows = [row for row in counterparts() if row.project == project]
         lines = [f"| {project} | Gregale | note |", "|---|---|---|"]
         lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else '-'} | {escaped(row.note)} |" for row in rows]
-        sections.append(f"## {project}\n\nKeys of {files}.\n\n" + "\n".join(lines) + "\n")
+        origin = f"Keys of {table['files']}, as of {table['as_of']}."
+        sections.append(f"## {project}\n\n{origin}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(sections)
 
 
@@ -103,3 +105,8 @@ PARTS = {
     "metrics.md": {"metrics": metrics},
     "migration.md": {"migration": migration},
 }
+
+if __name__ == "__main__":
+    for page in PARTS:
+        path = Path(__file__).parents[1] / page
+        path.write_text(filled(page, path.read_text()))

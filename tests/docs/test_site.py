@@ -1,5 +1,6 @@
 """The site builds without a warning, has every key and every module, and fetches nothing from elsewhere."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_the_whole_site_builds_and_has_every_module(tmp_path):
     reference = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     assert not [module for module in modules() if f'id="{module}"' not in reference]
     assert not [page for page in tmp_path.rglob("*.html") if FETCHED.search(page.read_text())]
+
+
+def test_the_tables_of_pages_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("page_tables", ROOT / "docs" / "hooks" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    for page in tables.PARTS:
+        text = (ROOT / "docs" / page).read_text()
+        assert tables.filled(page, text) == text, "run `python docs/hooks/tables.py`"
 
 
 def test_every_key_has_its_line(site):

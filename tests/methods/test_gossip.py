@@ -46,7 +46,10 @@ def slow(replicas: int, period: int, steps: int) -> list[np.ndarray]:
     return own
 
 
-@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), (2, 2, 3), (8, 1, 1)])
+QUICK = pytest.param(2, 2, 3, marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), QUICK, (8, 1, 1)])
 def test_replicas_are_those_of_the_slow_rewrite(replicas, data, period):
     method, model = made(replicas, data, period), first_model()
     state, take = initial_state(method, lambda: model), Stepper(method, model)
@@ -73,6 +76,7 @@ def test_a_step_sends_the_parameters_once_over_replica_to_one_peer():
     assert method.bytes_sent(10) == 10 * method.bytes_sent(1)
 
 
+@pytest.mark.quick
 def test_steps_without_training_average_all_replicas_exactly():
     method = made(8, 1)
     values = hax.named(np.arange(8.0) ** 2, Axis("replica", 8))
@@ -82,6 +86,7 @@ def test_steps_without_training_average_all_replicas_exactly():
     np.testing.assert_array_equal(values.array, np.full(8, np.mean(np.arange(8.0) ** 2)))
 
 
+@pytest.mark.quick
 def test_sign_diloco_is_that_of_the_slow_rewrite():
     """Written from the page alone, with a state of its own: theta and its momentum."""
     with plugins_from(EXAMPLES):

@@ -98,6 +98,7 @@ def test_all_members_of_a_fleet_come_to_the_same_bits():
     assert far(fleet.members[0].theta, start) > 0.9
 
 
+@pytest.mark.quick
 def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
     island = on_one_device(*CASES["diloco"][:2])
     three, two = (Fleet.of([island] * count) for count in (3, 2))

@@ -114,6 +114,21 @@ def test_a_section_of_another_project_is_translated():
     assert f"; docs/migration.md has {len(trainer) - MOST_SHOWN} more of these keys. Valid" in refusal(*trainer)
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    {
+        "training.num_tokens_per_train_step": "`batch.size` here (tokens / sequence_length)",
+        "training.max_context_length": "`batch.sequence_length` here",
+        "trainer.mesh.axes.model": "`mesh.model` here",
+        "data.components.web.source.train_urls": "`data.sources.<name>.files` here (type jsonl)",
+        "data.components.web.cache_dir": "`data.cache` here (one for all sources)",
+        "trainer.tracker.type": "`trackers` here (a list)",  # a section below a row's key
+    }.items(),
+)
+def test_keys_of_2026_with_names_and_sections_in_them_are_translated(option, told):
+    assert f" is {told}" in refusal(f"--{option}", "1")
+
+
 @pytest.mark.parametrize("key", ["foo", "device", "epochs", "x", "model.x", "optimizer.foo"])
 def test_nothing_silly_is_suggested(key):
     assert "Did you mean" not in refusal(f"--{key}", "1")

@@ -76,7 +76,7 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Return the steps of PSDP before the method's own begin."""
         return 0
 
-    def parted_over(self, layout: Layout) -> str | None:
+    def separate_axis(self, layout: Layout) -> str | None:
         """Return the axis whose indices train separately, each on its rows; None if all make steps together."""
         del layout
         return None
@@ -135,7 +135,7 @@ class MixingConfig(SyncConfig):
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         return Methods(parts.psdp_on(layout), self.mixing_method(inner, layout))
 
-    def parted_over(self, layout: Layout) -> str:
+    def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)
 
 
@@ -228,7 +228,7 @@ class DilocoConfig(SyncConfig):
     def warm_up(self) -> int:
         return self.warmup_steps
 
-    def parted_over(self, layout: Layout) -> str:
+    def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)
 
     @property

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
-from gregale.errors import UserError, naming_own_code
+from gregale.errors import UserError, plugin_errors
 from gregale.settings import Settings
 from gregale.storage import ObjectPath, StoragePath
 from gregale.tracking.metrics import metric_of
@@ -207,7 +207,7 @@ class Callbacks:
 
 def call(callback: Callback, event: str, *arguments: Any) -> Any:
     """Return the result of a callback's event; an exception of a plugin's callback becomes a `UserError`."""
-    with naming_own_code(f"callbacks: {type(callback).__name__}.{event}", type(callback)):
+    with plugin_errors(f"callbacks: {type(callback).__name__}.{event}", type(callback)):
         return getattr(callback, event)(*arguments)
 
 
