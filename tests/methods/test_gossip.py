@@ -10,6 +10,7 @@ from haliax import Axis
 from gregale.audit import audit
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
 from gregale.training.state import initial_state
@@ -116,3 +117,31 @@ def test_sign_diloco_is_that_of_the_slow_rewrite():
     program = take.program.lower(state, named_batch(rows(1)), *method.actions(3).during).compile()
     sent = audit(program, method.layout.mesh).over("replica")
     assert sum(each.bytes_sent for each in sent) == method.bytes_sent(3)
+
+
+WRONG = {
+    "one value": ("mix", lambda method, theta, own, due: theta, r"Wrong.mix has to return the pair"),
+    "no copies": (
+        "mix",
+        lambda method, theta, own, due: (method.replicas.average(theta), own),
+        r"`self.replicas.copies`",
+    ),
+    "other state": ("mix", lambda method, theta, own, due: (theta, theta), r"Wrong.mix has to return the pair"),
+    "pair": ("joined", lambda method, theta, own: (theta, own), r"Wrong.joined has to return one model's parameters"),
+    "text": ("due", lambda method, step: "x", r"Wrong.due has to return arrays or None; it returns 'x'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_method_that_returns_something_else_is_refused(wrong):
+    name, function, message = WRONG[wrong]
+    method, batch = made(2, 1), named_batch(rows(1))
+    own = type("Wrong", (type(method),), {name: function})(method.inner, method.layout, 1)
+
+    def uses():
+        actions, state = own.actions(1), jax.eval_shape(own.init)
+        jax.eval_shape(own.step, state, batch, *actions.during)
+        jax.eval_shape(own.to_psdp, state)
+
+    with pytest.raises(UserError, match=message):
+        uses()

@@ -133,7 +133,10 @@ class MixingConfig(SyncConfig):
             )
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
-        return Methods(parts.psdp_on(layout), self.mixing_method(inner, layout))
+        method = self.mixing_method(inner, layout)
+        if not isinstance(method, Mixing):
+            raise UserError(f"sync.type: {type(self).__name__}.mixing_method has to return a Mixing, not {method!r}.")
+        return Methods(parts.psdp_on(layout), method)
 
     def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)

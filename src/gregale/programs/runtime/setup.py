@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
@@ -123,7 +124,10 @@ class Setup:
     def traffic(self, step: int) -> dict[str, int]:
         """Return a device's bytes over `replica` in the first `step` steps of this setup, and the method's metrics."""
         method, warm = self.method, min(step, self.config.sync.warm_up())
-        sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
+        sent, before = method.bytes_sent(step), method.bytes_sent(warm)
+        if not isinstance(sent, int | np.integer):
+            raise UserError(f"sync.type: {type(method).__name__}.bytes_sent has to return an integer; it is {sent!r}.")
+        sent += self.psdp.bytes_sent(warm) - before
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
