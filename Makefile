@@ -40,8 +40,7 @@ lint: setup-dev
 	$(BIN)/pyright
 
 docs:
-	@$(call prepare,docs,3)
-	@echo "3/3 building the site"
+	@$(call prepare,docs,2)
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -22,7 +22,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.transport.coordinator import CoordinatorClient
-from gregale.islands.transport.lighthouse import serve
+from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.islands.transport.server import Handler
 from gregale.islands.view_poller import ViewPoller
 
@@ -153,7 +153,7 @@ def run_coordinator(addresses: multiprocessing.Queue, sent) -> None:
         send_all(handler, content)
 
     Handler._send_all = counted  # type: ignore[method-assign]
-    lighthouse = serve("127.0.0.1:0", TOKEN)
+    lighthouse = Lighthouse("127.0.0.1:0", TOKEN)
     addresses.put(lighthouse.address)
     time.sleep(PATIENCE)
 

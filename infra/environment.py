@@ -1,4 +1,4 @@
-"""Make .venv, or mend it, and print the progress: `python infra/environment.py core|docs|dev STEPS`, for the Makefile.
+"""Makes .venv, or mends it, and says how far it is: `python infra/environment.py core|dev STEPS`, from the Makefile.
 
 What has been installed is noted inside of .venv, so that a .venv that is complete costs one start of its Python. One
 whose Python is gone, that was interrupted or that was made in another folder is made anew. A .venv that is a link
@@ -38,10 +38,11 @@ class PackageSet:
     megabytes: int
 
 
-SETS = {  # each has all of those before it
+# Each contains those before it.
+SETS = {
     "core": PackageSet(".", 59, 182),
-    "docs": PackageSet(".[docs]", 86, 202),
-    "dev": PackageSet(".[dev,docs,tpu]", 168, 803),
+    "docs": PackageSet(".[docs]", 87, 210),
+    "dev": PackageSet(".[dev,docs,tpu]", 136, 796),
 }
 
 
@@ -112,8 +113,8 @@ def stamp() -> str:
 
 
 def is_complete(venv: Path, name: str) -> bool:
-    """Whether all of a set is there; a later set has all of an earlier one."""
-    names = tuple(SETS)[tuple(SETS).index(name) :]
+    """Whether all of a set is there; `dev` has all of `core`."""
+    names = list(SETS)[list(SETS).index(name) :]
     return any(path.read_text() == stamp() for path in stamps(venv) if path.name[1:] in names)
 
 

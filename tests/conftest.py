@@ -65,13 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user_cache"))  # type: ignore[union-attr]
     config.addinivalue_line("markers", "slow: takes long; `make quick` leaves it out")
+    config.addinivalue_line("markers", "quick: a small test of an algorithm in a slow file, which `make quick` has too")
     config.addinivalue_line("markers", "soak: takes minutes; only `make soak` runs it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_in_slow)
     for item in items:
-        if place_in_slow(item) < len(SLOW) or item.get_closest_marker("soak"):
+        is_slow = place_in_slow(item) < len(SLOW) and not item.get_closest_marker("quick")
+        if is_slow or item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -87,6 +87,7 @@ class Proxy:
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
     on_request: Callable[[], None] | None = None
+    answered: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def met(self, method: str, path: str) -> Fault | None:
@@ -176,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         return content
 
     def _answer(self, status: int, content: bytes, headers=(), cut: bool = False, length: str | None = None) -> None:
+        self.proxy.answered += 1
         self.send_response(status)
         for name, value in headers:
             self.send_header(name, value)

@@ -36,4 +36,3 @@ class EarlyStopping(Callback):
 
     def after_step(self, pause):
         pause.stop(f"{self._worse} evaluations in a row have found no eval_loss below {self._best:.4f}")
-        return {}

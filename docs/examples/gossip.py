@@ -43,7 +43,7 @@ class Gossip(Mixing):
         return jax.lax.switch(due, [partial(averaged, hop) for hop in self.hops()]), own
 
     def hops(self) -> list[int]:
-        return [2**j for j in range((self.replicas.Lanes.size - 1).bit_length())]
+        return [2**j for j in range((self.replicas.SyncAxis.size - 1).bit_length())]
 
     def bytes_sent(self, step: int) -> int:
         return step // self.period * self.parameter_bytes if self.hops() else 0

@@ -1,10 +1,11 @@
-"""A synchronisation method: DiLoCo on the signs of differences (after signSGD, arXiv 1802.04434). Every H steps
+"""A synchronisation method: DiLoCo on the signs of differences (after signSGD, arXiv 1802.04434).
 
-g = mean_k sign(theta - theta_k);  v = momentum * v + g;  theta = theta - rate * v;  theta_k = theta
+With theta the outer parameters and theta_k those of replica k, every H steps:
+    v = momentum * v + mean_k sign(theta - theta_k);  theta = theta_k = theta - rate * v
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,7 @@ class SignDiloco(Mixing):
     period: int
     rate: float
     momentum: float
-
-    name: ClassVar[str] = "sign_diloco"
+    name = "sign_diloco"
 
     def due(self, step: int) -> Any:
         return () if step % self.period == 0 else None
@@ -43,7 +43,7 @@ class SignDiloco(Mixing):
         return self.replicas.one(own[0], 0)
 
     def bytes_sent(self, step: int) -> int:
-        n = self.replicas.Lanes.size
+        n = self.replicas.SyncAxis.size
         return step // self.period * 2 * (n - 1) * self.parameter_bytes // n
 
 

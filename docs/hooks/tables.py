@@ -1,9 +1,8 @@
-"""Write the tables of three pages from the code: `python docs/hooks/tables.py`; a test holds the pages equal to it.
+"""Write the tables of three pages from the code: `python docs/hooks/tables.py`. A test holds them equal.
 
-In configuration.md the keys of a run stand below `<!-- keys -->`, each command with its options below
-`<!-- options -->`, and the keys that a run cannot change below `<!-- fixed -->`. In metrics.md all metrics stand below
-`<!-- metrics -->`, and in migration.md the keys of each other project below `<!-- migration -->`. A line with
-`<!-- end of NAME -->` ends each.
+In configuration.md `<!-- keys -->` begins the keys of a run, `<!-- options -->` each command with its options, and
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` begins all metrics, and in
+migration.md `<!-- migration -->` the keys of each other project. `<!-- end -->` ends each of them.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ from gregale.settings.config_schema import REQUIRED, Entry, entries
 from gregale.settings.other_projects import counterparts, projects
 from gregale.tracking.metrics import METRICS
 
-DOCS = Path(__file__).parents[1]
 
-
-def filled(name: str) -> str:
-    """The text of a page with its tables anew."""
-    text = (DOCS / name).read_text(encoding="utf-8")
-    for part, table in PARTS[name].items():
-        before, begin, rest = text.partition(f"<!-- {part} -->\n")
-        _, end, after = rest.partition(f"<!-- end of {part} -->\n")
-        text = f"{before}{begin}\n{table().rstrip()}\n\n{end}{after}"
-    return text
+def filled(page: str, markdown: str) -> str:
+    """A page with its tables as the code has them now."""
+    for name, part in PARTS[page].items():
+        begin, rest = markdown.split(f"<!-- {name} -->\n")
+        markdown = f"{begin}<!-- {name} -->\n\n{part().strip()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return markdown
 
 
 def metrics() -> str:
@@ -113,4 +108,5 @@ PARTS = {
 
 if __name__ == "__main__":
     for page in PARTS:
-        (DOCS / page).write_text(filled(page), encoding="utf-8")
+        path = Path(__file__).parents[1] / page
+        path.write_text(filled(page, path.read_text()))

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -103,6 +103,26 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_oldest(paths: Iterable[Path], limit: float, target: float) -> None:
+    """If files have more than `limit` bytes, remove the least recently used until `target` bytes are left.
+
+    The times are the file system's; files that other processes remove meanwhile are skipped.
+    """
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            found.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, path))
+    size = sum(each for _, each, _ in found)
+    if size <= limit:
+        return
+    for _, each, path in sorted(found):
+        if size <= target:
+            return
+        remove(path)
+        size -= each
 
 
 def is_process_dead(pid: int) -> bool:

@@ -55,7 +55,7 @@ def below(prefix: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_own_code(what: str, owner: type) -> Iterator[None]:
+def plugin_errors(what: str, owner: type) -> Iterator[None]:
     """Make a `UserError` of an exception of code that is not Gregale's own, with the line of that code.
 
     - `what`: the part of the configuration and the method: `callbacks: Norms.on_step`

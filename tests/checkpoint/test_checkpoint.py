@@ -148,6 +148,7 @@ def test_checkpoints_are_found_by_step_also_in_part_and_after_a_move(checkpoints
         assert_same_bits(moved.latest({"params": small(0)}, partial=True).tree, {"params": small(2)})
 
 
+@pytest.mark.quick
 def test_a_template_that_does_not_match_names_the_leaves(checkpoints):
     checkpoints.save(5, small(1), {})
     for template, message in (
@@ -187,7 +188,7 @@ def test_damage_to_any_file_is_reported_and_the_one_before_is_used(folder, repor
         found = list(files_below(newest))
         assert sorted(name.rpartition("/")[2] for name in found) == [
             "00000-00000",
-            *("leaves.json", "manifest.json", "metadata.json", "pieces.json"),
+            *("leaves.json", "manifest.json", "metadata.json", "shards.json"),
         ]
         for name in found:
             intact = (newest / name).read_bytes()
@@ -204,6 +205,7 @@ def test_damage_to_any_file_is_reported_and_the_one_before_is_used(folder, repor
         assert checkpoints.latest(small(0)).step == 20
 
 
+@pytest.mark.quick
 def test_what_has_no_manifest_does_not_count_and_goes_with_the_next_save(folder, reports):
     with Checkpoints(folder) as checkpoints:
         for step in (10, 20):
@@ -297,6 +299,7 @@ def test_a_full_disk_costs_one_checkpoint(checkpoints, reports, tmp_path):
     assert (checkpoints.failure, checkpoints.steps()) == (None, [1, 2])
 
 
+@pytest.mark.quick
 def test_a_state_that_is_not_finite_is_never_saved(checkpoints):
     sound = state(7, PartitionSpec("data"), mesh_of(2, 4))
     checkpoints.save(1, sound, {})
@@ -357,6 +360,7 @@ def test_a_save_that_ends_anywhere_leaves_a_sound_newest_checkpoint(tmp_path, mo
     assert len(killed_at) > 10
 
 
+@pytest.mark.quick
 def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatch):
     settled: list[Path] = []
     fsync, replace = os.fsync, os.replace
@@ -411,17 +415,17 @@ def test_a_disk_that_cannot_read_a_file_has_a_damaged_checkpoint(checkpoints, re
     for step in (1, 2):
         checkpoints.save(step, small(step), {})
     checkpoints.wait()
-    digest = manifest._digest
+    measured = manifest._measured
 
-    def broken(path: Path, number: int) -> str:
+    def broken(path: Path, number: int) -> tuple[int, str]:
         if path.name == "00000-00000" and "step-00000002" in str(path):
             raise OSError(number, os.strerror(number), str(path))
-        return digest(path)
+        return measured(path)
 
-    monkeypatch.setattr(manifest, "_digest", partial(broken, number=errno.EIO))
+    monkeypatch.setattr(manifest, "_measured", partial(broken, number=errno.EIO))
     assert checkpoints.latest(small(0)).step == 1
     assert re.search(r"step 2 is damaged \(\w+/00000-00000 cannot be read: Input/output error in", reports[-1])
-    monkeypatch.setattr(manifest, "_digest", partial(broken, number=errno.EACCES))
+    monkeypatch.setattr(manifest, "_measured", partial(broken, number=errno.EACCES))
     with pytest.raises(UserError, match=r"The checkpoint of step 2 cannot be read: Permission denied: .*00000-00000"):
         checkpoints.latest(small(0))
 

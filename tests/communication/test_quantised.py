@@ -171,6 +171,7 @@ def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
         assert_same_but_for_ties(given[name], back, LEVELS[run.config.gather_codec])
 
 
+@pytest.mark.quick
 def test_what_is_sent_plus_what_is_kept_is_what_went_in():
     """sum of sent = sum of gone in - (e_K - e_0 - sum of storing errors) / (1 - beta), in the mean over replicas.
 

@@ -65,7 +65,8 @@ def llama3():
     return generator, model, tokens_of(generator, model, prompted(DRAWN), 40, DRAWN)
 
 
-CASES = [("mistral", GREEDY), *((name, DRAWN) for name in ("llama3", "qwen3", "gemma"))]
+CASES = [("mistral", GREEDY), ("qwen3", DRAWN), ("gemma", DRAWN)]
+CASES += [pytest.param("llama3", DRAWN, marks=pytest.mark.quick)]
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gregale.inference import generate
 from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import Recomputed, scores
+from gregale.inference.logits import UncachedDecoder, scores
 from gregale.model.llama import Llama
 from tests.inference.test_generate import DRAWN, NO_END, PROMPT
 from tests.mesh.support import one_device
@@ -34,7 +34,7 @@ def test_prompts_of_several_lengths_are_continued_as_with_a_cache(monkeypatch):
     def tokens(model) -> np.ndarray:
         return np.concatenate(list(generator.blocks(model, prompts, 70, DRAWN, cycle([BLOCK]))), axis=1)
 
-    np.testing.assert_array_equal(tokens(Recomputed(Alone(model)).unstacked()), tokens(model.unstacked()))
+    np.testing.assert_array_equal(tokens(UncachedDecoder(Alone(model)).unstacked()), tokens(model.unstacked()))
 
 
 def test_targets_are_scored_as_by_a_model_that_scores():

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from gregale.islands.latest_work import LatestWork
+from gregale.islands.exchange import LatestWork
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from gregale.islands.protocol.headers import View
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.transport.coordinator import CoordinatorClient
-from gregale.islands.transport.lighthouse import Lighthouse, serve
+from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.islands.view_poller import ViewPoller
 
 TOKEN = b"a token of the fleet"
@@ -21,7 +21,7 @@ TIMING = replace(LAN, heartbeat_seconds=PATIENCE)
 
 @pytest.fixture
 def lighthouse() -> Iterator[Lighthouse]:
-    lighthouse = serve("127.0.0.1:0", TOKEN)
+    lighthouse = Lighthouse("127.0.0.1:0", TOKEN)
     lighthouse._membership._started = -PATIENCE  # a fleet may begin at once
     yield lighthouse
     lighthouse.close()

@@ -1,6 +1,6 @@
 """DiLoCo and Streaming DiLoCo against a slow rewrite in NumPy, one replica after the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import equinox as eqx
 import haliax as hax
@@ -120,7 +120,7 @@ class ThroughMessages(Diloco):
     """Sends differences and updates as messages like a quantised run, but of whole float32 values."""
 
     @property
-    def joint(self):
+    def outer_store(self):
         layout = sending_layout(self.outer_layout, self.axis)
         return QuantisedOuter(self.outer, QuantisedReducer(layout, ReduceConfig(), self.axis))
 
@@ -164,8 +164,15 @@ CASES = {
 MESSAGES = ("two islands", "tau 1")
 
 
+QUICK = ("diloco", "tau 1")
+
+
 @pytest.mark.parametrize(
-    ("case", "kind"), [*((case, Diloco) for case in CASES), *((case, ThroughMessages) for case in MESSAGES)]
+    ("case", "kind"),
+    [
+        *(pytest.param(case, Diloco, marks=[pytest.mark.quick] if case in QUICK else []) for case in CASES),
+        *((case, ThroughMessages) for case in MESSAGES),
+    ],
 )
 def test_every_step_equals_the_slow_rewrite(case, kind):
     """Replicas after each step, and the outer parameters with what was sent, over more than two periods.
@@ -218,12 +225,22 @@ def test_one_replica_is_evaluated_and_handed_over_with_its_last_period():
                 assert np.abs(values_of(form(state.method)) - own).max() > 1e-3, "it could fail"
 
 
+@pytest.mark.quick
+def test_the_average_or_the_first_replica_is_evaluated():
+    method = make(MeshConfig(replica=4, data=2), Schedule(3))
+    state, _ = after(method, 2)
+    own = values_of(state.method.inner.parameters)
+    for evaluate, expected in (("average", own.mean(axis=0)), ("first_replica", own[0])):
+        model = jax.jit(replace(method, evaluate=evaluate).eval_model)(state.method)
+        np.testing.assert_allclose(values_of(model), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_replica_that_is_left_out_goes_on_from_its_own():
     """And changes no other, even if its parameters are not finite."""
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, outer=optax.sgd(1.0), dropout=0.5, seed=3)
     fragment = Fragment.at(schedule, 0, 2)
-    took_part = np.asarray(method.round.taking_part(fragment).array) > 0
+    took_part = np.asarray(method.round.participation_mask(fragment).array) > 0
     assert 0 < took_part.sum() < 4
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
@@ -237,15 +254,19 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
         np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_each_synchronisation_draws_anew_which_replicas_it_leaves_out():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, dropout=0.5, seed=3)
-    taking_part = jax.jit(method.round.taking_part)
-    drawn = np.array([taking_part(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)])  # [64, replica]
+    participation_mask = jax.jit(method.round.participation_mask)
+    drawn = np.array(
+        [participation_mask(Fragment.at(schedule, 0, step)).array for step in range(2, 130, 2)]
+    )  # [64, replica]
     assert len(np.unique(drawn, axis=0)) > 8, "of 16 possible"
     assert ((drawn.mean(0) > 0) & (drawn.mean(0) < 1)).all(), "no replica is always in, or always out"
 
 
+@pytest.mark.quick
 def test_psdp_becomes_diloco_and_back():
     method = make(MeshConfig(replica=4, data=2), Schedule(2))
     layout = method.layout

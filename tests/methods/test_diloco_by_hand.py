@@ -50,6 +50,7 @@ def close(found, expected):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6)
 
 
+@pytest.mark.quick
 def test_two_rounds_of_diloco():
     """H = 2. Replica 0 has the point (2, 2), replica 1 (1, 5); error e moves (slope, intercept) by -0.1 e (x, 1)."""
     line = Line(hax.zeros(()), hax.zeros(()))
@@ -82,6 +83,7 @@ def test_two_rounds_of_diloco():
     close([trained.slope.array, trained.intercept.array], second)
 
 
+@pytest.mark.quick
 def test_more_than_a_period_of_streaming():
     """H = P = 3, tau = 1, alpha = 1/4; targets 4 and 8, and an error e moves each of three parameters by -e / 4.
 

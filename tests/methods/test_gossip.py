@@ -10,6 +10,7 @@ from haliax import Axis
 from gregale.audit import audit
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.errors import UserError
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
 from gregale.training.state import initial_state
@@ -46,7 +47,10 @@ def slow(replicas: int, period: int, steps: int) -> list[np.ndarray]:
     return own
 
 
-@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), (2, 2, 3), (8, 1, 1)])
+QUICK = pytest.param(2, 2, 3, marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize(("replicas", "data", "period"), [(4, 2, 1), QUICK, (8, 1, 1)])
 def test_replicas_are_those_of_the_slow_rewrite(replicas, data, period):
     method, model = made(replicas, data, period), first_model()
     state, take = initial_state(method, lambda: model), Stepper(method, model)
@@ -73,6 +77,7 @@ def test_a_step_sends_the_parameters_once_over_replica_to_one_peer():
     assert method.bytes_sent(10) == 10 * method.bytes_sent(1)
 
 
+@pytest.mark.quick
 def test_steps_without_training_average_all_replicas_exactly():
     method = made(8, 1)
     values = hax.named(np.arange(8.0) ** 2, Axis("replica", 8))
@@ -82,6 +87,7 @@ def test_steps_without_training_average_all_replicas_exactly():
     np.testing.assert_array_equal(values.array, np.full(8, np.mean(np.arange(8.0) ** 2)))
 
 
+@pytest.mark.quick
 def test_sign_diloco_is_that_of_the_slow_rewrite():
     """Written from the page alone, with a state of its own: theta and its momentum."""
     with plugins_from(EXAMPLES):
@@ -111,3 +117,31 @@ def test_sign_diloco_is_that_of_the_slow_rewrite():
     program = take.program.lower(state, named_batch(rows(1)), *method.actions(3).during).compile()
     sent = audit(program, method.layout.mesh).over("replica")
     assert sum(each.bytes_sent for each in sent) == method.bytes_sent(3)
+
+
+WRONG = {
+    "one value": ("mix", lambda method, theta, own, due: theta, r"Wrong.mix has to return the pair"),
+    "no copies": (
+        "mix",
+        lambda method, theta, own, due: (method.replicas.average(theta), own),
+        r"`self.replicas.copies`",
+    ),
+    "other state": ("mix", lambda method, theta, own, due: (theta, theta), r"Wrong.mix has to return the pair"),
+    "pair": ("joined", lambda method, theta, own: (theta, own), r"Wrong.joined has to return one model's parameters"),
+    "text": ("due", lambda method, step: "x", r"Wrong.due has to return arrays or None; it returns 'x'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_method_that_returns_something_else_is_refused(wrong):
+    name, function, message = WRONG[wrong]
+    method, batch = made(2, 1), named_batch(rows(1))
+    own = type("Wrong", (type(method),), {name: function})(method.inner, method.layout, 1)
+
+    def uses():
+        actions, state = own.actions(1), jax.eval_shape(own.init)
+        jax.eval_shape(own.step, state, batch, *actions.during)
+        jax.eval_shape(own.to_psdp, state)
+
+    with pytest.raises(UserError, match=message):
+        uses()

@@ -48,6 +48,7 @@ def test_a_host_holds_and_sends_each_value_once_whatever_the_mesh(sizes):
     assert sum(int(np.prod(shape)) for shape in held) == sum(sent) == sum(leaf.size for leaf in parameters)
 
 
+@pytest.mark.quick
 def test_preparing_changes_nothing_and_committing_changes_one_fragment():
     member = trained(4).members[0]
     host = member.host

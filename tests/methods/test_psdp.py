@@ -61,6 +61,7 @@ def plain_optax() -> tuple[list[float], float, float]:
     return losses, float(parameters["slope"]), float(parameters["offset"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("sizes", "microbatches"), [((1, 1, 1), 1), ((4, 2, 1), 2)])
 def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
     line = new_line()

@@ -1,4 +1,4 @@
-"""Stacks of several kinds: cut into stretches, scanned as a plain loop over the layers computes."""
+"""Stacks of several kinds: cut into layer_segments, scanned as a plain loop over the layers computes."""
 
 import haliax as hax
 import jax
@@ -9,7 +9,7 @@ from haliax import Axis
 
 from gregale.axes.layout import LAYERS
 from gregale.model.compute_config import REMAT
-from gregale.model.layer_kinds import Stretch, stretches
+from gregale.model.layer_kinds import LayerSegment, layer_segments
 from gregale.model.remat import named
 from tests.mesh.support import one_device
 
@@ -29,7 +29,7 @@ QWEN_2 = (WINDOWS,) * 3 + (FULL,) * 2
     ],
 )
 def test_a_stack_is_cut_so_that_few_layers_are_compiled(kinds, expected):
-    assert stretches(kinds) == tuple(Stretch(*each) for each in expected)
+    assert layer_segments(kinds) == tuple(LayerSegment(*each) for each in expected)
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_layers_are_differentiated_one_by_one(kinds, first, layers, remat):
     assert sorted(recomputed(traced.jaxpr)) == [False] * first + [True] * (
         layers - first
     )  # not equal layers after those
-    together = {GEMMA_3: 6 + 2}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and the stretches
+    together = {GEMMA_3: 6 + 2}.get(kinds, 2 * (first > 0))  # each layer of the pattern, and the layer_segments
     assert str(traced).count("optimization_barrier") == together

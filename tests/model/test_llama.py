@@ -87,7 +87,7 @@ def without(batch, name: str):
 
 CPU, TPU = cpu_kernels(), tpu_kernels()
 CASES = [*((name, name != "mistral", CPU) for name in CONFIGS if name not in ("llama2", "qwen3"))]
-CASES += [("gemma", True, PLAIN), ("llama3", False, TPU)]
+CASES += [pytest.param("gemma", True, PLAIN, marks=pytest.mark.quick), ("llama3", False, TPU)]
 
 
 @pytest.mark.parametrize(("name", "packed", "kernels"), CASES)

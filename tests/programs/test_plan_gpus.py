@@ -36,7 +36,7 @@ def test_a_description_has_the_chips_own_figures():
 
 
 def test_a_topology_that_is_none_is_refused():
-    for topology in ("h100", "h100:0", "h100:x", "v9:2x2"):
+    for topology in ("h100", "h100:0", "h100:x", "h100:\u0668", "v9:2x2"):
         with pytest.raises(UserError, match=r"is not FAMILY:SHAPE, such as v5e:4x4, .* h100:8; .* a100, h100"):
             topology_target(topology, 1, None)
     with pytest.raises(UserError, match=r"'h100:4x2': of GPUs it is a number in a box, such as h100:8"):

@@ -128,7 +128,43 @@ def test_the_plan_has_each_program_of_the_first_steps_of_a_method(gregale, capsy
     report = json.loads(capsys.readouterr().out)
     over = {name: each["bytes_per_step"]["axes"].get("replica") for name, each in report["programs"].items()}
     assert over == {"step": None, "step_2": report["memory"]["parameters"]}
-    assert report["notes"][1].endswith("of the first 4 steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
+    assert report["notes"][1].endswith("of its first steps have it: step in 50.0% of them, step_2 in 50.0% of them.")
+
+
+LAMB = """
+from dataclasses import dataclass
+import optax
+from gregale.optim import OptimizerConfig
+
+@OptimizerConfig.register_subclass("lamb")
+@dataclass(frozen=True)
+class LambConfig(OptimizerConfig):
+    def direction(self):
+        return optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio())
+"""
+
+
+def test_an_optimizer_that_reduces_over_shards_is_named_with_its_bytes(folder, gregale, capsys):
+    (folder / "lamb.py").write_text(LAMB)
+    given = ["--plugins", "causal_mixer,lamb,gossip,weight_norms", "--mesh.model=1", "--mesh.data=4", "--steps=1"]
+
+    def planned(optimizer: str, method: str) -> tuple[int, list[str]]:
+        """The payload of a step over data and replica together, and the notes about the optimizer."""
+        options = ["--optimizer", f"{{type: {optimizer}}}", "--sync.type", method, "--json"]
+        assert gregale("plan", "own.yaml", *given, *options) == 0
+        report = json.loads(capsys.readouterr().out)
+        notes = [each for each in report["notes"] if each.startswith("optimizer.type")]
+        return report["bytes_per_step"]["axes"].get("replica,data", 0), notes
+
+    plain, none = planned("adamw", "psdp")
+    payload, (note,) = planned("lamb", "psdp")
+    assert none == planned("lamb", "gossip")[1] == [], "the shards of a replica that trains apart are inside it"
+    sent = (payload - plain) * 2 * 7 // 8  # a ring of eight
+    assert sent > 0
+    assert f"optimizer.type is lamb, whose update reduces over shards: a device sends {sent:,} bytes a step" in note
+    options = ["--optimizer", "{type: lamb}", "--sync.type", "psdp", "--name", "lamb", "--samples.prompts", "[]"]
+    assert gregale("train", "own.yaml", *given, *options) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
 
 
 def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys):

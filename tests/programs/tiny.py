@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import yaml
 
+from gregale.checkpoint.manifest import root_of
 from gregale.checkpoint.retention import committed_steps, folder_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.storage import StoragePath
@@ -119,7 +120,7 @@ def saved_state(run: StoragePath, step: int) -> dict[str, np.ndarray]:
 
 
 def state_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
-    leaves = json.loads((checkpoints._root(step) / "leaves.json").read_bytes())
+    leaves = json.loads((root_of(checkpoints._directory / folder_name(step)) / "leaves.json").read_bytes())
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     template = {}
     for name, leaf in leaves.items():

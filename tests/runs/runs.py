@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from gregale.checkpoint.manifest import MANIFEST, digest_of, write_manifest
-from gregale.checkpoint.retention import METADATA, folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, digest_of, write_manifest
+from gregale.checkpoint.retention import folder_name
 from gregale.storage import files_below
 
 CONFIG = {
@@ -53,7 +53,8 @@ def write_run(
         folder = run / "checkpoints" / folder_name(saved)
         folder.mkdir(parents=True)
         (folder / "arrays").write_bytes(b"abc" * saved)
-        (folder / METADATA).write_text(json.dumps(metadata or {}))
+        (folder / "save").mkdir()
+        (folder / "save" / METADATA).write_text(json.dumps(metadata or {}))
         seal(folder)
         (run / "newest_checkpoint.json").write_text(json.dumps({"step": saved}))
     return run

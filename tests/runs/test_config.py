@@ -226,7 +226,7 @@ def test_names_and_addresses_of_islands_are_checked():
     with pytest.raises(KeyedError, match="HOST:PORT"):
         IslandsConfig(lighthouse="oslo")
     assert IslandsConfig(lighthouse="oslo:29510").lighthouse == "oslo:29510"
-    for bind in ("10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:"):
+    for bind in ("10.8.0.2:\u0662\u0669", "10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:"):
         with pytest.raises(KeyedError, match="HOST or HOST:PORT"):
             IslandsConfig(bind=bind)
     assert all(IslandsConfig(bind=bind).bind == bind for bind in ("10.8.0.2", "10.8.0.2:29511", "oslo"))

@@ -74,10 +74,11 @@ def test_a_refusal_is_one_line_at_once(failing_s3, failing_gs):
         assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in said
 
 
-def test_a_bucket_of_another_region_is_one_line_at_once(failing_s3):
+@pytest.mark.parametrize(("how", "words"), [(301, ".* incorrectly configured region"), (501, "501: out of order")])
+def test_another_region_and_what_a_store_cannot_do_are_one_line_at_once(failing_s3, how, words):
     folder, proxy = failing_s3
-    proxy.faults[:] = [Fault(301, 10_000)]
-    with pytest.raises(StoreError, match=r"x: the store refused the request \(.* incorrectly configured region\)\."):
+    proxy.faults[:] = [Fault(how, 10_000)]
+    with pytest.raises(StoreError, match=rf"x: the store refused the request \({words}\)\."):
         (folder / "x").read_bytes()
     assert len(proxy.seen) == 1
 
@@ -92,7 +93,7 @@ def test_a_conflict_that_passes_is_no_object_that_exists(failing_s3):
 def test_an_interrupt_ends_the_wait_for_an_answer(failing_s3):
     folder, proxy = failing_s3
     folder = replace(folder, retry_policy=RetryPolicy())
-    proxy.faults[:] = [Fault("slow", seconds=60.0)]
+    proxy.faults[:] = [Fault("slow", seconds=20.0)]
     proxy.on_request = lambda: os.kill(os.getpid(), signal.SIGINT)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup` and a background job ignore it
     try:
@@ -100,7 +101,7 @@ def test_an_interrupt_ends_the_wait_for_an_answer(failing_s3):
             (folder / "x").read_bytes()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(proxy.seen) == 1
+    assert (len(proxy.seen), proxy.answered) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,17 @@ def test_no_credentials_and_a_missing_bucket_are_one_line(s3, gs, monkeypatch, t
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # a file system of its own, without credentials
     with pytest.raises(StoreError, match=r"the store refused access \(Unable to locate credentials\)"):
         (s3 / "x").write_bytes(b"content")
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_a_machine_without_an_identity_is_one_line_at_once(scheme, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))  # without credentials of a user
+    for name in ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
+        monkeypatch.setenv(name, "127.0.0.1:1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:1/metadata/identity/oauth2/token")
+    path = storage_path(f"{scheme}://{tmp_path.name.replace('_', '-')}/x", RetryPolicy(seconds=30))
+    with pytest.raises(StoreError, match=r"refused access \(there are no credentials, and this machine has no"):
+        path.read_bytes()

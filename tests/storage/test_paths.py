@@ -137,6 +137,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_objects_that_stand_for_folders_are_left_out(s3, s3_endpoint):
     for name in ("", "made/"):
+        assert files_below(s3) == {}
         make(s3_endpoint, f"{str(s3).removeprefix('s3://')}/{name}")
     (s3 / "made" / "x").write_bytes(b"content")
     assert list(files_below(s3)) == ["made/x"]

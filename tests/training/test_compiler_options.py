@@ -99,4 +99,4 @@ def test_steps_are_compiled_with_the_configurations_options():
     with pytest.raises(UserError, match=r"compute\.compiler_options: the compiler for cpu does not take them"):
         setup.stepper()
     setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_cpu_enable_fast_min_max": False}})
-    assert setup.compiler_options == setup.facts["compiler_options"] == {"xla_cpu_enable_fast_min_max": False}
+    assert setup.compiler_options == setup.run_metadata["compiler_options"] == {"xla_cpu_enable_fast_min_max": False}

@@ -3,22 +3,16 @@
 import errno
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from gregale.storage import ObjectPath, StoragePath, write_bytes
+from gregale.storage import ObjectPath, StoragePath, parallel_map, write_bytes
 
 MANIFEST = "manifest.json"
-SHARDS = "pieces.json"  # the positions of the shards of all arrays
+SHARDS = "shards.json"  # the positions of the shards of all arrays
+LEAVES = "leaves.json"
+METADATA = "metadata.json"
 _FORMAT = 1
-_HASHING_THREADS = 4  # hashlib releases the interpreter lock
 
 FileRecords = dict[str, dict]  # path relative to the checkpoint -> {"bytes": size, "blake2b": digest}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -35,8 +29,11 @@ def write_manifest(folder: StoragePath, records: FileRecords) -> None:
     write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode(), durable=True)
 
 
-def read_records(folder: StoragePath) -> FileRecords:
-    return json.loads((folder / MANIFEST).read_bytes())["files"]
+def root_of(folder: StoragePath) -> StoragePath:
+    """Return the subfolder with the files of a committed checkpoint; raise LookupError if the manifest names none."""
+    files = json.loads((folder / MANIFEST).read_bytes())["files"]
+    found = [name.partition("/")[0] for name in files if name.endswith(f"/{METADATA}")]
+    return folder / found[0]
 
 
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
@@ -56,8 +53,8 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)
+    found = parallel_map(lambda each: _file_damage(folder, *each), expected)
+    return next(filter(None, found), None)
 
 
 def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
@@ -81,4 +78,6 @@ def _measured(path: StoragePath) -> tuple[int, str]:
     if isinstance(path, ObjectPath):
         content = path.read_bytes()
         return len(content), digest_of(content)
-    return path.stat().st_size, _digest(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return path.stat().st_size, digest

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import jax
@@ -13,14 +12,13 @@ from jax.experimental import multihost_utils
 from gregale.atomic_files import DISK_ERRORS, os_error_text
 from gregale.checkpoint.manifest import FileRecords
 from gregale.errors import UserError
-from gregale.storage import StoragePath, write_bytes
+from gregale.storage import StoragePath, parallel_map, write_bytes
 
 T = TypeVar("T")
 
 _HANDOVER = "checksums-of-process-"
-_MESSAGE_BYTES = 2048
+_BLOCK_BYTES = 2048  # of a gathered text: a new length would be compiled
 _BARRIER_MINUTES = 20
-_THREADS = 8
 
 
 def barrier(name: str) -> None:
@@ -36,29 +34,16 @@ def barrier(name: str) -> None:
 
 def first_message(message: str | None) -> str | None:
     """Return the message of the first process that has one, in every process; None if none has."""
-    if jax.process_count() == 1:
-        return message
     return next((text for text in messages_of_all(message or "") if text), None)
 
 
-def messages_of_all(message: str) -> list[str]:
-    """Return the messages of all processes in the order of their numbers, in every process; cut at 2048 bytes."""
-    if jax.process_count() == 1:
-        return [message]
-    mine = np.zeros(_MESSAGE_BYTES, np.uint8)
-    encoded = message.encode()[:_MESSAGE_BYTES]
-    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    everyone = np.asarray(multihost_utils.process_allgather(mine))
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone]
-
-
-def texts_of_all(text: str) -> list[str]:
-    """Return the texts of all processes, of any length, in the order of their numbers, in every process."""
+def messages_of_all(text: str) -> list[str]:
+    """Return the messages of all processes, of any length, in the order of their numbers, in every process."""
     if jax.process_count() == 1:
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
     sizes = [int(size) for size in np.asarray(multihost_utils.process_allgather(np.int32(encoded.size)))]
-    mine = np.zeros(max(sizes), np.uint8)
+    mine = np.zeros(-(-max(1, *sizes) // _BLOCK_BYTES) * _BLOCK_BYTES, np.uint8)
     mine[: encoded.size] = encoded
     everyone = np.asarray(multihost_utils.process_allgather(mine))
     return [bytes(row[:size]).decode() for row, size in zip(everyone, sizes, strict=True)]
@@ -109,6 +94,5 @@ def collect(folder: StoragePath, processes: int) -> FileRecords:
         path.unlink()
         return records
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(read, range(1, processes)))
+    found = parallel_map(read, range(1, processes))
     return {name: record for records in found for name, record in records.items()}

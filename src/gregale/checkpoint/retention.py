@@ -2,17 +2,11 @@
 
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gregale.checkpoint.manifest import MANIFEST
 from gregale.settings import Settings, setting, whole
-from gregale.storage import StoragePath, names, status
-
-LEAVES = "leaves.json"
-METADATA = "metadata.json"
-
-_THREADS = 8  # requests at once
+from gregale.storage import StoragePath, names, parallel_map, status
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 
@@ -48,9 +42,8 @@ def committed_steps(directory: StoragePath) -> list[int]:
 
     A checkpoint is valid if its manifest exists, which is written last and deleted first.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        folders = [name for name in names(directory) if step_of(name) is not None]
-        valid = list(pool.map(lambda name: status(directory / name / MANIFEST) is not None, folders))
+    folders = [name for name in names(directory) if step_of(name) is not None]
+    valid = parallel_map(lambda name: status(directory / name / MANIFEST) is not None, folders)
     return sorted(step_of(name) or 0 for name, is_valid in zip(folders, valid, strict=True) if is_valid)
 
 

@@ -1,7 +1,7 @@
 """Asynchronous, atomic saving of checkpoints, which rejects a state that is not finite.
 
 A checkpoint is `step-00000100/manifest.json` and a folder with a random name for each save. The folder has
-`leaves.json`, `metadata.json`, `pieces.json` and the streams of all processes (see `shard_layout`), cut into parts:
+`leaves.json`, `metadata.json`, `shards.json` and the streams of all processes (see `shard_layout`), cut into parts:
 `00003-00000` is the first part of process 3. Without the manifest, which is written last and alone is renamed, the
 checkpoint is not valid. A lost process that still writes uses another folder.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from uuid import uuid4
 
 import jax
@@ -24,28 +24,13 @@ from gregale.atomic_files import flush, os_error_text, remove
 from gregale.checkpoint import parts
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.leaves import arrays_by_name, specs_by_name
-from gregale.checkpoint.manifest import MANIFEST, SHARDS, FileRecords, write_manifest
+from gregale.checkpoint.manifest import LEAVES, MANIFEST, METADATA, SHARDS, FileRecords, write_manifest
 from gregale.checkpoint.multihost import barrier, collect, first_message, hand_over, messages_of_all
-from gregale.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    CheckpointConfig,
-    committed_steps,
-    folder_name,
-    superfluous,
-    without_manifest,
-)
+from gregale.checkpoint.retention import CheckpointConfig, committed_steps, folder_name, superfluous, without_manifest
 from gregale.checkpoint.shard_layout import planned, stream, to_json
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.storage import StoragePath, StoreError, files_below, remove_tree, storage_path
-
-
-class _Failure(NamedTuple):
-    """The cause of a failure: `fact` for the log of a run that continues, `message` (with a remedy) for an error."""
-
-    fact: str
-    message: str
 
 
 class Saver:
@@ -113,14 +98,17 @@ class Saver:
         size = sum(array.nbytes for array in stored.values())
         # Every process writes to this folder, whose name is unique to this save.
         root = self._directory / folder_name(step) / messages_of_all(uuid4().hex[:8])[0]
-        # A process that lost the lease must not delete the new owner's files.
-        for action in (self._check, lambda: self._make_room(size)):
-            failed = _failure_of(action)
-            if failed and jax.process_index() == 0:
-                self._give_up(step, root, failed)
-            self.failure = first_message(failed.message if failed else None)
-            if self.failure:
-                return
+
+        def begin() -> None:
+            self._check_owner()  # a process that lost the lease must not delete the new owner's files
+            make_room(self._directory, size)
+
+        failed = _failure_of(begin) if jax.process_index() == 0 else None
+        if failed:
+            self._give_up(step, root, failed)
+        self.failure = first_message(str(failed).rstrip(".") if failed else None)
+        if self.failure:
+            return
         writing: list[Callable[[], FileRecords]] = []
         failed = _failure_of(lambda: writing.append(prepare(root, stored, texts)))
         self._in_flight = step, self._thread.submit(self._commit, step, root, writing, failed, beside)
@@ -143,14 +131,6 @@ class Saver:
         """Wait without the other processes, and end the threads; no save or restore is possible afterwards."""
         self._thread.shutdown()
 
-    def _check(self) -> None:
-        if jax.process_index() == 0:
-            self._check_owner()
-
-    def _make_room(self, size: int) -> None:
-        if jax.process_index() == 0:
-            make_room(self._directory, size)
-
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
             raise UserError(
@@ -164,7 +144,7 @@ class Saver:
         step: int,
         root: StoragePath,
         writing: list[Callable[[], FileRecords]],
-        failed: _Failure | None,
+        failed: StoreError | None,
         beside: Callable[[], object],
     ) -> str | None:
         """Write the files, commit the checkpoint and delete old ones, in the background thread.
@@ -182,7 +162,7 @@ class Saver:
         failed = failed or _failure_of(write)
         barrier(f"{root} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
-            failed = failed or _failure_of(self._check)
+            failed = failed or _failure_of(self._check_owner)
             failed = failed or _failure_of(lambda: commit(root, records))
             if failed:
                 self._give_up(step, root, failed)
@@ -190,7 +170,7 @@ class Saver:
                 self._report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
         barrier(f"{root} is committed, save {self._saves}")
-        return failed.message if failed else None
+        return str(failed).rstrip(".") if failed else None
 
     def _tidy(self, saved: int) -> None:
         """Call `committed` and delete old checkpoints; a failure is only reported."""
@@ -201,12 +181,12 @@ class Saver:
                 delete(self._directory / folder_name(old))
 
         if failed := _failure_of(tidy):
-            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
+            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact.rstrip('.')}.")
 
-    def _give_up(self, step: int, root: StoragePath, failed: _Failure) -> None:
+    def _give_up(self, step: int, root: StoragePath, failed: StoreError) -> None:
         """Delete the files of a failed save and report the failure."""
         discard(root)
-        self._report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
+        self._report(f"The checkpoint of step {step} could not be saved: {failed.fact.rstrip('.')}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:
@@ -216,18 +196,15 @@ class Saver:
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
 
 
-def _failure_of(action: Callable[[], object]) -> _Failure | None:
+def _failure_of(action: Callable[[], object]) -> StoreError | None:
+    """Return the failure of an action, of a store or not; None if it succeeds."""
     try:
         action()
     except StoreError as error:
-        return _Failure(error.fact.rstrip("."), str(error).rstrip("."))
-    except UserError as error:
-        fact = str(error).rstrip(".")
+        return error
     except Exception as error:
-        fact = os_error_text(error)
-    else:
-        return None
-    return _Failure(fact, fact)
+        return StoreError(str(error) if isinstance(error, UserError) else os_error_text(error))
+    return None
 
 
 def make_room(directory: StoragePath, size: int) -> None:

@@ -92,7 +92,7 @@ def _bytes_of(data: jax.Array) -> np.ndarray:
 
 
 def to_json(plan: Plan, part_bytes: int) -> str:
-    """Return the content of `pieces.json`."""
+    """Return the content of `shards.json`."""
     arrays = {name: [[*each.region, each.process, each.offset] for each in extents] for name, extents in plan.items()}
     return json.dumps({"part_bytes": part_bytes, "arrays": arrays})
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Generic, TypeVar
@@ -12,14 +11,14 @@ import numpy as np
 
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
-from gregale.checkpoint.manifest import MANIFEST, SHARDS, find_damage, read_records
+from gregale.checkpoint.manifest import LEAVES, MANIFEST, METADATA, SHARDS, find_damage, root_of
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
-from gregale.checkpoint.parts import THREADS, read_parts
-from gregale.checkpoint.retention import LEAVES, METADATA, committed_steps, folder_name, step_of, without_manifest
+from gregale.checkpoint.parts import read_parts
+from gregale.checkpoint.retention import committed_steps, folder_name, step_of, without_manifest
 from gregale.checkpoint.saving import Saver
 from gregale.checkpoint.shard_layout import Region, RowRange, from_json, region_of, rows_for, wanted
 from gregale.errors import UserError
-from gregale.storage import StoragePath
+from gregale.storage import StoragePath, parallel_map
 
 Tree = TypeVar("Tree")
 Partial = bool | Callable[[dict], bool]
@@ -50,7 +49,7 @@ class Checkpoints(Saver):
         """Return the metadata of a step's checkpoint; raise `UserError` if there is none or it cannot be read."""
         folder = self._existing(step)
         try:
-            return json.loads((self._root(step) / METADATA).read_bytes())
+            return json.loads((root_of(folder) / METADATA).read_bytes())
         except UserError:
             raise
         except (OSError, ValueError, LookupError) as error:
@@ -73,15 +72,17 @@ class Checkpoints(Saver):
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
-        step = newest = self._newest_below(None)
-        self._report_without_manifest(newest)
-        while step is not None:
-            damage = self._damage(step)
-            if damage is None:
-                self._report_damaged(damaged, step)
+        steps = json.loads(messages_of_all(json.dumps(by_first_process(self.steps, [])))[0])
+        self._report_without_manifest(steps[-1] if steps else None)
+        for step in reversed(steps):
+            if (damage := self._damage(step)) is None:
+                for other, text in damaged:
+                    folder = self._directory / folder_name(other)
+                    self._report(
+                        f"The checkpoint of step {other} is damaged ({text} in {folder}); step {step} is used instead."
+                    )
                 return step
             damaged.append((step, damage))
-            step = self._newest_below(step)
         if damaged:
             found = "; ".join(f"{folder_name(step)}: {damage}" for step, damage in damaged)
             raise agreed(
@@ -118,15 +119,6 @@ class Checkpoints(Saver):
             raise UserError(f"There is no checkpoint of step {step} in {self._directory}; there are: {there}.")
         return folder
 
-    def _root(self, step: int) -> StoragePath:
-        folder = self._directory / folder_name(step)
-        return folder / next(name.partition("/")[0] for name in read_records(folder) if name.endswith(f"/{SHARDS}"))
-
-    def _newest_below(self, bound: int | None) -> int | None:
-        steps = [step for step in by_first_process(self.steps, []) if bound is None or step < bound]
-        newest = messages_of_all(str(steps[-1]) if steps else "")[0]
-        return int(newest) if newest else None
-
     def _damage(self, step: int) -> str | None:
         """Return a text about the damage of a checkpoint, the same in all processes, which share the reading."""
         found, failed = None, None
@@ -150,27 +142,20 @@ class Checkpoints(Saver):
                     f"{MANIFEST}, which a save writes last. {others}."
                 )
 
-    def _report_damaged(self, damaged: list[tuple[int, str]], used: int) -> None:
-        for step, damage in damaged:
-            self._report(
-                f"The checkpoint of step {step} is damaged ({damage} in {self._directory / folder_name(step)}); "
-                f"step {used} is used instead."
-            )
-
     def read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restore a checkpoint that is known to be intact; the arguments are those of `restore`."""
-        root = self._root(step)
+        root = root_of(self._directory / folder_name(step))
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((root / LEAVES).read_bytes()).items()}
         if isfunction(template):
             template = template(self.metadata(step))
         specs = specs_by_name(template)
         check_match(saved, specs, str(root.parent), partial(self.metadata(step)) if callable(partial) else partial)
         structs = arrays_by_name(template)
-        empty = {name: struct for name, struct in structs.items() if specs[name].is_empty}
         stored = {name: struct for name, struct in structs.items() if not specs[name].is_empty}
         arrays = read_arrays(root, stored) if stored else {}
-        for name, struct in empty.items():  # they are not stored
-            arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
+        for name, struct in structs.items():  # in the same order in every process
+            if name not in stored:
+                arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
         self._history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
 
@@ -185,8 +170,7 @@ def read_arrays(root: StoragePath, structs: dict[str, jax.ShapeDtypeStruct | jax
         buffers[name] = {region: np.empty(region.shape, struct.dtype) for region in regions}
         found = (rows for shard in plan[name] for rows in rows_for(shard, regions, struct.dtype.itemsize))
         jobs += [(rows, buffers[name]) for rows in found]
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda job: _fill(root, part_bytes, *job), jobs))
+    parallel_map(lambda job: _fill(root, part_bytes, *job), jobs)
     jobs.clear()  # frees each buffer as soon as its array exists
 
     def make(name: str, struct: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:

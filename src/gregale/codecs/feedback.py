@@ -9,7 +9,7 @@ from gregale.codecs.blocks import UniformCodec
 from gregale.codecs.formats import DEFAULT_BLOCK
 
 
-class Stored(NamedTuple):
+class QuantisedArray(NamedTuple):
     """An array of any shape in 8 bits: codes of the same shape, and scales for blocks along its last dimension.
 
     All-zero codes and scales represent zeros.
@@ -24,17 +24,17 @@ def stored_block(size: int) -> int:
     return next((block for block in range(DEFAULT_BLOCK, size) if size % block == 0), size)
 
 
-def store(values: jax.Array) -> Stored:
+def store(values: jax.Array) -> QuantisedArray:
     """Return float32 [..., n] in 8 bits: an error of at most (1 + 2^-8) / 256 of the largest magnitude of its block.
 
     A clipped value, almost as large and of the other sign, has an error of at most 3/256 of it.
     """
     codec = UniformCodec(bits=8, block=stored_block(values.shape[-1]))
     codes, scales = codec.quantise(values.reshape(*values.shape[:-1], -1, codec.block))
-    return Stored(codes.reshape(values.shape), scales.astype(jnp.bfloat16))
+    return QuantisedArray(codes.reshape(values.shape), scales.astype(jnp.bfloat16))
 
 
-def load(stored: Stored) -> jax.Array:
+def load(stored: QuantisedArray) -> jax.Array:
     """Return the stored values as float32."""
     codes, scales = stored
     codec = UniformCodec(bits=8, block=codes.shape[-1] // scales.shape[-1])

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from gregale.codecs.codec import Codec, FloatCodec
-from gregale.codecs.feedback import Stored, load, next_error, store
+from gregale.codecs.feedback import QuantisedArray, load, next_error, store
 from gregale.communication.replica_shards import ShardedLeaf
 
 Arrays = dict[str, jax.Array]  # by the path of the leaf
-Errors = dict[str, Stored]  # the same; empty without feedback
+Errors = dict[str, QuantisedArray]  # the same; empty without feedback
 EXACT = FloatCodec("none")
 
 
@@ -115,7 +115,7 @@ def _all_finite(values: Arrays, phase: CollectivePhase) -> jax.Array:
 def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
     """Return the new errors in 8 bits; the old ones if the sent values were not finite."""
 
-    def one(old: Stored, error: jax.Array) -> Stored:
+    def one(old: QuantisedArray, error: jax.Array) -> QuantisedArray:
         stored = store(error.reshape(old.codes.shape))
         return jax.tree.map(lambda x, y: jnp.where(finite, x, y), stored, old)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Layout, Tree, is_layers
 from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import Stored, stored_block
+from gregale.codecs.feedback import QuantisedArray, stored_block
 from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 
@@ -21,8 +21,10 @@ class ErrorState(NamedTuple):
     the last axis shorter, so that both are sharded as the arrays they belong to.
     """
 
-    first: dict[str, Stored]  # of the first phase: [replica, *axes], under `params`
-    second: dict[str, Stored]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
+    first: dict[str, QuantisedArray]  # of the first phase: [replica, *axes], under `params`
+    second: dict[
+        str, QuantisedArray
+    ]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
     steps: Any  # int32 []: reductions so far
 
 
@@ -40,13 +42,13 @@ def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> E
     return ErrorState(first, second, jnp.zeros((), jnp.int32))
 
 
-def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
+def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> QuantisedArray:
     if is_layers(axes[-1].name):  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
     block = stored_block(last.size // layout.devices((last,), mapping))
     scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
-    return Stored(hax.zeros(axes, jnp.uint8), scales)
+    return QuantisedArray(hax.zeros(axes, jnp.uint8), scales)
 
 
 def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
@@ -69,19 +71,19 @@ def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
         return counted
     due = error.steps % config.feedback.reset_every == 0
 
-    def reset(stored: Stored) -> Stored:
+    def reset(stored: QuantisedArray) -> QuantisedArray:
         return stored._replace(scales=jax.tree.map(lambda scales: jnp.where(due, 0, scales), stored.scales))
 
     first, second = ({path: reset(one) for path, one in errors.items()} for errors in (error.first, error.second))
     return counted._replace(first=first, second=second)
 
 
-def arrays_of(errors: dict[str, Stored], leaves: list[ShardedLeaf]) -> dict[str, Stored]:
+def arrays_of(errors: dict[str, QuantisedArray], leaves: list[ShardedLeaf]) -> dict[str, QuantisedArray]:
     found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
-    return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}
+    return {path: QuantisedArray(codes.array, scales.array) for path, (codes, scales) in found.items()}
 
 
-def updated(errors: dict[str, Stored], new: dict[str, Stored]) -> dict[str, Stored]:
+def updated(errors: dict[str, QuantisedArray], new: dict[str, QuantisedArray]) -> dict[str, QuantisedArray]:
     """Return the errors with new arrays for some of them, under the same axis names."""
     named = {path: jax.tree.unflatten(jax.tree.structure(errors[path]), stored) for path, stored in new.items()}
     return {**errors, **named}

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import Stored
+from gregale.codecs.feedback import QuantisedArray
 from gregale.communication.row_layout import RowLayout, RowPrograms, no_error, row_programs
 from gregale.communication.shards import host_device
 
@@ -58,7 +58,7 @@ class OwnError(NamedTuple):
     """The unsent rest of the second phase for a member's own rows; it stays in host memory."""
 
     steps: int  # reductions of this group so far
-    rows: dict[Row, Stored]  # by key and row: NumPy arrays
+    rows: dict[Row, QuantisedArray]  # by key and row: NumPy arrays
 
 
 class Reduced(NamedTuple):
@@ -289,7 +289,7 @@ class _Reduce:
             self._gradient[key][row] = values
 
 
-def _to_begin_with(error: OwnError | None, config: ReduceConfig) -> tuple[int, dict[Row, Stored]]:
+def _to_begin_with(error: OwnError | None, config: ReduceConfig) -> tuple[int, dict[Row, QuantisedArray]]:
     """Return the step count including this one, and the errors at its start: none after `reset_every` steps."""
     steps, rows = (0, {}) if error is None else error
     every = config.feedback.reset_every if config.feedback is not None else None

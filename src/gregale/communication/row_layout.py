@@ -13,7 +13,7 @@ import numpy as np
 
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import Stored, load, stored_block
+from gregale.codecs.feedback import QuantisedArray, load, stored_block
 from gregale.communication.collective_phases import EXACT, encoded, remember
 
 ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
@@ -72,7 +72,7 @@ def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> 
     def add(total: jax.Array, message: jax.Array, weight: jax.Array) -> jax.Array:
         return total + weight * first.decode(message, size)
 
-    def encode(total: jax.Array, weight: jax.Array, error: Stored | None):
+    def encode(total: jax.Array, weight: jax.Array, error: QuantisedArray | None):
         values, errors = {"row": total / weight}, {} if error is None else {"row": load(error)}
         message, compensated, kept = encoded(values, errors, second, beta or 0.0)
         if error is None:
@@ -86,5 +86,5 @@ def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> 
     return RowPrograms(size, jax.jit(add), jax.jit(encode), jax.jit(decode), beta is not None)
 
 
-def no_error(size: int) -> Stored:
-    return Stored(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))
+def no_error(size: int) -> QuantisedArray:
+    return QuantisedArray(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

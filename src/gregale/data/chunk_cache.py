@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
-from gregale.atomic_files import write_bytes
+from gregale.atomic_files import remove_oldest, write_bytes
 
 KEPT = 0.9  # of the limit: eviction ends here
 SCANS = 16  # scans of the folder for each limit's worth of bytes written
@@ -64,7 +64,8 @@ class ChunkCache:
             self._unseen_bytes = None if self._unseen_bytes is None else self._unseen_bytes + len(content)
             if self._unseen_bytes is None or self._unseen_bytes > self._max_bytes // SCANS:
                 self._unseen_bytes = 0
-                self._make_room()
+                limit = self._max_bytes * (1 - 1 / SCANS)  # until the next scan
+                remove_oldest(self._folder.glob("??/*"), limit, KEPT * limit)
 
     @cached_property
     def _max_bytes(self) -> int:
@@ -72,19 +73,3 @@ class ChunkCache:
             return self._given_bytes
         there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         return shutil.disk_usage(there).total // 4
-
-    def _make_room(self) -> None:
-        found = []
-        for path in self._folder.glob("??/*"):
-            with suppress(OSError):
-                status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
-        size = sum(each for _, each, _ in found)
-        if size <= self._max_bytes * (1 - 1 / SCANS):  # until the next scan
-            return
-        for _, each, path in sorted(found):
-            if size <= KEPT * self._max_bytes * (1 - 1 / SCANS):
-                break
-            with suppress(OSError):
-                path.unlink()
-                size -= each

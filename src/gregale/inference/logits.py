@@ -26,7 +26,7 @@ class KnownTokens(eqx.Module):
         return KnownTokens(jnp.pad(self.tokens, ((0, 0), (0, slots - self.tokens.shape[1]))))
 
 
-class Recomputed(eqx.Module):
+class UncachedDecoder(eqx.Module):
     """A model with `logits` only, as the generator needs it: each token computes all tokens before it again.
 
     Tokens after the last known one are zeros, which a causal model does not see.
@@ -36,7 +36,7 @@ class Recomputed(eqx.Module):
 
     model: Any
 
-    def unstacked(self) -> "Recomputed":
+    def unstacked(self) -> "UncachedDecoder":
         return self
 
     def prefill(
@@ -73,7 +73,7 @@ def sampling_form(model: Any, kind: str) -> Any:
     if hasattr(model, "prefill"):
         return model
     if hasattr(model, "logits"):
-        return Recomputed(model)
+        return UncachedDecoder(model)
     raise UserError(f"model.type {kind} cannot be sampled: its model has neither `logits` nor `prefill` and `decode`.")
 
 

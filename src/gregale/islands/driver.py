@@ -15,12 +15,10 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands import trainer_command as commands
 from gregale.islands.data_leases import DataLeases
-from gregale.islands.exchange import exchanged, fetched
+from gregale.islands.exchange import LatestWork, announce, dead_peers, exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
-from gregale.islands.latest_work import LatestWork
-from gregale.islands.peer_probe import announce, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member

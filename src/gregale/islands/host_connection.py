@@ -13,19 +13,17 @@ from typing import Any
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
+from gregale.islands.host_worker import DigestMismatch, NotFinite
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
+from gregale.islands.transport.group import GroupFailed
+from gregale.islands.transport.transfer import TransferFailed
 
 LARGEST_REPLY_BYTES = 64 << 20
 ASK_SECONDS = 20.0  # for which host 0 holds a request while it has no command
 REACH_SECONDS, RETRY_SECONDS, CLOSE_SECONDS = 10.0, 0.1, 2.0
 
 
-class HostFailed(Exception):
-    """A command that a host could not execute; `kind`: the name of the host's error."""
-
-    def __init__(self, text: str, kind: str):
-        super().__init__(text)
-        self.kind = kind
+ERRORS = {kind.__name__: kind for kind in (GroupFailed, NotFinite, TransferFailed, DigestMismatch)}
 
 
 class RemoteHost:
@@ -49,7 +47,7 @@ class RemoteHost:
     def request(
         self, command: str, arguments: list[Any], failed: Callable[[], None] = lambda: None
     ) -> Future[dict[str, Any]]:
-        """Queue a command that the host runs in its own thread; the future receives the answer or HostFailed.
+        """Queue a command that the host runs in its own thread; the future receives the answer or the error.
 
         - `failed`: called in another thread before the future fails
         """
@@ -87,7 +85,7 @@ class RemoteHost:
             if "failed" in message:
                 failed()
                 text = f"host {self.number} of this island: {message['failed']}"
-                answer.set_exception(HostFailed(text, message["error"]))
+                answer.set_exception(ERRORS[message["error"]](text))
             else:
                 answer.set_result(message)
         return {}

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from hashlib import blake2b
 from typing import Any
 
-from gregale.islands.host_connection import HostFailed, RemoteHost
+from gregale.islands.host_connection import RemoteHost
 from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, Messages, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
@@ -66,7 +66,7 @@ class HostGroup:
         digests = [self._attempt(lambda: self._own.reduce(key, number, members, weights, name), failures)]
         if failures and isinstance(failures[0], GroupFailed):
             self.drop_group()  # otherwise the others would wait for their timeout
-        digests += [self._attempt(lambda answer=answer: self._digest_of(answer), failures) for answer in asked]
+        digests += [self._attempt(lambda answer=answer: self._value_of(answer), failures) for answer in asked]
         if failures:
             self.discard(key)
             raise failures[0]
@@ -126,7 +126,7 @@ class HostGroup:
             if 0 in behind:
                 found[0] = self._own.fetch(sources, settled)
             for number, answer in asked:
-                record, digest, is_settled = self._fetched(answer)
+                record, digest, is_settled = self._value_of(answer)
                 found[number] = FetchedState(OuterRecord.from_json(record), digest, is_settled)
             if all(each.outer == found[0].outer for each in found.values()):
                 outer, digest = found[0].outer, joint_digest([each.digest for _, each in sorted(found.items())])
@@ -157,7 +157,7 @@ class HostGroup:
             try:
                 call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
                 asked = [host.request("inherit", [source.hosts[host.number]]) for host in self._others]
-                steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
+                steps = {self._own.inherit(source.hosts[0]), *(self._value_of(answer) for answer in asked)}
             except (PeerUnreachable, RequestRejected, TransferFailed):
                 return False
             if len(steps) == 1:
@@ -198,23 +198,10 @@ class HostGroup:
         for host in self._others:
             host.send(command, list(arguments))
 
-    def _digest_of(self, answer: Future[dict[str, Any]]) -> str:
-        """Return the digest from a host's answer; add its bytes to the island's count."""
-        try:
-            result = answer.result()
-        except HostFailed as failed:
-            raise (NotFinite if failed.kind == NotFinite.__name__ else GroupFailed)(str(failed)) from None
+    def _value_of(self, answer: Future[dict[str, Any]]) -> Any:
+        """Return the value of a host's answer, or raise its error; add its bytes to the island's count."""
+        result = answer.result()
         self.count.sent += result["sent"]
-        self.count.received += result["received"]
-        return result["value"]
-
-    def _fetched(self, answer: Future[dict[str, Any]]) -> Any:
-        try:
-            result = answer.result()
-        except HostFailed as failed:
-            if failed.kind == DigestMismatch.__name__:
-                raise DigestMismatch(str(failed)) from None
-            raise TransferFailed(str(failed)) from None
         self.count.received += result["received"]
         return result["value"]
 

@@ -167,10 +167,9 @@ class HostWorker:
         fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
         self.count.received += fetched.received_bytes
         try:
-            self._offered = self.outer.check(fetched.arrays, fetched.versions)
-            return FetchedState(
-                OuterRecord.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled
-            )
+            self._offered = self.outer.check(fetched.arrays, fetched.offer.versions)
+            record = OuterRecord.from_json(fetched.offer.facts.get("outer"))
+            return FetchedState(record, self._offered.digest, fetched.settled)
         except ValueError as error:
             raise DigestMismatch(f"{', '.join(addresses)} sent an invalid state: {error}") from None
 
@@ -194,8 +193,8 @@ class HostWorker:
         self._inner = None
         with closing(Fetcher(self.token, self.inner)) as fetcher:
             fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
-        self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
-        return fetched.round
+        self._inner = InnerOptimizerState(fetched.offer.round, fetched.arrays)
+        return fetched.offer.round
 
     def inherited(self) -> InnerOptimizerState | None:
         """Return and clear the fetched shards of a peer's inner optimizer."""

@@ -7,8 +7,8 @@ written last, atomically, and names the files: so a folder without a manifest is
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -19,10 +19,11 @@ import numpy as np
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint import parts
 from gregale.checkpoint.manifest import MANIFEST, digest_of
+from gregale.checkpoint.saving import delete
 from gregale.errors import UserError
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
-from gregale.storage import StoragePath, StoreError, names, remove_tree, write_bytes
+from gregale.storage import StoragePath, StoreError, names, parallel_map, write_bytes
 
 _THREADS = 4  # arrays read in parallel
 
@@ -83,12 +84,9 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
         name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
         starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            found = pool.map(
-                lambda entry, kind, start: _array(folder, name_of_parts, part_bytes, entry, kind, start),
-                *(manifest["arrays"], kinds, starts),
-            )
-            arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
+        read_array = partial(_array, folder, name_of_parts, part_bytes)
+        found = parallel_map(read_array, manifest["arrays"], kinds, starts, threads=_THREADS)
+        arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
         own = OwnLeaves(
             {name: arrays.pop(name) for name in manifest["own"]},
             {int(index): group for index, group in manifest["groups"].items()},
@@ -112,8 +110,7 @@ def keep_only(directory: StoragePath, numbers: Iterable[int]) -> None:
     for name in names(directory):
         if name.startswith("round-") and name not in kept:
             with suppress(OSError, StoreError):
-                (directory / name / MANIFEST).unlink(missing_ok=True)  # first: files without it are no checkpoint
-                remove_tree(directory / name)
+                delete(directory / name)
 
 
 def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:

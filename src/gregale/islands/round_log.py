@@ -2,21 +2,10 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.transport.group import Count
-
-
-@dataclass
-class CurrentRound:
-    """The current round of this island: its start, and the bytes sent and received until then."""
-
-    began: float
-    sent: int
-    received: int
-    waiting: float = 0.0
 
 
 class RoundLog:
@@ -28,7 +17,9 @@ class RoundLog:
 
     def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
         self._count, self._record = count, record
-        self._current: CurrentRound | None = None
+        self._began: float | None = None
+        self._sent = self._received = 0  # bytes until then
+        self._waiting = 0.0  # seconds since then
         self._waits_since: float | None = None
         self.members: tuple[str, ...] = ()
 
@@ -38,7 +29,8 @@ class RoundLog:
 
     def begin(self) -> None:
         """Note the start of a round, or of healing."""
-        self._current = CurrentRound(time.time(), self._count.sent, self._count.received)
+        self._began, self._waiting = time.time(), 0.0
+        self._sent, self._received = self._count.sent, self._count.received
 
     def wait_begins(self) -> None:
         """Note that the trainer starts to wait, usually for the current round."""
@@ -54,15 +46,17 @@ class RoundLog:
         if self._waits_since is None:
             return
         now = time.time()
-        if self._current is not None:
-            self._current.waiting += now - max(self._waits_since, self._current.began)
+        if self._began is not None:
+            self._waiting += now - max(self._waits_since, self._began)
         self._waits_since = now
 
     def end(self, outer: OuterRecord, weight: float, healed: bool = False) -> None:
         """Record a committed state, with `weight` contributed tokens, or a state fetched from a peer."""
         self._count_waiting()
-        now, at = time.time(), self._current or CurrentRound(time.time(), self._count.sent, self._count.received)
-        self._current = None
+        if self._began is None:
+            self.begin()
+        now = time.time()
+        began, self._began = self._began or now, None
         self._record(
             {
                 "round": outer.round,
@@ -70,12 +64,12 @@ class RoundLog:
                 "digest": outer.fingerprint(),
                 "members": list(self.members),
                 "weight": weight,
-                "began": at.began,
+                "began": began,
                 "ended": now,
-                "seconds": now - at.began,
-                "waiting_seconds": at.waiting,
-                "bytes_sent": self._count.sent - at.sent,
-                "bytes_received": self._count.received - at.received,
+                "seconds": now - began,
+                "waiting_seconds": self._waiting,
+                "bytes_sent": self._count.sent - self._sent,
+                "bytes_received": self._count.received - self._received,
                 "healed": healed,
             }
         )

@@ -76,7 +76,7 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Return the steps of PSDP before the method's own begin."""
         return 0
 
-    def parted_over(self, layout: Layout) -> str | None:
+    def separate_axis(self, layout: Layout) -> str | None:
         """Return the axis whose indices train separately, each on its rows; None if all make steps together."""
         del layout
         return None
@@ -133,9 +133,12 @@ class MixingConfig(SyncConfig):
             )
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
-        return Methods(parts.psdp_on(layout), self.mixing_method(inner, layout))
+        method = self.mixing_method(inner, layout)
+        if not isinstance(method, Mixing):
+            raise UserError(f"sync.type: {type(self).__name__}.mixing_method has to return a Mixing, not {method!r}.")
+        return Methods(parts.psdp_on(layout), method)
 
-    def parted_over(self, layout: Layout) -> str:
+    def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)
 
 
@@ -228,7 +231,7 @@ class DilocoConfig(SyncConfig):
     def warm_up(self) -> int:
         return self.warmup_steps
 
-    def parted_over(self, layout: Layout) -> str:
+    def separate_axis(self, layout: Layout) -> str:
         return sync_axis(layout)
 
     @property

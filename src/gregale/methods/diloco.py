@@ -111,16 +111,16 @@ class Diloco(Separate):
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> DilocoState:
         """Return the state in which every replica continues from a PSDP state after `step` steps."""
-        Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
+        SyncAxis, fragments = self.layout.axis(self.axis), self.schedule.fragments
         start = start._replace(error=None)  # averages inside a replica are not quantised
         inner = self.replicas.copies(start)
-        outer = self.joint.begin(start.parameters)
+        outer = self.outer_store.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
-        seen = hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))
+        seen = hax.zeros((hax.Axis(FRAGMENT, fragments), SyncAxis))
         return self.reset_error(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
 
     def reset_error(self, state: DilocoState) -> DilocoState:
-        error = self.joint.reducer.init(state.outer.parameters)
+        error = self.outer_store.reducer.init(state.outer.parameters)
         error = errors_per_fragment(error, self.schedule.fragments)
         return state._replace(outer=state.outer._replace(error=error))
 
@@ -136,7 +136,7 @@ class Diloco(Separate):
 
     def shardings(self, state: DilocoState) -> DilocoState:
         seen = self.layout.shardings(state.seen, {self.axis: self.axis})
-        inner, outer = self.replicas.shardings(state.inner), self.joint.shardings(state.outer)
+        inner, outer = self.replicas.shardings(state.inner), self.outer_store.shardings(state.outer)
         return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
@@ -172,10 +172,10 @@ class Diloco(Separate):
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
         return DilocoState(inner, outer, forget(state.seen, after), state.step), measured
 
-    def lost(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
-        """Return the quantisation loss of the replicas' differences from theta, all of them; as `Psdp.lost`."""
+    def quantisation_loss(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
+        """Return the quantisation loss of the replicas' differences from theta, all of them; as that of `Psdp`."""
         del batch
-        reducer = self.joint.reducer
+        reducer = self.outer_store.reducer
         assert isinstance(reducer, QuantisedReducer)
 
         def differences(own: Tree) -> Tree:
@@ -193,7 +193,7 @@ class Diloco(Separate):
         outer = state.outer
         if self.schedule.delay and state.inner is not None:
             outer = self.round.send_due(self.schedule, outer, state.inner.parameters, state.seen, state.step)
-        return self.joint.parameters(outer)
+        return self.outer_store.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
         """Return the bytes that a device has sent over the axis in the first `step` steps, for parameters."""
@@ -202,7 +202,7 @@ class Diloco(Separate):
         for index in range(self.schedule.fragments):
             if fragment := Fragment.at(self.schedule, index, 0):
                 part = jax.eval_shape(fragment.take, parameters)
-                total += self.schedule.sends(index, step) * self.joint.reducer.bytes_sent(part)
+                total += self.schedule.sends(index, step) * self.outer_store.reducer.bytes_sent(part)
         return total
 
     def metrics(self, step: int) -> dict[str, int]:
@@ -218,7 +218,7 @@ class Diloco(Separate):
         }
 
     def traffic(self, step: ParameterShape) -> DilocoTraffic:
-        return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
+        return DilocoTraffic(self.schedule, self.outer_store.reducer, self.outer_layout, step)
 
     def eval_model(self, state: DilocoState) -> Tree:
         """Return the model to evaluate: with the outer parameters, the plain average, or the first replica's."""
@@ -249,10 +249,10 @@ class Diloco(Separate):
     @property
     def round(self) -> Round:
         """Return the operations that send and apply a fragment."""
-        return Round(self.layout, self.outer_layout, self.joint, self.mixing, self.dropout, self.seed)
+        return Round(self.layout, self.outer_layout, self.outer_store, self.mixing, self.dropout, self.seed)
 
     @property
-    def joint(self) -> ExactOuter | QuantisedOuter:
+    def outer_store(self) -> ExactOuter | QuantisedOuter:
         """Return the store of the outer parameters, which also sends them."""
         layout = self.outer_layout
         if not self.reduce.quantised:

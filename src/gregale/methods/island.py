@@ -32,7 +32,7 @@ from gregale.audit.step import ParameterShape
 from gregale.axes.layout import ISLAND, Layout, Tree
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import Stored, load
+from gregale.codecs.feedback import QuantisedArray, load
 from gregale.communication.collective_phases import encoded, remember
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
 from gregale.communication.reduce import all_gather_params
@@ -163,7 +163,7 @@ class Island(Method):
         error = next_step(fragment.take(error), self.reduce)
         kept = arrays_of(error.first, leaves)
 
-        def on_device(theta: list, own: list, kept: dict[str, Stored]):
+        def on_device(theta: list, own: list, kept: dict[str, QuantisedArray]):
             differences = map(pseudo_gradient, theta, own)
             sent = [self._encoded(leaf, d, kept.get(leaf.path)) for leaf, d in zip(leaves, differences, strict=True)]
             messages = {leaf.path: message for leaf, (message, _) in zip(leaves, sent, strict=True)}
@@ -185,8 +185,8 @@ class Island(Method):
         return jnp.sqrt(sum(squares, jnp.float32(0)) / sum(each.size for each in differences))
 
     def _encoded(
-        self, leaf: ShardedLeaf, difference: jax.Array, kept: Stored | None
-    ) -> tuple[jax.Array, Stored | None]:
+        self, leaf: ShardedLeaf, difference: jax.Array, kept: QuantisedArray | None
+    ) -> tuple[jax.Array, QuantisedArray | None]:
         """Return a device's message of its shard, [1 of each axis ..., rows, bytes], and the next error, if any."""
         rows, beta = self.rows(leaf), self.reduce.feedback.beta if self.reduce.feedback else 0.0
         values = {leaf.path: rows.to_rows(difference.astype(jnp.float32).reshape(-1))}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.axes.layout import Tree, is_named
-from gregale.codecs.feedback import Stored
+from gregale.codecs.feedback import QuantisedArray
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.row_layout import no_error
 from gregale.communication.shards import host_device, on_devices, shards_here
@@ -238,7 +238,9 @@ class HostOuter:
             for key, cut in self.parts[index].rows.items():
                 for row in range(cut.count):
                     if f"{start}{key}/{row}/codes" in arrays:
-                        rows[key, row] = Stored(*(arrays.get(f"{start}{key}/{row}/{part}") for part in Stored._fields))
+                        rows[key, row] = QuantisedArray(
+                            *(arrays.get(f"{start}{key}/{row}/{part}") for part in QuantisedArray._fields)
+                        )
             found[index] = OwnError(int(arrays.get(f"{start}steps", np.int64(0))), rows)
             offered = {name: _kind(array) for name, array in arrays.items() if name.startswith(f"{index}/")}
             wanted = OwnError(0, {place: no_error(self.parts[index].rows[place[0]].row) for place in rows})

@@ -146,7 +146,7 @@ class Method(ABC):
         del step
         return None
 
-    def lost(self, state: Tree, batch: Tree) -> Any:
+    def quantisation_loss(self, state: Tree, batch: Tree) -> Any:
         """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec.
 
         An island has none: a part of it is not on the devices.

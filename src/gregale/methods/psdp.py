@@ -24,11 +24,11 @@ from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
 
 
-def same(tree: Tree) -> Tree:
+def identity(tree: Tree) -> Tree:
     return tree
 
 
-def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
     """Return one of two trees, by a scalar."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
@@ -64,7 +64,7 @@ class Psdp(Method):
     optimizer: Optimizer
     layout: Layout
     microbatches: int = 1
-    prepare: Callable[[Tree], Tree] = field(default=same)
+    prepare: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
     measure: Probe = field(default=lambda model, batch: {})
@@ -115,7 +115,7 @@ class Psdp(Method):
         ready = self.ready(state)
         moved, _, metrics = self._moved(state, ready, batch)
         own = self.measure(self.model_with(joined_layers(ready), state.buffers), batch)
-        return either(metrics.finite, moved, state), metrics._replace(callbacks=own)
+        return select(metrics.finite, moved, state), metrics._replace(callbacks=own)
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         ready = self.ready(state)
@@ -183,7 +183,7 @@ class Psdp(Method):
         parameters = added(state.parameters, updates)
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
-    def lost(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
+    def quantisation_loss(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
         """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)

@@ -28,12 +28,12 @@ class Replicas:
     axis: str  # the axis of the replicas
 
     @property
-    def Lanes(self) -> Axis:
+    def SyncAxis(self) -> Axis:
         return self.layout.axis(self.axis)
 
     def copies(self, tree: Tree) -> Tree:
         """Turn [...] into [replica, ...]: the same for each."""
-        return vmap_over(lambda _: tree, self.axis, self.layout)(hax.zeros(self.Lanes))
+        return vmap_over(lambda _: tree, self.axis, self.layout)(hax.zeros(self.SyncAxis))
 
     def rows(self, batch: Tree) -> Tree:
         """Turn [batch, ...] into [replica, batch / replica, ...]; no row moves."""
@@ -41,9 +41,9 @@ class Replicas:
 
         def one(leaf):
             if not is_named(leaf):
-                return leaf.reshape(self.Lanes.size, -1, *leaf.shape[1:])
+                return leaf.reshape(self.SyncAxis.size, -1, *leaf.shape[1:])
             leaf = leaf.rearrange((BATCH, ...))
-            array = leaf.array.reshape(self.Lanes.size, -1, *leaf.array.shape[1:])
+            array = leaf.array.reshape(self.SyncAxis.size, -1, *leaf.array.shape[1:])
             cut = NamedArray(array, (self.axis, *leaf.axis_names))
             return self.layout.constrain(cut, mapping)
 
@@ -82,7 +82,7 @@ class Replicas:
 
     def average(self, tree: Tree) -> Tree:
         """Turn [replica, ...] into the plain average [...] under `params`."""
-        mean = reduce_replicas(tree, self.Lanes.size, self.outer, self.axis)
+        mean = reduce_replicas(tree, self.SyncAxis.size, self.outer, self.axis)
         return all_gather_params(self.layout.constrain(mean, self.layout.opt_state), self.layout)
 
     def joined(self, state: PsdpState, parameters: Tree) -> PsdpState:
@@ -101,6 +101,6 @@ class Replicas:
             array = leaf.array if is_named(leaf) else leaf
             if not jnp.issubdtype(array.dtype, jnp.floating):
                 return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
-            return reduce_replicas(leaf, self.Lanes.size, self.outer, self.axis)
+            return reduce_replicas(leaf, self.SyncAxis.size, self.outer, self.axis)
 
         return self.layout.constrain(jax.tree.map(one, tree, is_leaf=is_named), mapping)

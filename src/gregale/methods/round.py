@@ -26,7 +26,7 @@ class Round:
 
     layout: Layout  # the whole mesh
     outer_layout: Layout  # of the outer parameters
-    joint: ExactOuter | QuantisedOuter  # stores the outer parameters, sends and gathers them
+    outer_store: ExactOuter | QuantisedOuter  # stores the outer parameters, sends and gathers them
     mixing: float  # alpha
     dropout: float  # probability that a replica is left out
     seed: int  # of the dropout
@@ -34,7 +34,7 @@ class Round:
     @property
     def axis(self) -> str:
         """Return the axis whose indices are joined."""
-        return self.joint.reducer.axis
+        return self.outer_store.reducer.axis
 
     def send(
         self, outer: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
@@ -45,14 +45,14 @@ class Round:
         - `own`: theta_k of the whole model, [replica, ...]
         - `seen`: [fragment, replica], see `DilocoState`; without a token since the last send nothing changes
         """
-        joint = self.joint
-        weights = seen[FRAGMENT, fragment.index] * self.taking_part(fragment)
-        (weight,) = joint.reducer.totals(weights)
+        outer_store = self.outer_store
+        weights = seen[FRAGMENT, fragment.index] * self.participation_mask(fragment)
+        (weight,) = outer_store.reducer.totals(weights)
         own, before = fragment.take(own), fragment.take(outer)
-        sent = joint.send(before, own, weights, weight)
+        sent = outer_store.send(before, own, weights, weight)
         after = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
-        after = joint.placed(after)
-        norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
+        after = outer_store.placed(after)
+        norm = jnp.where(weight > 0, outer_store.reducer.norm(sent.gradient), 0)
         agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
         return fragment.put(outer, after), PseudoGradient(norm, weights.array, *agreement)
 
@@ -80,9 +80,9 @@ class Round:
     def apply(self, parameters: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
         """Return each replica's parameters mixed with theta's fragment, and the changes of its outer state."""
         layout = self.layout
-        arrived, changed = self.joint.arrive(fragment.take(outer))
+        arrived, changed = self.outer_store.arrive(fragment.take(outer))
         arrived = layout.constrain(arrived, layout.params)
-        keep = self.taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
+        keep = self.participation_mask(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
 
         def mixed(own: Tree, keep: NamedArray) -> Tree:
             return mixed_with(own, arrived, keep.array)
@@ -90,13 +90,13 @@ class Round:
         mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
         return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
 
-    def taking_part(self, fragment: Fragment) -> NamedArray:
+    def participation_mask(self, fragment: Fragment) -> NamedArray:
         """Return 1 for each replica in this synchronisation, 0 for one that is left out, [replica] float32."""
-        Lanes = self.layout.axis(self.axis)
+        SyncAxis = self.layout.axis(self.axis)
         if self.dropout == 0:
-            return hax.ones(Lanes)
+            return hax.ones(SyncAxis)
         key = jax.random.fold_in(jax.random.key(self.seed), fragment.sent)
-        return hax.random.bernoulli(key, Lanes, 1 - self.dropout).astype(jnp.float32)
+        return hax.random.bernoulli(key, SyncAxis, 1 - self.dropout).astype(jnp.float32)
 
 
 def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:

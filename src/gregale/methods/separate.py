@@ -5,9 +5,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from gregale.audit.memory import bytes_on_device
-from gregale.axes.layout import EMBED, Layout, vmap_over
+from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
 from gregale.axes.parameters import trainable
+from gregale.errors import UserError
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, Method, PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp
@@ -57,6 +62,14 @@ class Separate(Method):
     def inspected(self, state: Any, batch: Tree, probe: Probe) -> Inspected:
         own = partial(self.inner.inspected, probe=probe)
         return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
+
+
+def same_form(found: Tree, expected: Tree) -> bool:
+    """Return whether two trees have the same structure, and arrays of the same axes, shapes and dtypes."""
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        return False
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(jnp.shape(one) == jnp.shape(other) and one.dtype == other.dtype for one, other in pairs)
 
 
 class MixingState(NamedTuple):
@@ -116,21 +129,36 @@ class Mixing(Separate, ABC):
         return MixingState(inner, self.begin(inner.parameters))
 
     def to_psdp(self, state: MixingState) -> PsdpState:
-        return self.replicas.joined(state.inner, self.joined(state.inner.parameters, state.own))
+        joined = self.joined(state.inner.parameters, state.own)
+        found, wanted = (jax.tree.structure(tree, is_leaf=is_named) for tree in (joined, state.inner.parameters))
+        if found != wanted:
+            raise UserError(f"sync.type: {type(self).__name__}.joined has to return one model's parameters.")
+        return self.replicas.joined(state.inner, joined)
 
     def shardings(self, state: MixingState) -> MixingState:
         return MixingState(self.replicas.shardings(state.inner), self.replicas.shardings_of_any(state.own))
 
     def actions(self, step: int) -> Actions:
-        return Actions((self.due(step),))
+        due = self.due(step)
+        if not all(
+            isinstance(leaf, int | float | np.generic | np.ndarray | jax.Array) for leaf in jax.tree.leaves(due)
+        ):
+            raise UserError(f"sync.type: {type(self).__name__}.due has to return arrays or None; it returns {due!r}.")
+        return Actions((due,))
 
     def step(self, state: MixingState, batch: Tree, due: Any = None) -> tuple[MixingState, StepMetrics]:
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
         if due is None:
             return MixingState(inner, state.own), metrics
-        parameters, own = self.mix(inner.parameters, state.own, due)
-        return MixingState(inner._replace(parameters=parameters), own), metrics
+        given = inner.parameters, state.own
+        mixed = self.mix(*given, due)
+        if not (isinstance(mixed, tuple) and same_form(mixed, given)):
+            raise UserError(
+                f"sync.type: {type(self).__name__}.mix has to return the pair (parameters, own state), each array with "
+                "the axes and the dtype that it was given with; `self.replicas.copies` turns [...] into [replica, ...]."
+            )
+        return MixingState(inner._replace(parameters=mixed[0]), mixed[1]), metrics
 
     def reset_error(self, state: MixingState) -> MixingState:
         return state

@@ -1,7 +1,7 @@
 """Layers of several kinds in one stack, such as those with a sliding window and those without.
 
-A layer's kind determines its program: a kernel has one window. So a stack is cut into stretches in which a pattern of
-kinds repeats. A scan over a stretch has a whole pattern in its body, each layer with its own program.
+A layer's kind determines its program: a kernel has one window. So a stack is cut into segments in which a pattern of
+kinds repeats. A scan over a segment has a whole pattern in its body, each layer with its own program.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Label = tuple[int, int]
 """The structure of a layer (`Stacks`) and its kind; equal layers are scanned together."""
 
 
-class Stretch(NamedTuple):
+class LayerSegment(NamedTuple):
     """Layers with the labels of `pattern`, repeated `repeats` times."""
 
     pattern: tuple[Label, ...]
@@ -43,17 +43,17 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 
 @cache
-def stretches(labels: tuple[Label, ...], first: int = 0) -> tuple[Stretch, ...]:
-    """Return the stretches of a model's layers by their labels: few, with few layers in their patterns.
+def layer_segments(labels: tuple[Label, ...], first: int = 0) -> tuple[LayerSegment, ...]:
+    """Return the segments of a model's layers by their labels: few, with few layers in their patterns.
 
-    - `first`: a number of layers after which a stretch ends
+    - `first`: a number of layers after which a segment ends
     """
     if first:
-        return stretches(labels[:first]) + stretches(labels[first:])
-    best: list[tuple[Stretch, ...]] = [()]
+        return layer_segments(labels[:first]) + layer_segments(labels[first:])
+    best: list[tuple[LayerSegment, ...]] = [()]
     for end in range(1, len(labels) + 1):
         found = [
-            (*best[start], Stretch(labels[start : start + period], (end - start) // period))
+            (*best[start], LayerSegment(labels[start : start + period], (end - start) // period))
             for start in range(end)
             for period in range(1, end - start + 1)
             if (end - start) % period == 0 and labels[start : end - period] == labels[start + period : end]
@@ -70,12 +70,12 @@ def labels_of(layers: Any, kinds: tuple[int, ...]) -> tuple[Label, ...]:
 
 def layers_apart(labels: tuple[Label, ...]) -> int:
     """Return the number of layers in the first pattern of labels, if others follow; else 0."""
-    period = len(stretches(labels)[0].pattern) if labels else 0
+    period = len(layer_segments(labels)[0].pattern) if labels else 0
     return period if period < len(labels) else 0
 
 
-def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
-    """Return, for each stretch and each index of its pattern, a tree of arrays [repeats, ...] from [layers, ...].
+def cut(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
+    """Return, for each segment and each index of its pattern, a tree of arrays [repeats, ...] from [layers, ...].
 
     Gradients are joined in the same way, each array once. `Stacks` are cut one by one, and all have `layers` then.
     """
@@ -90,12 +90,12 @@ def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
     return [[next(pieces[number, label[0]]) for label in part.pattern] for number, part in enumerate(parts)]
 
 
-def _own(part: Stretch, structure: int) -> Stretch:
-    """Return the layers of one structure in a stretch."""
+def _own(part: LayerSegment, structure: int) -> LayerSegment:
+    """Return the layers of one structure in a segment."""
     return part._replace(pattern=tuple(label for label in part.pattern if label[0] == structure))
 
 
-def _cut_stack(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
+def _cut_stack(stacked: Any, parts: Sequence[LayerSegment]) -> list[list[Any]]:
     leaves, structure = jax.tree.flatten(stacked)
     by_leaf = [_cut(leaf, parts) for leaf in leaves]
     return [
@@ -104,10 +104,10 @@ def _cut_stack(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
     ]
 
 
-def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
-    """Turn [layers, ...] into [repeats, ...] by stretch and index."""
+def _cut(array: jax.Array, parts: Sequence[LayerSegment]) -> list[list[jax.Array]]:
+    """Turn [layers, ...] into [repeats, ...] by segment and index."""
 
-    def places(array: jax.Array, part: Stretch) -> list[jax.Array]:
+    def places(array: jax.Array, part: LayerSegment) -> list[jax.Array]:
         if len(part.pattern) == 1:
             return [array]
         grouped = array.reshape(part.repeats, len(part.pattern), *array.shape[1:])
@@ -117,7 +117,7 @@ def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
     return [places(each, part) for each, part in zip(whole, parts, strict=True)]
 
 
-def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Sequence[Stretch]) -> Any:
+def joined(pieces: Sequence[Sequence[Any]], labels: tuple[Label, ...], parts: Sequence[LayerSegment]) -> Any:
     """Invert `cut`: return stacked arrays, or `Stacks` of them if layers have several structures."""
     order = tuple(structure for structure, _ in labels)
     if not any(order):
@@ -139,10 +139,10 @@ def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
             return places[0]
         return jnp.stack(places, axis=1).reshape(-1, *places[0].shape[1:])
 
-    of_stretches = [jax.tree.map(whole, *places) for places in pieces]
-    if len(of_stretches) == 1:
-        return of_stretches[0]
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_stretches)
+    of_segments = [jax.tree.map(whole, *places) for places in pieces]
+    if len(of_segments) == 1:
+        return of_segments[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_segments)
 
 
 def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[Callable, list[dict[str, Any]]]:
@@ -151,7 +151,7 @@ def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[C
     A period is the pattern of structures that repeats: all stages run the same program. For layers of one structure it
     is one layer. Raises `UserError` if the structures do not repeat.
     """
-    parts = stretches(labels_of(weights, (0,) * len(kinds)))
+    parts = layer_segments(labels_of(weights, (0,) * len(kinds)))
     pattern = parts[0].pattern
     if len(parts) > 1:
         shown = ", ".join(f"{part.repeats} x {[structure for structure, _ in part.pattern]}" for part in parts)

@@ -11,7 +11,7 @@ from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import ScanCheckpointPolicy
 
 from gregale.axes.layout import LAYERS
-from gregale.model.layer_kinds import Stretch, cut, joined, labels_of, stretches
+from gregale.model.layer_kinds import LayerSegment, cut, joined, labels_of, layer_segments
 from gregale.model.remat import CARRY, WEIGHTS
 
 
@@ -35,7 +35,7 @@ class LayerScan:
                 outs.append(out)
             return carry, tuple(outs)
         labels = labels_of(weights, kinds)
-        parts, outs, mixed = stretches(labels, self.first_layers), [], len(set(labels)) > 1
+        parts, outs, mixed = layer_segments(labels, self.first_layers), [], len(set(labels)) > 1
         # Equal layers after first ones are slower if they are computed again late: 0.8 percent for an 8B model on v5e.
         late = self.recomputes_late and (mixed or not self.first_layers)
         trees = zip(*(cut(tree, parts) for tree in (weights, *more)), strict=True)
@@ -46,12 +46,12 @@ class LayerScan:
                 carry, layers = jax.lax.optimization_barrier((carry, layers))
             elif mixed:
                 carry, layers = gradients_together((carry, layers))
-            carry, out = self._stretch(block, part, carry, layers, late)
+            carry, out = self._segment(block, part, carry, layers, late)
             outs.append(out)
         return carry, joined(outs, labels, parts)
 
-    def _stretch(self, block: Callable, part: Stretch, carry, layers, late: bool):
-        """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
+    def _segment(self, block: Callable, part: LayerSegment, carry, layers, late: bool):
+        """Scan one segment; each layer of its pattern saves by the policy the same values as alone."""
         policy, Layers = self.policy, Axis(LAYERS, part.repeats)
         if late or (self.first_layers and part.repeats == 1):
             policy = replace(policy, prevent_cse=True)

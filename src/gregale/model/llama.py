@@ -90,8 +90,8 @@ class Block(eqx.Module):
     def __call__(self, x, positions, segments, kind: Kind, execution: Execution, square=None) -> NamedArray:
         x = execution.part(x)
         attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
-        x = execution.stream(x + self._attended(attended, execution))
-        return execution.stream(x + self._fed(x, execution))
+        x = execution.stream(x + self._attention_out(attended, execution))
+        return execution.stream(x + self._mlp_out(x, execution))
 
     def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
@@ -103,25 +103,25 @@ class Block(eqx.Module):
         return self._after(x, *attended, execution)
 
     def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
-        x = x + self._attended(attended, execution)
-        return x + self._fed(x, execution), cache
+        x = x + self._attention_out(attended, execution)
+        return x + self._mlp_out(x, execution), cache
 
     def attends_to(self, x, execution: Execution, square: NamedArray | None = None) -> NamedArray:
         """Return the input of attention; `square`: the mean square of `x`, if it is known."""
-        return self._taken(self.attention_norm, x, execution, square)
+        return self._pre_norm(self.attention_norm, x, execution, square)
 
-    def _attended(self, attended, execution: Execution) -> NamedArray:
-        return self._given(self.attention_norm, self.attention_out_norm, attended, execution)
+    def _attention_out(self, attended, execution: Execution) -> NamedArray:
+        return self._post_norm(self.attention_norm, self.attention_out_norm, attended, execution)
 
-    def _fed(self, x, execution: Execution) -> NamedArray:
-        fed = self.mlp(self._taken(self.mlp_norm, x, execution), execution)
-        return self._given(self.mlp_norm, self.mlp_out_norm, fed, execution)
+    def _mlp_out(self, x, execution: Execution) -> NamedArray:
+        fed = self.mlp(self._pre_norm(self.mlp_norm, x, execution), execution)
+        return self._post_norm(self.mlp_norm, self.mlp_out_norm, fed, execution)
 
-    def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
+    def _pre_norm(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
         """Return the input of half a layer."""
         return execution.whole(x if self.config.norms == "after" else norm(x, execution, square))
 
-    def _given(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
+    def _post_norm(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
         """Return the output that half a layer adds to the stream."""
         last = norm if self.config.norms == "after" else out_norm
         return x if last is None else last(x, execution)

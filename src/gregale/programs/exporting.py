@@ -180,10 +180,6 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
     return config.model
 
 
-def is_module(value: Any) -> bool:
-    return isinstance(value, eqx.Module)
-
-
 def check_family(module: Any) -> None:
     """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
 
@@ -192,12 +188,12 @@ def check_family(module: Any) -> None:
     kind = type(module)
     if kind.__module__.partition(".")[0] not in ("gregale", "haliax") and not vars(kind).get("exports_as_llama"):
         raise UserError(
-            f"the model has a {kind.__name__}, a class of your own, which may compute other outputs than the Llama "
-            f"that other programs make of its weights. If only its loss differs, write `exports_as_llama = True` into "
-            f"the body of {kind.__name__}."
+            f"the model has a {kind.__name__}, a class of your own, so that other programs may compute other outputs "
+            f"from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
+            f"{kind.__name__}."
         )
-    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=is_module):
-        if is_module(part):
+    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=lambda part: isinstance(part, eqx.Module)):
+        if isinstance(part, eqx.Module):
             check_family(part)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.transport.lighthouse import serve
+from gregale.islands.transport.lighthouse import Lighthouse
 from gregale.programs.command import Command
 from gregale.settings import Settings, setting
 from gregale.streams import say
@@ -32,7 +32,7 @@ def main(options: LighthouseOptions) -> int:
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    lighthouse = serve(options.bind, token, print_line)
+    lighthouse = Lighthouse(options.bind, token, print_line)
     address = lighthouse.address
     print_line(f"The lighthouse listens at {address}. Islands come with --islands.lighthouse {address}")
     stopped.wait()

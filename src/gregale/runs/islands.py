@@ -11,7 +11,7 @@ NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
 MAX_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
+_BIND = re.compile(r"[^\s:/]+(?::([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import draccus
 import jax
 
-from gregale.checkpoint.multihost import messages_of_all, texts_of_all
+from gregale.checkpoint.multihost import messages_of_all
 from gregale.data.config import VALIDATION
 from gregale.data.parts import json_sha256
 from gregale.data.preparation import Corpus
@@ -78,7 +78,7 @@ def agree_on_text(corpus: Corpus, tasks: Sequence[Task]) -> None:
     if len(set(messages_of_all(_digest(own)))) == 1:
         return
     label = process_label(jax.process_index())
-    terms = dict(json.loads(text) for text in texts_of_all(json.dumps([label, to_text(own)])))
+    terms = dict(json.loads(text) for text in messages_of_all(json.dumps([label, to_text(own)])))
     raise UserError(f"{difference({name: from_text(text) for name, text in terms.items()})}. {RULE}")
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
@@ -18,11 +17,10 @@ from gregale.runs.config_diff import Change, changes
 from gregale.runs.parsing import dump, load
 from gregale.runs.run_lock import LOCK
 from gregale.runs.run_paths import RunPaths, is_evaluation
-from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, write_bytes
+from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
 from gregale.storage.jsonl_reader import Entries, read_entries
 
 _SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)
-_COPYING_THREADS = 16
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
@@ -128,14 +126,14 @@ class RunDirectory(RunPaths):
             return
         self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
 
-    def record_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Append a line to starts.jsonl with facts about a start after a step."""
-        self._add(self.starts, step, facts)
+    def record_start(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Append a line to starts.jsonl with metadata about a start after a step."""
+        self._add(self.starts, step, metadata)
 
-    def _add(self, path: StoragePath, step: int, facts: Mapping[str, Any]) -> None:
+    def _add(self, path: StoragePath, step: int, metadata: Mapping[str, Any]) -> None:
         """Append a line to a file, atomically."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
+        entry = {"step": step, "time": time, "gregale": gregale.__version__, **metadata}
         before = path.read_bytes() if path.is_file() else b""
         end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have removed it
         write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")
@@ -166,9 +164,7 @@ def _move(folder: ObjectPath, to: ObjectPath) -> None:
     process that is killed later leaves a complete copy, and the same command archives the rest of the run.
     """
     names = [name for name in folder.files_below() if name != LOCK]
-    with ThreadPoolExecutor(_COPYING_THREADS) as pool:
-        list(pool.map(lambda name: (folder / name).copy_to(to / name), names))
-        # Delete manifests first, so that no incomplete checkpoint is valid.
-        first = [name for name in names if name.endswith(MANIFEST)]
-        for group in (first, [name for name in names if name not in set(first)]):
-            list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), group))
+    parallel_map(lambda name: (folder / name).copy_to(to / name), names)
+    for is_manifest in (True, False):  # manifests first, so that no incomplete checkpoint is valid
+        group = [name for name in names if name.endswith(MANIFEST) is is_manifest]
+        parallel_map(lambda name: (folder / name).unlink(missing_ok=True), group)

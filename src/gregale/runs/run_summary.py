@@ -1,26 +1,24 @@
 """Summaries of runs, from the ends of metrics and the checkpoints' manifests. This module does not import JAX."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.atomic_files import os_error_text
-from gregale.checkpoint.manifest import MANIFEST, read_records
-from gregale.checkpoint.retention import METADATA, committed_steps, folder_name
+from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
+from gregale.checkpoint.retention import committed_steps, folder_name
 from gregale.errors import UserError
 from gregale.runs.history import LARGEST, flat
 from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
-from gregale.storage import StoragePath, StoreError, files_below, names, read_range, status
+from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, read_range, status
 from gregale.storage.jsonl_reader import Entry, entry_of
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
 _MAX_TAIL_BYTES = 1 << 24
-_THREADS = 16
 _OF_A_RUN = {"starts.jsonl", "metrics.jsonl", "checkpoints", "huggingface", "lock"}
 
 
@@ -66,9 +64,8 @@ def summaries(folder: StoragePath) -> list[Summary]:
     here = names(folder)
     if "config.yaml" in here and _OF_A_RUN & set(here):
         return [summary_of(RunPaths(folder))]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _summary_in(folder / name), here)
-        return [summary for summary in found if summary is not None]
+    found = parallel_map(lambda name: _summary_in(folder / name), here)
+    return [summary for summary in found if summary is not None]
 
 
 def _summary_in(folder: StoragePath) -> Summary | None:
@@ -194,9 +191,8 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
 def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
     """Return whether the metadata of an island's checkpoint state that the fleet has completed all rounds."""
     try:
-        name = next(each for each in read_records(folder) if each.rpartition("/")[2] == METADATA)
-        return json.loads((folder / name).read_bytes())["islands"]["complete"] is True
-    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return json.loads((root_of(folder) / METADATA).read_bytes())["islands"]["complete"] is True
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 

@@ -27,5 +27,5 @@ from gregale.storage.paths import (
     upload,
     write_bytes,
 )
-from gregale.storage.remote import ObjectPath, Status
+from gregale.storage.remote import ObjectPath, Status, parallel_map
 from gregale.storage.stores import EXTRAS, RetryPolicy, StoreError

@@ -63,25 +63,17 @@ def create(path: StoragePath, content: bytes) -> bool:
     temporary = temporary_beside(path)
     try:
         temporary.write_bytes(content)
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with path.open("xb") as file:  # other processes may see it before it is complete
+                file.write(content)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return _create_without_link(path, content)
     finally:
         temporary.unlink(missing_ok=True)
-    return True
-
-
-def _create_without_link(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists. Other processes may see it before it is complete."""
-    try:
-        with path.open("xb") as file:
-            file.write(content)
-    except FileExistsError:
-        return False
     return True
 
 

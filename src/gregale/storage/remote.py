@@ -1,6 +1,6 @@
 """Objects of a store, and folders of objects, addressed by URL."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ T = TypeVar("T")
 _MIN_BYTES_PER_SECOND = 256 << 10  # of one of many simultaneous requests
 _UPLOAD_BYTES = 16 << 20  # a larger file is uploaded in parts of this size
 _UPLOADS = 4  # parts of a file at a time
-_REMOVING_THREADS = 8
 
 
 class Status(NamedTuple):
@@ -138,8 +137,7 @@ class ObjectPath:
 
     def remove_tree(self) -> None:
         """Delete all objects below the folder."""
-        with ThreadPoolExecutor(_REMOVING_THREADS) as pool:
-            list(pool.map(lambda name: (self / name).unlink(missing_ok=True), self.files_below()))
+        parallel_map(lambda name: (self / name).unlink(missing_ok=True), self.files_below())
 
     def mkdir(self, **_: object) -> None:
         """Do nothing: a folder exists as soon as it contains an object."""
@@ -165,6 +163,12 @@ class ObjectPath:
         while seconds * _MIN_BYTES_PER_SECOND < size:
             seconds *= 16
         self._request(request, timeout=2 * self.retry_policy.silence_seconds + seconds)
+
+
+def parallel_map(function: Callable[..., T], *arguments: Iterable[Any], threads: int = 8) -> list[T]:
+    """Return the function's results for all arguments, in order, from several threads."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def _interruptible(request: Callable[[Any, str], T], store: Any, key: str) -> T:

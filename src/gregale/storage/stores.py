@@ -26,9 +26,11 @@ _CREDENTIALS = {
     "az": "the AZURE_STORAGE_ variables, or the identity of the machine",
 }
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT")
+_IDENTITY_PATHS = ("/computeMetadata/", "/metadata/identity/")  # of a cloud machine's own server of tokens
 _CONNECT_SECONDS = 10.0
 _MAX_DELAY_SECONDS = 10.0
 _SHOWN_CHARACTERS = 200
+_ANSWER = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 # Classes of exceptions, and S3's error codes whose HTTP status is that of any invalid request.
 _DENIED = {
     *("PermissionDeniedError", "UnauthenticatedError", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
@@ -127,13 +129,16 @@ def _client(scheme: str, bucket: str, timeouts: tuple[tuple[str, float], ...], *
 
 def _permanent_error(url: str, error: Exception) -> Exception | None:
     """Return the exception for a failure that a retry would repeat; None for other failures, and for unknown ones."""
-    text, name, code = str(error), type(error).__name__, _code(error)
+    text, name = str(error), type(error).__name__
+    code = answer[1] if (answer := _ANSWER.search(text)) else ""
     status = int((re.search(r"status code: (\d+)", text) or "00")[1])
     bucket = "/".join(url.split("/")[:3])
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return StoreError(f"{url}: there is no bucket {bucket}.", "Make it, or correct the name.")
     if {code, name} & _DENIED or status in (401, 403) or (status == 400 and "token request" in text):
         return _access_error(url, error)
+    if "error sending request" in text and any(path in text for path in _IDENTITY_PATHS):
+        return _access_error(url, PermissionError("there are no credentials, and this machine has no identity"))
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(url)
     if status == 412 or code == "BlobAlreadyExists":
@@ -141,7 +146,7 @@ def _permanent_error(url: str, error: Exception) -> Exception | None:
     if status == 416 or "range starting at" in text:
         return EOFError(url)
     wrong = isinstance(error, ValueError | TypeError) or "invalid path" in text or "configured region" in text
-    if wrong or (400 <= status < 500 and status not in (408, 409, 429)):
+    if wrong or (400 <= status <= 501 and status not in (408, 409, 429, 500)):
         return StoreError(f"{url}: the store refused the request ({_text(error)}).")
     return None
 
@@ -155,13 +160,9 @@ def _access_error(url: str, error: Exception) -> StoreError:
     )
 
 
-def _code(error: Exception) -> str:
-    return (re.search(r"<Code>(.*?)</Code>", str(error)) or ["", ""])[1]
-
-
 def _text(error: Exception) -> str:
     """Return an error as one short line: the code and message of the store's answer, if there is one."""
     text = str(error).partition("\n\nDebug source")[0]
-    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    line = f"{_code(error)}: {message[1]}" if message else text.partition(" - ")[2] or text
+    answer = _ANSWER.search(text)
+    line = ": ".join(answer.groups()) if answer else text.partition(" - ")[2] or text
     return " ".join(line.split())[:_SHOWN_CHARACTERS].rstrip(".")

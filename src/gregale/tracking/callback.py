@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
-from gregale.errors import UserError, naming_own_code
+from gregale.errors import UserError, plugin_errors
 from gregale.settings import Settings
 from gregale.storage import ObjectPath, StoragePath
 from gregale.tracking.metrics import metric_of
@@ -163,7 +163,7 @@ class CallbackConfig(Settings, draccus.ChoiceRegistry):
 
     def build(self) -> Callback:
         """Return the callback; it opens files and sessions in `on_start`, because `gregale plan` builds it too."""
-        raise AssertionError("only the choices are built")
+        raise UserError(f"callbacks: {type(self).__name__} has no method `build`, which returns the callback.")
 
 
 class Callbacks:
@@ -207,7 +207,7 @@ class Callbacks:
 
 def call(callback: Callback, event: str, *arguments: Any) -> Any:
     """Return the result of a callback's event; an exception of a plugin's callback becomes a `UserError`."""
-    with naming_own_code(f"callbacks: {type(callback).__name__}.{event}", type(callback)):
+    with plugin_errors(f"callbacks: {type(callback).__name__}.{event}", type(callback)):
         return getattr(callback, event)(*arguments)
 
 
@@ -217,6 +217,8 @@ def own_metrics(callback: Callback, event: str, *arguments: Any) -> dict[str, An
     Raises `UserError` for anything but numbers by name, and for the name of a metric that there is already.
     """
     what, found = f"callbacks: {type(callback).__name__}.{event}", call(callback, event, *arguments)
+    if found is None and event != "metrics":
+        return {}
     if not isinstance(found, Mapping):
         raise UserError(f"{what} returns {type(found).__name__}; it has to return a mapping of names to numbers.")
     metrics = {}

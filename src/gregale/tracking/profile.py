@@ -25,7 +25,7 @@ from gregale.tracking.callback import Callback, Metrics, Pause
 
 MAX_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
-_WINDOW = re.compile(r"(\d{1,18}):(\d{1,18})")
+_WINDOW = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 _HOST_EVENTS = 2  # the level at which XLA:CPU records single operations
 
 

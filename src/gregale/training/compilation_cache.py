@@ -23,7 +23,7 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from gregale.atomic_files import user_cache
+from gregale.atomic_files import remove_oldest, user_cache
 from gregale.data.sources.base import expand
 from gregale.distributed.config import AUTO
 from gregale.errors import UserError
@@ -68,7 +68,7 @@ def keep_compiled(location: str | None) -> None:
         # Another owner of the folder could make this process run any code.
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
             return
-        make_room(base)
+        remove_oldest(base.glob(f"compiled-*/*{ENTRY}"), MAX_BYTES, MAX_BYTES)  # JAX's limit takes a lock a program
         jax.config.update(FOLDER, str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # XLA aborts if it cannot write its caches
@@ -99,24 +99,6 @@ def processor() -> str:
         if found := _PROCESSOR.search(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
             return hashlib.sha256(f"{platform.machine()} {found[1]}".encode()).hexdigest()[:24]
     return hashlib.sha256(platform.machine().encode()).hexdigest()[:24]
-
-
-def make_room(base: Path) -> None:
-    """Delete the least recently used programs (by the file system's times) until `MAX_BYTES` suffice for the rest.
-
-    JAX's own limit takes a lock for each program, and a killed process would leave the cache unusable.
-    """
-    found = []
-    for path in base.glob(f"compiled-*/*{ENTRY}"):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            found.append((max(status.st_atime, status.st_mtime), status.st_size, path))
-    size = sum(entry[1] for entry in found)
-    for _, bytes_, path in sorted(found):
-        if size <= MAX_BYTES:
-            return
-        path.unlink(missing_ok=True)
-        size -= bytes_
 
 
 def delete_damaged_entries(path: StoragePath, folder: Path) -> None:

@@ -44,7 +44,7 @@ def initial_state(
     """
 
     def make(*given: Tree) -> TrainState:
-        return wrapped(method, method.init(make_model(*given)), 0)
+        return new_train_state(method, method.init(make_model(*given)), 0)
 
     shardings = state_shardings(method, jax.eval_shape(make, *given))
     options = {**(fast_compile_options(method.layout.mesh) or {}), **(options or {})}
@@ -52,7 +52,7 @@ def initial_state(
     return jax.jit(make, out_shardings=shardings, donate_argnums=donated, compiler_options=options or None)(*given)
 
 
-def wrapped(method: Method, state: Tree, step: int) -> TrainState:
+def new_train_state(method: Method, state: Tree, step: int) -> TrainState:
     """Return a method's state as a training state after `step` steps without skipped steps."""
     zeros = jnp.zeros([method.layout.axis(axis).size for axis in method.replica_axes], jnp.int32)
     return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=zeros, skipped_in_a_row=zeros)
@@ -74,5 +74,5 @@ def state_shardings(method: Method, state: TrainState) -> TrainState:
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
     """Return the state of a run as `jax.ShapeDtypeStruct`s with shardings, without allocating arrays."""
-    state = jax.eval_shape(lambda: wrapped(method, method.init(model), 0))
+    state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))
     return with_shardings(state, state_shardings(method, state))

@@ -8,12 +8,16 @@ import pytest
 from gregale.islands.protocol.headers import AcceptedResult, Header, OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.wire import GarbageError, decode_all, pack
+from gregale.islands.protocol.wire import GarbageError, decode_all, pack, read_texts, to_texts
 
 
 def sent(*values) -> list[Header | GarbageError]:
-    """The headers with these JSON values as a member gets them from the coordinator."""
-    return decode_all(Header, json.loads(json.dumps(pack(json.loads(json.dumps(values))))), "header")
+    """The headers with these values as a member gets them from the coordinator."""
+    return received(*({key: json.dumps(value) for key, value in each.items()} for each in values))
+
+
+def received(*texts) -> list[Header | GarbageError]:
+    return decode_all(Header, read_texts(json.loads(json.dumps(pack(texts)))), "header")
 
 
 def test_headers_survive_their_way_through_the_coordinator(header):
@@ -34,7 +38,14 @@ def test_a_view_has_common_values_once(header):
         header(each, held=held, agreement="x" * 3000, weight=1.0 + place / 3) for place, each in enumerate(identities)
     ]
     assert len(json.dumps(asdict(headers[0]))) > 14_000
-    assert len(json.dumps(pack([asdict(each) for each in headers]))) < 100_000
+    assert len(json.dumps(pack([to_texts(asdict(each)) for each in headers]))) < 100_000
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "[", "", "nul", '"' + "[" * 100_000, "[" * 100_000])
+def test_only_the_header_with_a_text_that_is_not_json_is_garbage(header, text):
+    first, second = received(to_texts(asdict(header("a"))), to_texts(asdict(header("b"))) | {"held": text})
+    assert first == header("a")
+    assert isinstance(second, GarbageError)
 
 
 def test_only_the_header_with_a_wrong_field_is_garbage(header):

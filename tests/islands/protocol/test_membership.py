@@ -49,6 +49,7 @@ def test_a_view_waits_for_a_silent_live_member_once_more_than_half_have_asked():
     fleet.at(0.5)
     assert fleet.ask("b") == []
     assert fleet.at(1.4) == []
+    assert fleet.membership.held("a") == "the coordinator waits for the requests of c, at most 0.1 s more"
     assert seen(fleet.at(1.5)) == ["a1s", "b1s"]
 
 
@@ -57,9 +58,13 @@ def test_a_request_is_held_until_the_needed_number_has_asked():
     for name in "ab":
         fleet.ask(name)
     assert fleet.at(1000.0) == []
-    assert fleet.membership.held("a") == "2 of at least 3 islands are here (a and b)"
+    few, missing = "2 of at least 3 islands are here (a and b)", "the coordinator waits for the requests of c"
+    assert fleet.membership.held("a") == f"{few}; {missing}"
+    assert fleet.membership.held("c") == (
+        f"the coordinator had no request of this island at its last answer; {few}; {missing}"
+    )
     assert seen(fleet.ask("c")) == ["a1s", "b1s", "c1s"]
-    assert fleet.membership.held("a") == ""
+    assert "waits for the requests of a, b and c" in fleet.membership.held("a")
 
 
 def test_an_island_of_a_running_fleet_needs_fewer_than_those_that_join_it():
@@ -84,6 +89,7 @@ def test_no_fleet_begins_before_a_restarted_coordinator_can_know_of_one_that_run
     fleet.membership = Membership()
     assert fleet.ask("b") == []
     assert fleet.membership.tick(EARLY_SECONDS - 0.1) == []
+    assert fleet.membership.held("b") == "the coordinator waits 0.1 s more for heartbeats of a fleet that runs"
     assert seen(fleet.membership.tick(EARLY_SECONDS)) == ["b1s"]
 
 

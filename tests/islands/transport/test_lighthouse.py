@@ -3,23 +3,28 @@
 `test_membership` has the rules, `test_server` what a server refuses. Nothing is asserted that a busy machine breaks.
 """
 
+import json
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from gregale.errors import UserError
+from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.settings import LAN
 from gregale.islands.protocol.wire import Columns, unpack
+from gregale.islands.transport.client import PeerClient, RequestRejected
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
     CoordinatorUnreachable,
     NotAdmitted,
     RequestDropped,
 )
-from gregale.islands.transport.lighthouse import serve
+from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from tests.islands.transport.conftest import TOKEN
 
 TIMING = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
@@ -31,7 +36,7 @@ class Fleet:
 
     def __init__(self):
         self.said: list[str] = []
-        self.lighthouse = serve("127.0.0.1:0", TOKEN, self.said.append)
+        self.lighthouse = Lighthouse("127.0.0.1:0", TOKEN, self.said.append)
         self.members: dict[str, CoordinatorClient] = {}
         self.threads = ThreadPoolExecutor(16)
 
@@ -64,7 +69,7 @@ class Fleet:
 
     def restart(self, token: bytes = TOKEN) -> None:
         self.lighthouse.close()
-        self.lighthouse = serve(self.lighthouse.address, token, self.said.append)
+        self.lighthouse = Lighthouse(self.lighthouse.address, token, self.said.append)
 
 
 @pytest.fixture
@@ -186,8 +191,21 @@ def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, mon
     assert "has another version of Gregale" in reasons[-1]
 
 
+def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
+    """A member whose process has an error has the token too. No view could be written as JSON with its number."""
+    fleet.join("a", "b")
+    message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1}
+    message |= {"hold_seconds": 20.0, "gather_seconds": 0.1, "heartbeat_seconds": 20.0, "header": {"norm": math.nan}}
+    other = PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, 20.0)
+    with closing(other), pytest.raises(RequestRejected, match="the values of a header are JSON texts"):
+        other.request("POST", "/message", json.dumps(message).encode())
+    assert seen(fleet.ask_all("ab", 3)[0]) == [("a", 3), ("b", 3)]
+
+
 def test_invalid_addresses(fleet):
     with pytest.raises(UserError, match=rf"bind: {fleet.lighthouse.address} cannot be listened at \(Address already"):
-        serve(fleet.lighthouse.address, TOKEN)
+        Lighthouse(fleet.lighthouse.address, TOKEN)
     with pytest.raises(UserError, match="has to be HOST:PORT"):
-        serve("127.0.0.1", TOKEN)
+        Lighthouse("127.0.0.1", TOKEN)
+    with pytest.raises(UserError, match="has to be HOST:PORT"):
+        Lighthouse("127.0.0.1:\u0663", TOKEN)

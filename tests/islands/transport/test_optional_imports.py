@@ -28,8 +28,8 @@ def test_the_lighthouse_runs_without_jax():
         "import sys\n"
         "sys.modules['jax'] = None\n"
         "import gregale.programs.lighthouse, gregale.islands.transport.group, gregale.islands.transport.transfer\n"
-        "from gregale.islands.transport.lighthouse import serve\n"
-        "serve('127.0.0.1:0', b'a token of the fleet').close()\n"
+        "from gregale.islands.transport.lighthouse import Lighthouse\n"
+        "Lighthouse('127.0.0.1:0', b'a token of the fleet').close()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

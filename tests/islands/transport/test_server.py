@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import pytest
@@ -104,10 +104,24 @@ def test_no_server_answers_in_the_place_of_another(make_server):
 
 def test_a_body_that_is_too_large_or_no_object_is_refused(make_server):
     server = make_server(on_message=not_taken)
-    head = f"POST /message HTTP/1.1\r\nX-Recipient: {server.recipient}\r\nConnection: close\r\nContent-Length: "
+    head = f"POST /message HTTP/1.1\r\nX-Recipient: {server.recipient}\r\nContent-Length: "
     for length in ("1000000000000", "-1", "1e3"):
         assert b"at most 1048576" in in_tls(server.address, f"{head}{length}\r\n\r\n".encode())
-    assert b"a message is a JSON object" in in_tls(server.address, f"{head}3\r\n\r\n[1]".encode())
+    client = PeerClient(server.address, TOKEN, 20.0)
+    with closing(client), pytest.raises(RequestRejected, match="a message is a JSON object"):
+        client.request("POST", "/message", b"[1]")
+
+
+@pytest.mark.parametrize("head", [b"\r\n", b"POST\r\n", b"a: b\r\n" * 100, b"x" * 100_000 + b"\r\n"])
+def test_a_request_that_is_not_http_ends_only_its_connection(make_server, head):
+    server = make_server(on_message=not_taken)
+    with tls_contexts(TOKEN).client.wrap_socket(connected(server)) as client:
+        with suppress(OSError):  # it ends the connection before it has read all of a long head
+            client.sendall(head + b"\r\n")
+        if len(head) < 100:
+            assert client.recv(100).startswith(b"HTTP/1.1 421 "), "it has no recipient"
+    with pytest.raises(RequestRejected, match="nothing at this path"):
+        PeerClient(server.address, TOKEN, 20.0).request("GET", "/")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +176,16 @@ def test_unidentified_connections_take_no_slot_of_the_fleet(make_server, monkeyp
         assert known.request("GET", "/status") == {}
         assert call(server.address, TOKEN, {}, 5.0) == {}
         assert "3 connections have no handshake" in server.complaints[0]
+
+
+def test_as_many_islands_as_a_large_fleet_has_connect_at_once(make_server):
+    """None has made its handshake when the last one comes."""
+    server = make_server()
+    with ExitStack() as stack:
+        held = [stack.enter_context(connected(server)) for _ in range(200)]
+        for plain in held[:3]:
+            assert tls_contexts(TOKEN).client.wrap_socket(plain).version() == "TLSv1.3"
+    assert server.complaints == []
 
 
 def test_the_address_with_the_most_unidentified_connections_loses_one(make_server, monkeypatch):

@@ -157,9 +157,6 @@ class RemoteFile(io.RawIOBase):
         self._at = start + offset
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readall(self) -> bytes:  # that of the base class reads 8 KiB at a time
         data = self._remote.read_range(self._at, self._size)
         self._at += len(data)

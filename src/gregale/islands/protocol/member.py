@@ -50,7 +50,7 @@ class Member(MemberState):
         if self.handover.due and not self._reducing and self._now >= self._ping_at:
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
-            self._leave(clean=False)
+            self._leave()
 
     def _ping(self) -> None:
         self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
@@ -102,7 +102,7 @@ class Member(MemberState):
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.
         self._waiting_for, self._seen, self._error = False, 0, event.reason
-        self._retry_at = self._now + self.timing.retry_seconds
+        self._retry_at = self._now + self._some_pause()
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
         self._error, self._held_request = event.error, event.held
@@ -173,7 +173,7 @@ class Member(MemberState):
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
             if self._healing or self.outer.round == NO_ROUND:
-                self._leave(clean=False)
+                self._leave()
             else:
                 self._begin_round(own=True)
 
@@ -262,7 +262,7 @@ class Member(MemberState):
         self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded
         self._report_left_out(prepared.form)
         if prepared.last:
-            self._leave(clean=True)
+            self._leave()
         elif self._leave_by is not None:
             self._begin_round(own=True)
 
@@ -332,17 +332,17 @@ class Member(MemberState):
         self._reducing = self._held = None
         self._ballot = self._failures = 0
 
-    def _leave(self, clean: bool) -> None:
+    def _leave(self) -> None:
         self._drop_round()
         self._done = True
-        self._do(m.LeaveDone(clean))
+        self._do(m.LeaveDone())
 
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
-            self._asked += 1
+            self._asked, self._asked_at = self._asked + 1, self._now
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.RequestView(self.header, self._needed()))

@@ -8,6 +8,7 @@ from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
+from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
@@ -49,6 +50,8 @@ class MemberState:
         self._actions: list[m.Action] = []
         self._voter = False
         self._asked, self._waiting_for = 0, False  # number of the newest request; whether its answer is pending
+        self._asked_at = 0.0
+        self._seen_names: tuple[str, ...] = ()  # in the newest view
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
@@ -61,7 +64,7 @@ class MemberState:
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
-        self._held_request = ""  # why the coordinator holds the newest request
+        self._held_request = ""  # what the coordinator waits for, by its last answer since the newest view
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
         self._heal_failed = ""
@@ -133,6 +136,11 @@ class MemberState:
         """Return the smallest number of members of a view that is of use to this member."""
         return max(self.rules.minimum, self.rules.start if self._from_checkpoint or self.outer.round == NO_ROUND else 1)
 
+    def _some_pause(self) -> float:
+        """Return the seconds until a failed request is repeated: not the same for all islands, which failed at once."""
+        part = int(digest_of(self.identity.session, self._asked), 16) / 2**64
+        return self.timing.retry_seconds * (1 + part) / 2
+
     def _pause_if_excluded(self) -> None:
         """Pause if the others continue without this member because its reduces failed; each pause doubles."""
         if self._failures >= decisions.EXCLUDE_AFTER:
@@ -196,6 +204,7 @@ class MemberState:
         plan = decision.plan
         missing = tuple(peer.name for peer in decision.missing(self._group))
         self._plan = plan, (plan.names or missing) if isinstance(plan, Wait) else ()
+        self._seen_names = tuple(header.name for header in decision.headers.values())
 
     def _note_asks(self, decision: Decision) -> bool:
         """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""
@@ -215,7 +224,9 @@ class MemberState:
             return exchange
         plan, names = self._plan
         if self._waiting_for and (self._held_request or not isinstance(plan, Wait)):
-            return f"{self._held_request or 'the coordinator has not formed a view yet'}{self._tries()}"
+            seconds, seen = self._now - self._asked_at, format_names(self._seen_names) or "none"
+            asked = f"this island requested a view {seconds:.1f} s ago; the islands of its last one: {seen}"
+            return f"{self._held_request or asked}{self._tries()}"
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._held:

@@ -61,6 +61,7 @@ class Answer:
 class Session:
     """A process that the coordinator hears. The oldest of a name owns it."""
 
+    key: str  # the session that the process has drawn
     since: float
     heard: float
     heartbeat_seconds: float
@@ -75,45 +76,62 @@ class Membership:
 
     def __init__(self, first_id: int = 1):
         self._id = first_id - 1
-        self._sessions: dict[tuple[str, str], Session] = {}  # by name and session, the oldest first
+        self._sessions: dict[str, dict[str, Session]] = {}  # by name, then by session, the oldest first
+        self._owners: dict[str, Session] = {}  # the first ones, by name
         self._answers: list[Answer] = []
         self._enough_since: float | None = None  # when more than half of the names had a request for a view
         self._started, self._stopped = math.inf, 0.0  # when it began to listen; `stopped` of the last tick
         self.last: frozenset[str] | None = None
+        self._awaited = ""
 
     @property
     def healthy(self) -> dict[str, str]:
         """Sessions by name, as of the last tick."""
-        return dict(reversed(self._sessions))
+        return {name: owner.key for name, owner in self._owners.items()}
 
     @property
     def pending(self) -> dict[str, Ask]:
         """Requests by name."""
-        return {name: owner.ask for name, owner in self._owners().items() if owner.ask}
+        return {name: owner.ask for name, owner in self._owners.items() if owner.ask}
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the next tick returns answers without waiting for anything."""
+        return bool(self._answers)
 
     @property
     def heartbeat_seconds(self) -> float:
         """The longest silence of a healthy name."""
-        return max((each.heartbeat_seconds for each in self._sessions.values()), default=0.0)
+        return max((owner.heartbeat_seconds for owner in self._owners.values()), default=0.0)
 
     def held(self, name: str) -> str:
-        """Return why the request of `name` is held; empty if it has none."""
-        if name not in (pending := self.pending):
-            return ""
-        if len(pending) < (needed := _needed(pending)):
-            return f"{len(pending)} of at least {needed} islands are here ({listed(sorted(pending))})"
-        others = sorted(self.healthy.keys() - pending.keys())
-        return f"the coordinator waits for the requests of {listed(others)}" if others else ""
+        """Return what the next view waits for, as of the last tick, and whether it has no request of `name`."""
+        owner = self._owners.get(name)
+        own = "" if owner and owner.ask else "the coordinator had no request of this island at its last answer; "
+        return f"{own}{self._awaited}"
+
+    def _what_is_awaited(self, now: float) -> str:
+        pending, reasons = self.pending, []
+        others = sorted(self._owners.keys() - pending.keys())
+        if pending and len(pending) < (needed := _needed(pending)):
+            reasons.append(f"{len(pending)} of at least {needed} islands are here ({listed(sorted(pending))})")
+        if others:
+            reasons.append(f"the coordinator waits for the requests of {listed(others)}")
+        if pending and self._enough_since is not None:
+            seconds = self._enough_since + _gather_seconds(pending) - now
+            reasons[-1] += f", at most {max(seconds, 0.0):.1f} s more"
+        if pending and (seconds := self._early_seconds(pending, now)):
+            reasons.append(f"the coordinator waits {seconds:.1f} s more for heartbeats of a fleet that runs")
+        return "; ".join(reasons) or "the coordinator forms a view"
 
     def beat(self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float) -> None:
         """Record a heartbeat; that of an owner refuses other processes of its name."""
         self._heard(name, session, heartbeat_seconds, now).runs = runs
-        if self.healthy[name] != session:
-            return
-        for key, rival in list(self._sessions.items()):
+        owner, *rivals = self._sessions[name].values()
+        for rival in rivals if owner.key == session else ():
             # Earlier heartbeats of the owner may have been sent before the other process began.
-            if key[0] == name and key[1] != session and rival.ask and now - rival.since >= heartbeat_seconds:
-                del self._sessions[key]
+            if rival.ask and now - rival.since >= heartbeat_seconds:
+                del self._sessions[name][rival.key]
                 self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
 
     def ask(self, ask: Ask, now: float) -> None:
@@ -129,8 +147,12 @@ class Membership:
 
     def leave(self, name: str, session: str) -> None:
         """Record the end of a process; the next oldest of the name becomes the owner."""
-        if found := self._sessions.pop((name, session), None):
+        processes = self._sessions.get(name, {})
+        if found := processes.pop(session, None):
             self._drop_ask(found)
+            del self._sessions[name], self._owners[name]
+            if processes:
+                self._sessions[name], self._owners[name] = processes, next(iter(processes.values()))
 
     def tick(self, now: float, stopped: float = 0.0) -> list[Answer]:
         """Return the answers that are due.
@@ -139,19 +161,20 @@ class Membership:
         """
         self._started = now if stopped > self._stopped else min(self._started, now)
         self._stopped = stopped
-        for key, session in list(self._sessions.items()):
+        every = [(name, each) for name, processes in self._sessions.items() for each in processes.values()]
+        for name, session in every:
             if now - session.heard >= session.heartbeat_seconds:
-                self.leave(*key)
+                self.leave(name, session.key)
         view = self._form(now)
+        self._awaited = self._what_is_awaited(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
-    def _owners(self) -> dict[str, Session]:
-        return {name: session for (name, _), session in reversed(self._sessions.items())}
-
     def _heard(self, name: str, session: str, heartbeat_seconds: float, now: float) -> Session:
         """Record that a process is alive."""
-        found = self._sessions.setdefault((name, session), Session(now, now, heartbeat_seconds))
+        processes = self._sessions.setdefault(name, {})
+        found = processes.setdefault(session, Session(session, now, now, heartbeat_seconds))
+        self._owners.setdefault(name, found)
         found.heard = max(found.heard, now)
         return found
 
@@ -159,34 +182,43 @@ class Membership:
         if session.ask:
             self._answers.append(Answer(session.ask))
 
-    def _is_due(self, pending: dict[str, Ask], owners: dict[str, Session], now: float) -> bool:
+    def _is_due(self, pending: dict[str, Ask], now: float) -> bool:
         """Return whether the pending requests make a view."""
-        running = {name for name, owner in owners.items() if owner.runs}
-        is_early = now - self._started < 2 * self.heartbeat_seconds / BEATS_PER_TIMEOUT
-        begins = not running & pending.keys()
-        possible = len(pending) >= _needed(pending) and not (begins and (running or is_early))
+        running = {name for name, owner in self._owners.items() if owner.runs}
+        is_beside = bool(running) and not running & pending.keys()  # it may begin a fleet beside one that runs
+        is_early = self._early_seconds(pending, now) > 0
+        possible = len(pending) >= _needed(pending) and not is_beside and not is_early
         if possible and self.last is not None and self.last <= pending.keys():
             return True
-        if not possible or 2 * len(pending) <= len(owners):
+        if not possible or 2 * len(pending) <= len(self._owners):
             self._enough_since = None
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
-        gather_seconds = max(ask.gather_seconds for ask in pending.values())
-        return len(pending) == len(owners) or now - self._enough_since >= gather_seconds
+        return len(pending) == len(self._owners) or now - self._enough_since >= _gather_seconds(pending)
+
+    def _early_seconds(self, pending: dict[str, Ask], now: float) -> float:
+        """Return for how long these requests may not begin a fleet: one that runs may not have sent a heartbeat yet."""
+        if any(self._owners[name].runs for name in pending):
+            return 0.0
+        return max(self._started + 2 * self.heartbeat_seconds / BEATS_PER_TIMEOUT - now, 0.0)
 
     def _form(self, now: float) -> Formed | None:
-        pending, owners = self.pending, self._owners()
-        if not pending or not self._is_due(pending, owners, now):
+        pending = self.pending
+        if not pending or not self._is_due(pending, now):
             return None
         names, self._enough_since = frozenset(pending), None
         if names != self.last:
             self._id, self.last = self._id + 1, names
         view = Formed(self._id, tuple(pending[name] for name in sorted(names)))
         for ask in view.asks:
-            owner = owners[ask.name]
+            owner = self._owners[ask.name]
             owner.newest, owner.view, owner.ask = ask.number, view, None
         return view
 
 
 def _needed(pending: dict[str, Ask]) -> int:
     return min(ask.needed for ask in pending.values())
+
+
+def _gather_seconds(pending: dict[str, Ask]) -> float:
+    return max(ask.gather_seconds for ask in pending.values())

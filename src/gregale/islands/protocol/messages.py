@@ -61,10 +61,7 @@ class ViewFailed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat failed with this `error`; or the coordinator answered it, and holds the request for a view.
-
-    `held`: the reason; empty if there is no request.
-    """
+    """A heartbeat failed with this `error`; or the coordinator answered it: `held` is what the next view waits for."""
 
     error: str = ""
     held: str = ""
@@ -120,19 +117,9 @@ class Leave:
 
 
 Event = (
-    Tick
-    | RoundDue
-    | MessageReady
-    | ViewReceived
-    | ViewFailed
-    | Heartbeat
-    | Reduced
-    | ReduceFailed
-    | Healed
-    | HealFailed
-    | PeersDead
-    | Leave
-)
+    Tick | RoundDue | MessageReady | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed | Healed
+    | HealFailed | PeersDead | Leave
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +251,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class LeaveDone:
-    """The island has left; `clean`: the last round was committed and the unused data returned."""
-
-    clean: bool
+    """The island has left: its last round is committed and its unused data returned, or that took too long."""
 
 
 Action = (

@@ -51,12 +51,7 @@ class News:
 
     def report(self, name: str, round: int, stalled: str, now: float) -> list[str]:
         """Record an island's committed round and its reason for a stall, if any."""
-        self._reports[name] = stalled
-        return self.note(round, now)
-
-    def note(self, round: int, now: float) -> list[str]:
-        """Record that an island has committed this round."""
-        began = self._progress.since
+        self._reports[name], began = stalled, self._progress.since
         if not self._progress.note(round, now, not self._is_stalled):
             return []
         self._missed.clear()
@@ -74,7 +69,7 @@ class News:
             self._progress, self._is_stalled = Progress(now), False
             self._missed.clear()
         count = f"{len(healthy)} {'island' if len(healthy) == 1 else 'islands'} now"
-        for name in sorted(healthy.keys() | before.keys()):
+        for name in sorted({name for name, _ in healthy.items() ^ before.items()}):
             if name not in before:
                 self._missed.discard(name)
                 lines.append(f"{name} joined: {count}.")
@@ -84,7 +79,7 @@ class News:
                 self._missed |= set() if left else {name}
                 why = "has left" if left else f"is gone, silent for {self._heartbeat_seconds:g} s"
                 lines.append(f"{name} {why}: {count}.")
-            elif healthy[name] != before[name]:
+            else:
                 lines.append(f"{name} has started again.")
         self._left.clear()
         return lines

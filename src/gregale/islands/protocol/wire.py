@@ -1,7 +1,8 @@
 """The packing of JSON values of peers, and the check by which they become the protocol's types, or are rejected.
 
-The headers of a view have most values in common. So a view has columns: for each key the different values, and for each
-header the index of its value. Each value is sent and checked once.
+A header travels as texts: the JSON of each value. The coordinator neither reads nor writes these texts. The headers of
+a view have most values in common. So a view has columns: for each key the different values, and for each header the
+index of its value. Each value is sent and checked once.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 NO_ROUND = -1
 Columns = Mapping[str, tuple[list[Any], list[int]]]
+INVALID = ...  # in place of a value whose text is not JSON
 _hints = cache(get_type_hints)
 
 
@@ -20,16 +22,31 @@ class GarbageError(ValueError):
     """A header or record of a peer does not have the format of this version."""
 
 
-def pack(objects: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return JSON objects as columns; an absent key counts as null."""
+def to_texts(header: Mapping[str, Any]) -> dict[str, str]:
+    """Return the JSON text of each value of a header."""
+    return {key: json.dumps(value, separators=(",", ":"), allow_nan=False) for key, value in header.items()}
+
+
+def pack(headers: Sequence[Mapping[str, str]]) -> Columns:
+    """Return headers of texts as columns; an absent key counts as null."""
     columns = {}
-    for key in dict.fromkeys(key for each in objects for key in each):
-        values = [each.get(key) for each in objects]
-        marks = [json.dumps(each) if isinstance(each, list | dict) else (type(each), each) for each in values]
-        different = dict(zip(marks, values, strict=True))
-        places = {mark: place for place, mark in enumerate(different)}
-        columns[key] = list(different.values()), [places[mark] for mark in marks]
+    for key in dict.fromkeys(key for each in headers for key in each):
+        texts = [each.get(key, "null") for each in headers]
+        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+        columns[key] = list(places), [places[text] for text in texts]
     return columns
+
+
+def read_texts(columns: Columns) -> Columns:
+    """Return the columns with the values of their texts."""
+    return {key: ([_read(text) for text in texts], places) for key, (texts, places) in columns.items()}
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return INVALID
 
 
 def unpack(columns: Columns, key: str) -> list[Any]:

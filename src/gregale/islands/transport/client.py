@@ -4,7 +4,8 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse, HTTPSConnection
@@ -17,7 +18,7 @@ from gregale.islands.transport.tls import tls_contexts
 LARGEST_REPLY_BYTES = 1 << 20
 RECIPIENT = "X-Recipient"
 STATUS_PATH, STREAM_PATH = "/status", "/stream"
-IDLE_SECONDS = 5.0  # less than a server's IDLE_SECONDS
+IDLE_SECONDS = 40.0  # less than a server's KEPT_SECONDS
 
 
 class PeerUnreachable(Exception):
@@ -70,7 +71,7 @@ class PeerClient:
             raise self._unreachable(error) from None
         if response.status == HTTPStatus.MISDIRECTED_REQUEST:
             raise WrongServer(f"{self.address} is not the expected server, or has started again")
-        reply = json.loads(content)
+        reply = json.loads(content if content.startswith(b"{") else decompressed(content, largest_reply_bytes))
         if response.status != 200:
             raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
@@ -94,13 +95,8 @@ class PeerClient:
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes of the requested chunks; check their hash. Raises PeerUnreachable."""
-        filled = 0
         try:
-            while filled < len(target):
-                count = self._chunks.readinto(target[filled:])
-                if not count:
-                    raise OSError("the connection ended in the middle")
-                filled += count
+            fill(target, self._chunks.readinto)
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
 
@@ -129,8 +125,10 @@ class PeerClient:
             self._connection.connect()
         opened: Any = self._connection.sock  # `connect` has set it
         opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
-        self._connection.request(method, path, body or None, {RECIPIENT: self._recipient})
-        response = self._connection.getresponse()
+        fields = f"{RECIPIENT}: {self._recipient}\r\nContent-Length: {len(body)}"
+        opened.sendall(f"{method} {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)  # in one TLS record
+        response = HTTPResponse(opened, method=method)
+        response.begin()
         self._used = time.monotonic()
         return response
 
@@ -142,6 +140,19 @@ class PeerClient:
             return PeerUnreachable(f"{self.address} cannot be reached: timed out")
         reason = "the TLS connection broke" if isinstance(error, ssl.SSLError) else os_error_text(error)
         return PeerUnreachable(f"{self.address} cannot be reached: {reason}")
+
+
+def fill(target: memoryview, read: Callable[[memoryview], int]) -> None:
+    """Fill `target` with the bytes of `read`, which returns their number. Raises OSError if they end before."""
+    while target:
+        if not (count := read(target)):
+            raise OSError("the connection ended in the middle")
+        target = target[count:]
+
+
+def decompressed(content: bytes, largest: int) -> bytes:
+    """Return the first `largest` bytes of a compressed text."""
+    return zlib.decompressobj().decompress(content, largest)
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float, path: str = "/message") -> dict:

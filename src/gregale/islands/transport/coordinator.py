@@ -5,18 +5,18 @@ import secrets
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
-from gregale.islands.protocol.wire import NO_ROUND, Columns
+from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_texts
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
 
 CONNECT_SECONDS = 2.0
-MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
 
@@ -66,7 +66,7 @@ class CoordinatorClient:
         RequestDropped and NotAdmitted.
         """
         timing = self._timing
-        request = {"number": next(self._numbers), "needed": needed, "header": header}
+        request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header)}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
@@ -74,7 +74,7 @@ class CoordinatorClient:
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
             raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
-        return view["id"], view["headers"]
+        return view["id"], read_texts(view["headers"])
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
@@ -121,13 +121,13 @@ class ConnectionPool:
         self.has_met = False
         self._address, self._token = address, token
         self._kept: deque[PeerClient] = deque()
-        self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
         """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
-        with self._lock:
-            peer = self._kept.popleft() if self._kept else None
-        peer = peer or PeerClient(f"{self._address}/{NAME}", self._token, CONNECT_SECONDS)
+        try:
+            peer = self._kept.popleft()
+        except IndexError:
+            peer = PeerClient(f"{self._address}/{NAME}", self._token, CONNECT_SECONDS)
         try:
             reply = peer.request("POST", "/message", canonical(message), LARGEST_VIEW_BYTES, wait_seconds)
         except (PeerUnreachable, RequestRejected) as error:
@@ -135,22 +135,14 @@ class ConnectionPool:
             self.close()  # the coordinator may have started again, which breaks the others too
             raise self._failure(error) from None
         self.has_met = True
-        self._keep(peer)
+        self._kept.append(peer)
         return reply
 
     def close(self) -> None:
         """Close the connections that no request uses."""
-        with self._lock:
-            kept, self._kept = self._kept, deque()
-        for peer in kept:
-            peer.close()
-
-    def _keep(self, peer: PeerClient) -> None:
-        with self._lock:
-            if len(self._kept) < MAX_KEPT:
-                self._kept.append(peer)
-                return
-        peer.close()
+        with suppress(IndexError):
+            while True:
+                self._kept.popleft().close()
 
     def _failure(self, error: Exception) -> Exception:
         if not isinstance(error, WrongServer | RequestRejected):

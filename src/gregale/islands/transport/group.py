@@ -19,7 +19,7 @@ from socket import socket
 
 import numpy as np
 
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, fill
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import bytes_of
 from gregale.islands.transport.tls import shut
@@ -167,13 +167,13 @@ class Group:
 
         def receive_all() -> None:
             while True:
-                fill(stream, memoryview(head))
+                fill(memoryview(head), stream.recv_into)
                 tag, size = MESSAGE_HEAD.unpack(head)
                 work = self._awaited(peer, tag)
                 if size != len(work.content):
                     self.fail(f"{self._names[peer]} sends {size} bytes where {len(work.content)} are expected")
                     return
-                fill(stream, work.content)
+                fill(work.content, stream.recv_into)
                 self._finish(work)
 
         if peer in self._hosts:
@@ -244,13 +244,3 @@ class Group:
         with self._changed:
             self._works.discard(work)
         work.finish(True)
-
-
-def fill(stream: socket, target: memoryview) -> None:
-    """Fill `target` with the next bytes of a stream. Raises OSError if it ends before."""
-    filled = 0
-    while filled < len(target):
-        count = stream.recv_into(target[filled:])
-        if not count:
-            raise ConnectionResetError
-        filled += count

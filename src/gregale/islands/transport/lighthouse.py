@@ -1,7 +1,8 @@
 """The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
 
-Clients (`coordinator`) send requests to the server. A heartbeat is answered at once. A view request waits in its thread
-for its view, or for the time after which the client repeats it. The TLS handshake refuses everybody else.
+Clients (`coordinator`) send requests to the server. A heartbeat is answered at once, by the last tick. A view request
+waits in its thread for its view, or for the time after which the client repeats it. The TLS handshake refuses everybody
+else.
 """
 
 import secrets
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from zlib import compress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
@@ -16,7 +18,7 @@ from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.wire import NO_ROUND, pack
+from gregale.islands.protocol.wire import NO_ROUND, pack, to_texts
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
@@ -31,12 +33,20 @@ FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
 class Lighthouse:
-    """A running coordinator. `address` is `host:port` for `CoordinatorClient`.
+    """A coordinator in threads of this process, from the start until `close`.
 
-    Its clock stands still while this process is stopped: the silence of islands then is no silence of theirs.
+    Its clock stands still while this process is stopped: the silence of islands then is no silence of theirs. Raises
+    UserError if it cannot listen at the address.
+
+    - `bind`: `host:port`; port 0: any
+    - `say`: receives the lines for its user
+    - `address`: `host:port` for `CoordinatorClient`
     """
 
-    def __init__(self, bind: str, token: bytes, say: Callable[[str], None]):
+    def __init__(self, bind: str, token: bytes, say: Callable[[str], None] = lambda line: None):
+        host, _, port = bind.rpartition(":")
+        if not (host and port.isascii() and port.isdecimal() and int(port) < 2**16):
+            raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
         self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
         self._news, self._say = News(), say
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
@@ -66,9 +76,11 @@ class Lighthouse:
             elif message.get("kind") == "leave":
                 self._membership.leave(name, session)
                 self._news.leave(name)
+                self._asked.set()
             else:
                 raise RequestRejected("unknown message")
-            self._tick()
+            if self._membership.has_answers:
+                self._tick()
             return {"held": self._membership.held(name)}
 
     def _beat(self, name: str, session: str, message: dict) -> None:
@@ -83,8 +95,10 @@ class Lighthouse:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
+        if not all(isinstance(each, str) for each in header.values()):
+            raise RequestRejected("the values of a header are JSON texts")
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
-        ask, answer = Ask(name, session, number, {**header, "name": name}, needed, gather, heartbeat), Future()
+        ask, answer = Ask(name, session, number, header | to_texts({"name": name}), needed, gather, heartbeat), Future()
         with self._lock:
             self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
@@ -102,7 +116,7 @@ class Lighthouse:
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
-                    replies[view] = canonical({"view": {"id": view.id, "headers": pack(headers)}})
+                    replies[view] = compress(canonical({"view": {"id": view.id, "headers": pack(headers)}}), 1)
                 reply = replies[view]
             elif answer.refused:
                 refused.add(answer.ask.name)
@@ -122,19 +136,6 @@ class Lighthouse:
             self._asked.clear()
             with self._lock:
                 self._tick()
-
-
-def serve(bind: str, token: bytes, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
-    """Start a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
-
-    - `say`: receives the lines for its user
-
-    Raises UserError if it cannot listen at the address.
-    """
-    host, colon, port = bind.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 2**16):
-        raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
-    return Lighthouse(bind, token, say)
 
 
 def text_of(message: dict, key: str, longest: int) -> str:

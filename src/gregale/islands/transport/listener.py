@@ -18,7 +18,8 @@ from typing import Any
 from gregale.islands.transport.tls import shut
 
 IDLE_SECONDS = 10.0
-MAX_UNIDENTIFIED = 32
+KEPT_SECONDS = 60.0  # between two requests of the fleet: a new connection costs as much as several requests
+MAX_UNIDENTIFIED = 256  # so many islands may begin at once
 MAX_IDENTIFIED = 2048
 LINES_AT_ONCE, SECONDS_PER_LINE = 4, 30.0
 
@@ -56,7 +57,7 @@ class Listener(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
+    request_queue_size = 512
 
     def __init__(self, address: tuple[str, int], handler: Any, tls: ssl.SSLContext, complain: Callable[[str], None]):
         self._tls, self._complain, self._lock = tls, complain, threading.Lock()
@@ -105,7 +106,7 @@ class Listener(ThreadingHTTPServer):
         with self._lock:
             if self._unidentified.pop(request, None) is None or len(self._identified) >= MAX_IDENTIFIED:
                 return False
-            self._identified[request] = time.monotonic() + IDLE_SECONDS
+            self._identified[request] = time.monotonic() + KEPT_SECONDS
             return True
 
     def set_deadline(self, request: Any, seconds: float) -> None:

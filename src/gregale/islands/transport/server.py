@@ -13,14 +13,15 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from itertools import islice
 from socket import socket
+from socketserver import StreamRequestHandler
 from typing import Any
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.transport.client import RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
-from gregale.islands.transport.listener import IDLE_SECONDS, Listener, RateLimitedLines
+from gregale.islands.transport.listener import IDLE_SECONDS, KEPT_SECONDS, Listener, RateLimitedLines
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 from gregale.islands.transport.tls import tls_contexts
 
@@ -29,6 +30,7 @@ POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LONGEST_STREAM_WAIT_SECONDS = 120.0
+MOST_LINES, LONGEST_LINE_BYTES = 20, 1000  # of the head of a request
 
 
 class Server:
@@ -79,8 +81,7 @@ class Server:
         self._http.end_all()
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(StreamRequestHandler):
     disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
     timeout = IDLE_SECONDS
     server: Listener
@@ -95,6 +96,19 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.do_handshake()
         if not self.server.admit(self.connection):
             raise ConnectionAbortedError("the server has no free connection slot")
+        self.connection.settimeout(KEPT_SECONDS)
+
+    def handle(self) -> None:
+        """Answer requests until a side ends the connection."""
+        self.close_connection = False
+        while not self.close_connection and (first := self.rfile.readline(LONGEST_LINE_BYTES)):
+            found = islice(iter(partial(self.rfile.readline, LONGEST_LINE_BYTES), b"\r\n"), MOST_LINES)
+            lines = [line.decode("latin-1").rstrip() for line in found]
+            if len(lines) == MOST_LINES:
+                return
+            self.fields = {name: value for name, _, value in (line.partition(": ") for line in lines)}
+            self.command, self.path, *_ = [*first.decode("latin-1").split(), "", ""]
+            self._answer()
 
     def _answer(self) -> None:
         outer, inner = self.owner.outer, self.owner.inner
@@ -109,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         }
         try:
             body = self._read_body()
-            if self.headers[RECIPIENT] != self.owner.recipient:
+            if self.fields.get(RECIPIENT) != self.owner.recipient:
                 self._reply(HTTPStatus.MISDIRECTED_REQUEST, b"")
                 return
             if (route := routes.get(f"{self.command} {self.path}")) is None:
@@ -121,12 +135,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             if reply is not None:  # otherwise the route has replied
                 self._reply(HTTPStatus.OK, reply if isinstance(reply, bytes) else canonical(reply))
-        self.server.set_deadline(self.connection, IDLE_SECONDS)
-
-    do_GET = do_POST = _answer
+        self.server.set_deadline(self.connection, KEPT_SECONDS)
 
     def _read_body(self) -> bytes:
-        length = self.headers.get("Content-Length", "0")
+        length = self.fields.get("Content-Length", "0")
         if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
             self.close_connection = True
             raise RequestRejected(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
@@ -164,11 +176,9 @@ class Handler(BaseHTTPRequestHandler):
         if arrays is None:
             self._reply(404, canonical({"refused": "an array is not here any more"}))
             return
-        self.send_response_only(200)
-        self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
-        self.end_headers()
+        self.connection.sendall(self._head(HTTPStatus.OK, sum(stop - start for start, stop in spans)))
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            store.keep(name, arrays[name])
+            store.lend([name])
             self._send_all(bytes_of(arrays[name])[start:stop])
 
     def _hand_over(self, body: bytes) -> None:
@@ -191,15 +201,12 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:
-        self.send_response_only(code)
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self._send_all(body)
+        self._send_all(self._head(code, len(body)) + body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def _head(self, code: int, size: int) -> bytes:
+        """Return the first bytes of a reply, to send in one TLS record with what follows."""
+        close = "Connection: close\r\n" if self.close_connection else ""
+        return f"HTTP/1.1 {code} \r\nContent-Length: {size}\r\n{close}\r\n".encode()
 
 
 Receive = Callable[[int, socket], None]

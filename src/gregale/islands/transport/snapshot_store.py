@@ -135,7 +135,10 @@ class SnapshotStore:
             return served.manifest
 
     def lend(self, names: Collection[str]) -> dict[str, np.ndarray] | None:
-        """Return the arrays with these hashes; None unless the served snapshots have all of them."""
+        """Return the arrays with these hashes; None unless the served snapshots have all of them.
+
+        Their snapshots stay for another `LEASE_SECONDS`.
+        """
         with self._lock:
             found = {}
             for name in names:
@@ -145,13 +148,6 @@ class SnapshotStore:
                 holder.asked = time.monotonic()
                 found[name] = holder.arrays[name]
             return found
-
-    def keep(self, name: str, array: np.ndarray) -> None:
-        """Keep a lent array's snapshot for another `LEASE_SECONDS`."""
-        with self._lock:
-            for _, served in self._served:
-                if served.arrays.get(name) is array:
-                    served.asked = time.monotonic()
 
     def _forget(self) -> None:
         """Delete previous snapshots without recent requests, and the oldest if there are too many."""

@@ -46,15 +46,11 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A complete state of one round."""
+    """A complete state of one round, as a source has described it."""
 
-    generation: int
-    round: int
+    offer: StateManifest
     arrays: dict[str, np.ndarray]
-    versions: dict[str, int]
-    facts: dict
     received_bytes: int
-    complaints: list[str]  # one line for each source that was abandoned
     settled: bool  # no round in progress at the sources would replace the state
 
 
@@ -97,11 +93,7 @@ class Fetcher:
             run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
             self._local, received = assembly.local(), received + assembly.received_bytes
             if assembly.is_complete:
-                is_settled = all(each.settled for each in chosen)
-                lines, arrays = list(complaints.values()), assembly.arrays
-                return Fetched(
-                    offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines, is_settled
-                )
+                return Fetched(offer, assembly.arrays, received, all(each.settled for each in chosen))
             if time.monotonic() >= deadline:
                 raise TransferFailed("; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()]))
 

@@ -49,7 +49,7 @@ class Blocks:
     - `count`: blocks of a chunk
     - `devices`: n, that share 2n chunks; 1: the sequence is one chunk
     - `window`: see `Attend`
-    - `reach`: chunks before each chunk of the device that the keys begin with (`neighbourhood`); None: keys of all
+    - `reach`: chunks before each chunk of the device that the keys begin with (`halo`); None: keys of all
     """
 
     size: int

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gregale.axes.layout import CONTEXT
 from gregale.axes.position_order import chunks_reached
 from gregale.model.kernels.blocked import Blocks, attend_blocks, pairs_of
-from gregale.model.kernels.shared_keys import neighbourhood, whole
+from gregale.model.kernels.shared_keys import halo, whole
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gathered:
         if reach is None:
             gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True)
         else:
-            gather = partial(neighbourhood, devices=self.devices, reach=reach)
+            gather = partial(halo, devices=self.devices, reach=reach)
         ids = None if segments is None else (segments, whole(segments, self.devices))
         pairs = jnp.asarray(pairs_of(blocks))[jax.lax.axis_index(CONTEXT)]
         return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs)

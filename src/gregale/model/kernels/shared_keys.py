@@ -16,7 +16,7 @@ def whole(x: jax.Array, devices: int) -> jax.Array:
     return held.at[:, inverse].get(unique_indices=True).reshape(x.shape[0], -1, *x.shape[2:])
 
 
-def neighbourhood(x: jax.Array, devices: int, reach: int) -> jax.Array:
+def halo(x: jax.Array, devices: int, reach: int) -> jax.Array:
     """Turn this device's positions [batch, position, ...] into each of its chunks after the `reach` chunks before it.
 
     A device's first chunk follows that of the device before it, and its second chunk that of the device after it, or on
@@ -36,8 +36,8 @@ def neighbourhood(x: jax.Array, devices: int, reach: int) -> jax.Array:
     return jnp.concatenate([*firsts, *seconds], axis=1)
 
 
-def neighbourhood_of(whole: jax.Array, devices: int, reach: int) -> jax.Array:
-    """Return the part of whole sequences [batch, position] that `neighbourhood` has, -1 before the sequence.
+def halo_of(whole: jax.Array, devices: int, reach: int) -> jax.Array:
+    """Return the part of whole sequences [batch, position] that `halo` has, -1 before the sequence.
 
     For segments, which are small and the same in all layers.
     """

@@ -82,7 +82,8 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     """
     family, _, shape = name.partition(":")
     sizes = shape.split("x")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes) or family not in {*CHIP_OF_TOPOLOGY, *GPUS}:
+    is_grid = name.isascii() and all(size.isdecimal() and int(size) > 0 for size in sizes)
+    if not is_grid or family not in {*CHIP_OF_TOPOLOGY, *GPUS}:
         raise UserError(
             f"topology: {name!r} is not FAMILY:SHAPE, such as v5e:4x4, v5p:4x4x4 or h100:8; the families are {KNOWN}."
         )

@@ -15,6 +15,7 @@ from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import methods_of
+from gregale.programs.plan.optimizer_traffic import optimizer_note
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import (
     devices_of_a_replica,
@@ -25,7 +26,7 @@ from gregale.programs.plan.shapes import (
     step_shape,
     tree_bytes,
 )
-from gregale.programs.plan.step import MEMORY, STEP, Plan, Program, first_steps
+from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
 from gregale.programs.runtime.setup import Setup
 
 
@@ -225,9 +226,11 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
         kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))
         runs = ", ".join(f"{name} in {program.share:.1%} of them" for name, program in plan.programs.items())
         notes.append(
-            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of the first "
-            f"{first_steps(plan.setup):,} steps have it: {runs}."
+            f"sync.type is {kind}, which has no closed form of its traffic. The compiled programs of its first steps "
+            f"have it: {runs}."
         )
+    if (note := optimizer_note(plan.setup)) is not None:
+        notes.append(note)
     if plan.target.simulated:
         notes.append(
             "compiled by XLA:CPU for simulated devices; traffic over `replica` counts as between slices. --topology "

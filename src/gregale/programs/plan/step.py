@@ -83,7 +83,7 @@ def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
     synchronise = partial(stepper.synchronise.lower, state)
     traffic = method.traffic(parameter_shape(setup))
     if traffic is None:
-        first = list(map(method.actions, range(1, first_steps(setup) + 1)))
+        first = [method.actions(number) for number in range(1, min(setup.config.steps, FIRST_STEPS) + 1)]
         for name, during, share in _kinds(STEP, [each.during for each in first]):
             yield Lowering(name, partial(step, *during), sent, share)
         for name, after, share in _kinds(SYNCHRONISE, [each.after for each in first]):
@@ -100,11 +100,6 @@ def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
         yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))
-
-
-def first_steps(setup: Setup) -> int:
-    """Return the number of steps in which `lowerings` looks for the programs of a method without a closed form."""
-    return min(setup.config.steps, FIRST_STEPS)
 
 
 def _kinds(name: str, given: list[Any]) -> list[tuple[str, Any, float]]:

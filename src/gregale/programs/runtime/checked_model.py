@@ -6,7 +6,7 @@ from equinox import is_array
 from haliax import NamedArray
 
 from gregale.axes.parameters import buffers_of
-from gregale.errors import UserError, naming_own_code
+from gregale.errors import UserError, plugin_errors
 from gregale.model.base import ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
@@ -16,7 +16,7 @@ from gregale.tracking.metrics import metric_of
 def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
     """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
     what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
-    with naming_own_code(what, type(model)):
+    with plugin_errors(what, type(model)):
         found = model.loss(batch, run)
     pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
     if not pair or not (isinstance(found, Losses) or len(found) == 2):
@@ -38,7 +38,7 @@ def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
 def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray], weight: jax.Array):
     """Return a model with new buffers; raise `UserError` if a plugin's model does not return arrays as before."""
     what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.update_buffers"
-    with naming_own_code(what, type(model)):
+    with plugin_errors(what, type(model)):
         updated = model.update_buffers(statistics, weight)
     before, after = (jax.eval_shape(buffers_of, each) for each in (model, updated))
     if before != after:

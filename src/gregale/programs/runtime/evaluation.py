@@ -17,8 +17,8 @@ from gregale.data.preparation import Corpus
 from gregale.data.tokenizer_training import naming
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
-from gregale.model.losses import losses_of
 from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.checked_model import checked_loss
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.tracking.metrics import POSITION_LOSS
@@ -69,7 +69,7 @@ class Evaluator:
             mask = batch["loss_mask"].array
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
             if by_token is None:
-                found = losses_of(model.loss(batch, execution))
+                found = checked_loss(setup.config.model, model, batch, execution)
                 return jnp.stack([found.loss, found.weight, scored])
             losses = by_token(model, batch) * mask
             length = mask.shape[1]

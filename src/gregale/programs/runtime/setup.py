@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
@@ -15,10 +16,10 @@ from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError, below, naming_own_code
+from gregale.errors import UserError, below, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
-from gregale.methods.psdp import Psdp, same
+from gregale.methods.psdp import Psdp, identity
 from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
@@ -67,7 +68,7 @@ class Setup:
 
     def state_from(self, model) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated."""
-        return initial_state(self.method_after(0), same, self.compiler_options, model)
+        return initial_state(self.method_after(0), identity, self.compiler_options, model)
 
     def init_model(self, key):
         return self.config.model.init(self.Vocab, key)
@@ -97,8 +98,8 @@ class Setup:
         return jax.jit(joined, compiler_options=self.compiler_options)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Return the facts about a run's programs that its configuration lacks, for JSON."""
+    def run_metadata(self) -> dict[str, Any]:
+        """Return what a run's configuration lacks about its programs, for JSON."""
         mesh = self.layout.mesh
         kernels = execution(self.config.compute, self.layout, self.config.model).kernels
         return {
@@ -123,7 +124,10 @@ class Setup:
     def traffic(self, step: int) -> dict[str, int]:
         """Return a device's bytes over `replica` in the first `step` steps of this setup, and the method's metrics."""
         method, warm = self.method, min(step, self.config.sync.warm_up())
-        sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
+        sent, before = method.bytes_sent(step), method.bytes_sent(warm)
+        if not isinstance(sent, int | np.integer):
+            raise UserError(f"sync.type: {type(method).__name__}.bytes_sent has to return an integer; it is {sent!r}.")
+        sent += self.psdp.bytes_sent(warm) - before
         return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
@@ -163,7 +167,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
-    with naming_own_code(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
+    with plugin_errors(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
         model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
@@ -206,7 +210,7 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     mixtures = len(config.data.replica_mixtures)
     if not mixtures:
         return
-    axis = config.sync.parted_over(layout)
+    axis = config.sync.separate_axis(layout)
     if axis is None:
         raise UserError(
             "data.replica_mixtures gives each replica its own text, but sync.type is "
@@ -238,7 +242,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
-        prepare=run.gathered if per_step else same,
+        prepare=run.gathered if per_step else identity,
         first_layers=first,
         update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
@@ -251,7 +255,7 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     Only TPUs overlap transfers between slices with compute. With several microbatches gradients are complete after the
     loop over them.
     """
-    joined = config.sync.parted_over(layout) is None and config.islands.lighthouse is None
+    joined = config.sync.separate_axis(layout) is None and config.islands.lighthouse is None
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)
@@ -272,7 +276,7 @@ def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution
 def built(config: CallbackConfig) -> Callback:
     """Return the callback of a configuration; raise `UserError` if a plugin's `build` fails."""
     what = f"callbacks: {type(config).__name__}.build"
-    with naming_own_code(what, type(config)):
+    with plugin_errors(what, type(config)):
         callback = config.build()
     if not isinstance(callback, Callback):
         raise UserError(f"{what} returns {type(callback).__name__}; it has to return a Callback.")

@@ -14,7 +14,7 @@ from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
 from gregale.inference.generate import BLOCK, Generator, Prompt
-from gregale.inference.logits import Recomputed, sampling_form
+from gregale.inference.logits import UncachedDecoder, sampling_form
 from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
 from gregale.programs.runtime.setup import Setup
@@ -61,7 +61,7 @@ class Sampler:
     def __init__(self, setup: Setup, form: TextFormat, placement: SamplerPlacement):
         config = setup.config
         self._formed = partial(sampling_form, kind=config.model.get_choice_name(type(config.model)))
-        if isinstance(self._formed(setup.model), Recomputed):  # it has no cache to split
+        if isinstance(self._formed(setup.model), UncachedDecoder):  # it has no cache to split
             placement = replace(placement, layout=unsplit(placement.layout, POSITION))
         self._trained_on, self._placement, self._form = setup.layout.mesh, placement, form
         compute = replace(config.compute, matmul="dtype")  # a token's products are bound by memory

@@ -25,6 +25,7 @@ from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.evaluation.tasks.files import read_tasks
 from gregale.programs.command import Command
+from gregale.programs.plan.optimizer_traffic import optimizer_note
 from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.programs.runtime.tasks import format_tasks
@@ -118,7 +119,7 @@ class PreparedRun:
 
         def write() -> None:
             run.record_changes(step, changed)
-            run.record_start(step, self.setup.facts)
+            run.record_start(step, self.setup.run_metadata)
             run.write_config(config)
             run.write_samples(step + 1, [])
             save_tokenizer(self.corpus.tokenizer, run.path)
@@ -186,8 +187,8 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
         saved = on_checkpoint(setup, run, console.message)
         checkpoints = Checkpoints(run.checkpoints, config.checkpoint, console.message, saved, check)
         stack.enter_context(checkpoints)
-        warning = config.sync.config_warning(setup.layout, config.steps, is_island)
-        for note in (*corpus.notes, describe(setup, corpus), *filter(None, [warning])):
+        warnings = config.sync.config_warning(setup.layout, config.steps, is_island), optimizer_note(setup)
+        for note in (*corpus.notes, describe(setup, corpus), *filter(None, warnings)):
             console.message(note)
         yield PreparedRun(setup, corpus, run, checkpoints, console, progress)
 

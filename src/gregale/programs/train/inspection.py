@@ -152,7 +152,7 @@ class QuantisationFigures:
     def __init__(self, setup: Setup, held_out: Examples):
         self._setup, self._held_out = setup, held_out
         self._lost = jax.jit(
-            setup.method.lost,
+            setup.method.quantisation_loss,
             out_shardings=setup.layout.sharding((), {}),
             compiler_options=setup.compiler_options,
         )

@@ -18,7 +18,7 @@ from gregale.programs.runtime.trained_model import find_run, restored_model
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
-from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
+from gregale.training.state import TrainState, abstract_state, new_train_state, state_shardings
 
 ROTARY_SCALING = "rotary_scaling"
 
@@ -79,7 +79,9 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
 def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainState:
     shardings = state_shardings(method, abstract_state(method, setup.model))
     options = setup.compiler_options
-    move = jax.jit(lambda inner: wrapped(method, change(inner), 0), out_shardings=shardings, compiler_options=options)
+    move = jax.jit(
+        lambda inner: new_train_state(method, change(inner), 0), out_shardings=shardings, compiler_options=options
+    )
     return move(state.method)._replace(step=state.step)
 
 

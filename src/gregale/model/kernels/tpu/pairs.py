@@ -61,7 +61,7 @@ class Pairs:
     - `size`: positions of a block, which divides the chunks of `devices`
     - `devices`: that share a sequence
     - `window`: see `Attend`
-    - `before`: blocks of keys before each of two chunks of queries (`neighbourhood`); None: the keys are a sequence
+    - `before`: blocks of keys before each of two chunks of queries (`halo`); None: the keys are a sequence
     """
 
     length: int

@@ -14,7 +14,7 @@ from gregale.axes.position_order import chunks_reached
 from gregale.model.kernels.blocked import ROWS
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.shared_keys import neighbourhood, neighbourhood_of, whole
+from gregale.model.kernels.shared_keys import halo, halo_of, whole
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
 from gregale.model.kernels.tpu.pairs import Pairs
 
@@ -82,8 +82,8 @@ def _shared(devices: int, reach: int | None, arrays: Sequence[jax.Array], segmen
     rows, length = arrays[0].shape[:2]
     if segments is None or of_all is None:
         segments, of_all = (jnp.zeros((rows, size), jnp.int32) for size in (length, devices * length))
-    keys = [neighbourhood(x, devices, reach) for x in arrays]
-    return keys, segments, neighbourhood_of(of_all, devices, reach)
+    keys = [halo(x, devices, reach) for x in arrays]
+    return keys, segments, halo_of(of_all, devices, reach)
 
 
 def _segment_ids(*of_queries_and_keys: tuple[jax.Array, int]) -> tuple[jax.Array, jax.Array]:
