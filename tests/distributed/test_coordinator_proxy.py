@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from gregale.distributed.coordinator_proxy import start_proxy
+from gregale.distributed.devices import start_proxy
 
 
 def accepted(server: socket.socket) -> socket.socket:
