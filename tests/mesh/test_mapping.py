@@ -115,7 +115,7 @@ def test_any_valid_mapping_computes_as_one_device(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(valid_mappings())
     def check(drawn):
-        if next(numbers) % 50 == 49:
+        if next(numbers) % 100 == 99:
             jax.clear_caches()  # a process may not map the memory of a thousand programs
         assert_as_on_one_device(set_up_on(*drawn))
 

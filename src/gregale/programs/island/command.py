@@ -139,7 +139,10 @@ def train(run: PreparedRun, token: bytes) -> int:
             status.state = "joining"
             observers = Observers(Callbacks([status], flush=status.callbacks.flush), console.message)
             steps = IslandSteps(setup, resources, corpus.train, start, stop, observers.spent)
-            counts = Traffic(setup, start.step), DataPosition(config.batch, start.step, start.examples)
+            counts = (
+                Traffic(setup, start.step, start.replica_bytes),
+                DataPosition(config.batch, start.step, start.examples),
+            )
             evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
             saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)
             Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
