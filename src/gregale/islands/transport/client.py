@@ -45,7 +45,7 @@ class PeerClient:
         self._timeout_seconds = timeout_seconds
         self._connection = HTTPSConnection(self.address, timeout=timeout_seconds, context=tls_contexts(token).client)
         self._used = time.monotonic()
-        self._chunks: Any = None
+        self._response: Any = None
 
     def request(
         self,
@@ -90,13 +90,12 @@ class PeerClient:
                 raise OSError("it sends something other than the requested chunks")
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
-        self._chunks = response
         return True
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes of the requested chunks; check their hash. Raises PeerUnreachable."""
         try:
-            fill(target, self._chunks.readinto)
+            fill(target, self._response.readinto)
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
 
@@ -117,6 +116,8 @@ class PeerClient:
 
     def close(self) -> None:
         self._connection.close()
+        if self._response is not None:
+            self._response.close()  # it keeps the socket until it has been read
 
     def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
         if time.monotonic() - self._used > IDLE_SECONDS:
@@ -127,7 +128,7 @@ class PeerClient:
         opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
         fields = f"{RECIPIENT}: {self._recipient}\r\nContent-Length: {len(body)}"
         opened.sendall(f"{method} {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)  # in one TLS record
-        response = HTTPResponse(opened, method=method)
+        response = self._response = HTTPResponse(opened, method=method)
         response.begin()
         self._used = time.monotonic()
         return response
