@@ -1,6 +1,5 @@
 """Layers of several structures: one stack each, run, cut, sharded and saved as layers of one structure are."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit.step import CPU
 from gregale.axes.layer_stacks import in_layer_order
-from gregale.axes.layout import REPLICA, is_named
+from gregale.axes.layout import is_named
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.layer_groups import LayerGroups, cut_layers, joined_layers
 from gregale.communication.pipeline.config import PipelineConfig
@@ -27,10 +25,9 @@ from gregale.huggingface.weights import read_model
 from gregale.huggingface.writing import Writer, layers_by_name, plan_files
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
-from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import set_up
 from tests.mesh.support import layout_of, named_leaves, one_device, placed, token_batch
-from tests.mesh.test_pipelined_llama import PLAIN, assert_states_close, trained
+from tests.mesh.test_pipelined_llama import PLAIN, assert_sends_its_closed_form, assert_states_close, trained
 from tests.plugins import plugins_from
 
 VOCABULARY = 64
@@ -91,13 +88,7 @@ def test_it_computes_what_a_plain_loop_over_its_layers_does(wide_layers):
 def test_on_a_mesh_it_trains_as_on_one_device_and_sends_what_the_closed_form_says():
     found = trained(replace(PLAIN, model=widths(**ALIKE), mesh=MeshConfig(replica=2, data=2, model=2)))
     assert_states_close(found.states[0], exact().states[0])
-    assert [each for each in found.audit.over(REPLICA) if each.loop] == []
-    sent, closed_form = Counter(), Counter()
-    for each in found.audit.collectives:
-        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
-    for each in step_transfers(found.setup, CPU):
-        closed_form[each.kind, each.axes] += each.bytes * each.times
-    assert +sent == closed_form
+    assert_sends_its_closed_form(found)
 
 
 def test_a_pipeline_runs_whole_patterns_of_structures():

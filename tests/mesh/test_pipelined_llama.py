@@ -71,6 +71,16 @@ def assert_states_close(found, exact) -> None:
         assert np.linalg.norm(left - right) <= TOLERANCE * np.linalg.norm(right)
 
 
+def assert_sends_its_closed_form(found: Outcome) -> None:
+    assert [each for each in found.audit.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
+    sent, closed_form = Counter(), Counter()
+    for each in found.audit.collectives:
+        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
+    for each in step_transfers(found.setup, CPU):
+        closed_form[each.kind, each.axes] += each.bytes * each.times
+    assert +sent == closed_form
+
+
 @pytest.fixture(scope="module")
 def exact() -> Outcome:
     return trained(PLAIN)
@@ -90,10 +100,4 @@ def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
     np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
     np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-5)
     assert_states_close(found.states[0], exact.states[0])
-    assert [each for each in found.audit.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
-    sent, closed_form = Counter(), Counter()
-    for each in found.audit.collectives:
-        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
-    for each in step_transfers(found.setup, CPU):
-        closed_form[each.kind, each.axes] += each.bytes * each.times
-    assert +sent == closed_form
+    assert_sends_its_closed_form(found)
