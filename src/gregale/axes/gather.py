@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import Layout, is_named, mesh_axes_of
+from gregale.axes.layout import BATCH, POSITION, Layout, is_named, mesh_axes_of
 from gregale.axes.parameters import is_buffer, is_parameter
 
 Tree = TypeVar("Tree")
@@ -22,6 +22,8 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
     way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
     """
 
+    summed_over = layout.mesh_axes((BATCH, POSITION), layout.compute)
+
     def one(leaf):
         if is_buffer(leaf) or not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
@@ -29,7 +31,7 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
             return leaf.astype(dtype)
         compute = layout.sharding(leaf.axes, layout.compute)
         params = layout.sharding(leaf.axes, layout.params)
-        return NamedArray(_gather(leaf.array, dtype, compute, params), leaf.axis_names)
+        return NamedArray(_gather(leaf.array, dtype, compute, params, summed_over), leaf.axis_names)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
 
@@ -67,28 +69,38 @@ def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, dtype, compute: NamedSharding, params: NamedSharding) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, dtype, compute: NamedSharding, params: NamedSharding, summed_over: Sequence[str]) -> jax.Array:
     shard = jax.lax.with_sharding_constraint(x.astype(dtype), params)
     return jax.lax.with_sharding_constraint(shard, compute)
 
 
-def _gather_forward(x, dtype, compute, params):
-    return _gather(x, dtype, compute, params), jnp.zeros((), x.dtype)
+def _gather_forward(x, dtype, compute, params, summed_over):
+    return _gather(x, dtype, compute, params, summed_over), jnp.zeros((), x.dtype)
 
 
-def _gather_backward(dtype, compute, params, like, cotangent):
-    if (ordered := in_mesh_order(params)) != params:
-        # XLA's partitioner computes wrong sums for a product whose result has a dimension in another order.
-        cotangent = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(cotangent, ordered))
+def _gather_backward(dtype, compute, params, summed_over, like, cotangent):
+    if (sums := _sharding_of_sums(compute, params, summed_over)) != params:
+        # XLA's partitioner computes wrong sums for a product whose result has a dimension in another order, or split
+        # over a mesh axis along which it is the same.
+        cotangent = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(cotangent, sums))
     return (jax.lax.with_sharding_constraint(cotangent, params).astype(like.dtype),)
 
 
-def in_mesh_order(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding with the mesh axes of each dimension in the order of the mesh, `stage` last as by default."""
-    place = [*(axis for axis in sharding.mesh.axis_names if axis != "stage"), "stage"].index
-    entries = (sorted(mesh_axes_of(entry or ()), key=place) for entry in sharding.spec)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(tuple(axes) or None for axes in entries)))
+def _sharding_of_sums(compute: NamedSharding, params: NamedSharding, summed_over: Sequence[str]) -> NamedSharding:
+    """Return the sharding of a gradient's sums over rows and positions, of which a device's part of `params` is a slice.
+
+    It splits a dimension as `compute` does, and over those mesh axes of `params` that the sum takes, in the order of the
+    mesh (`stage` last, as by default).
+    """
+    place = [*(axis for axis in params.mesh.axis_names if axis != "stage"), "stage"].index
+
+    def entry(used, stored) -> tuple[str, ...] | None:
+        kept = {*mesh_axes_of(used or ()), *summed_over}
+        return tuple(sorted(kept.intersection(mesh_axes_of(stored or ())), key=place)) or None
+
+    used = (*compute.spec, *[None] * (len(params.spec) - len(compute.spec)))
+    return NamedSharding(params.mesh, PartitionSpec(*map(entry, used, params.spec)))
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
