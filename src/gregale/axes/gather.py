@@ -70,7 +70,9 @@ def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, dtype, compute: NamedSharding, params: NamedSharding, summed_over: Sequence[str]) -> jax.Array:
+def _gather(
+    x: jax.Array, dtype, compute: NamedSharding, params: NamedSharding, summed_over: Sequence[str]
+) -> jax.Array:
     shard = jax.lax.with_sharding_constraint(x.astype(dtype), params)
     return jax.lax.with_sharding_constraint(shard, compute)
 
@@ -88,10 +90,10 @@ def _gather_backward(dtype, compute, params, summed_over, like, cotangent):
 
 
 def _sharding_of_sums(compute: NamedSharding, params: NamedSharding, summed_over: Sequence[str]) -> NamedSharding:
-    """Return the sharding of a gradient's sums over rows and positions, of which a device's part of `params` is a slice.
+    """Return the sharding of a gradient summed over rows and positions; a device's part of `params` is a slice of it.
 
-    It splits a dimension as `compute` does, and over those mesh axes of `params` that the sum takes, in the order of the
-    mesh (`stage` last, as by default).
+    It splits a dimension as `compute` does, and over those mesh axes of `params` that the sum takes, in the order of
+    the mesh (`stage` last, as by default).
     """
     place = [*(axis for axis in params.mesh.axis_names if axis != "stage"), "stage"].index
 

@@ -25,6 +25,7 @@ CONTEXT = "context"
 MODEL = "model"
 EMBED = "embed"
 LAYERS = "layers"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -209,3 +210,22 @@ def vmap_over(function: Callable, name: str, layout: Layout) -> Callable:
             return hax.vmap(unmapped, Mapped)(*arguments)
 
     return mapped
+
+
+def unmapped_if_one(function: Callable) -> Callable:
+    """Return a function to which `jax.vmap` over an axis of size 1 adds no axis.
+
+    XLA:TPU fuses less with that axis, and kernels do not take it.
+    """
+    called = jax.custom_batching.custom_vmap(function)
+
+    @called.def_vmap
+    def mapped(size, is_mapped, *arguments):
+        if size > 1:
+            result = jax.vmap(function, jax.tree.map(lambda each: 0 if each else None, is_mapped))(*arguments)
+        else:
+            one = jax.tree.map(lambda x, each: x[0] if each else x, arguments, tuple(is_mapped))
+            result = jax.tree.map(lambda x: x[None], function(*one))
+        return result, jax.tree.map(lambda _: True, result)
+
+    return called

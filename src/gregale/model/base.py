@@ -66,6 +66,7 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     row_multiple = cast(int, 1)  # of the rows of a table with `vocabulary`
     layers = cast(int | None, None)  # stacked layers; None: it has none that a pipeline could run
     rotary_scaling = cast(Any, None)  # for a longer context
+    experts = cast(Any, None)  # in place of MLPs
     kind_numbers: ClassVar[tuple[int, ...]] = ()  # of each layer, see `gregale.model.layer_kinds`
     score_softcap: ClassVar[float | None] = None  # the limit of attention scores; None: no limit
 

@@ -1,6 +1,6 @@
 """The configuration of models of the Llama family."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ from haliax import Axis
 
 from gregale.errors import KeyedError
 from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
+from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Logits
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
@@ -49,6 +50,16 @@ class LlamaConfig(Sizes):
     scaled_embedding: ClassVar[bool] = False
     window_rotary_base: ClassVar[float | None] = None
 
+    experts: ExpertsConfig | None = field(
+        default=None, metadata={"help": "experts in place of MLPs; null: none", "fixed": SHAPE}
+    )
+    dense_layers: int = setting(
+        0,
+        "first layers, with an MLP in place of experts",
+        range=whole(0),
+        aliases=("first_num_dense_layers", "first_k_dense_replace", "n_dense_layers", "num_dense_layers"),
+        fixed=SHAPE,
+    )
     norms: str = setting("before", "normalise what a layer takes, gives, or both", choices=NORMS, fixed=MEANING)
     qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen 3)", fixed=SHAPE)
     qk_norm_over: str = setting("head", "one head's values, or all heads' (OLMo 2)", choices=QK_NORM_OVER, fixed=SHAPE)
@@ -90,6 +101,9 @@ class LlamaConfig(Sizes):
             raise KeyedError(
                 "full_layers", f"names {beyond[0]}", f", and there are {self.layers} layers: 0 to {self.layers - 1}."
             )
+        if self.dense_layers and (self.experts is None or self.dense_layers >= self.layers):
+            reason = "there are no experts" if self.experts is None else f"there are {self.layers} layers"
+            raise KeyedError("dense_layers", f"is {self.dense_layers}", f", and {reason}: no layer would have experts.")
         for name, used in (("full_layers", self.full_layers), ("window_rotary_base", self.window_rotary_base)):
             if used and self.sliding_window is None:
                 raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
@@ -99,7 +113,9 @@ class LlamaConfig(Sizes):
 
         return Llama.init(self, Vocab, key)
 
-    def closed_form_sizes(self) -> DecoderSizes:
+    def closed_form_sizes(self) -> DecoderSizes | None:
+        if self.experts is not None:
+            return None
         kinds = self.kinds
         return DecoderSizes(
             layers=self.layers,
@@ -134,12 +150,28 @@ class LlamaConfig(Sizes):
     @property
     def structure_numbers(self) -> tuple[int, ...]:
         """Return the structure of each layer, see `structure`."""
-        return (0,) * self.layers
+        return (
+            tuple(int(layer >= self.dense_layers) for layer in range(self.layers))
+            if self.dense_layers
+            else (0,) * self.layers
+        )
 
     def structure(self, number: int) -> "LlamaConfig":
         """Return the sizes of the layers of a structure, as a configuration; a subclass may have several."""
-        del number
-        return self
+        if not self.dense_layers:
+            return self
+        return replace(self, dense_layers=0, experts=self.experts if number else None)
+
+    def split_axes(self) -> dict[str, tuple[str, Axis]]:
+        found = super().split_axes()
+        if self.experts is None:
+            return found
+        if not self.dense_layers:
+            del found["model.mlp"]
+        found["model.experts.width"] = ("the width of an expert", self.experts.Mlp)
+        if self.experts.shared:
+            found["model.experts.shared"] = ("the width of the MLP of all tokens", Axis("mlp", self.experts.shared))
+        return found
 
     def _kind(self, layer: int) -> LayerKind:
         if self.sliding_window is None or layer in self.full_layers:

@@ -31,7 +31,7 @@ from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, U
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
 
-Block = Callable[..., NamedArray]
+Block = Callable[..., Any]
 """block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
 
 
@@ -153,31 +153,49 @@ class Execution:
         run = self.layout.shard_map(attend, (query, key, key, ids), query)
         return run(q, k, v, segments)
 
-    def run_layers(
-        self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows, takes_square: bool = False
-    ) -> NamedArray:
+    def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered, or `gregale.axes.layer_stacks.Stacks`
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
-        - `takes_square`: `block` also takes the mean square of x over `embed` (float32), or None
+        """
+
+        def with_out(x, weights, kind, rows, execution, square=None):
+            del square
+            return block(x, weights, kind, rows, execution), None
+
+        return self.run_layers_with_outs(with_out, kinds, x, weights, rows)[0]
+
+    def run_layers_with_outs(
+        self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows
+    ) -> tuple[NamedArray, Any]:
+        """Run `x, out_i = block(x, weights[i], kinds[i], rows, execution, square)`; return x and the stacked outs.
+
+        A pipeline drops the outs.
+
+        - `square`: the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
-            layer, periods = in_periods(block, weights, kinds)
-            return self.stack(layer, x, periods, rows)
+
+            def alone(x, weights, kind, rows, execution):
+                return block(x, weights, kind, rows, execution, None)[0]
+
+            layer, periods = in_periods(alone, weights, kinds)
+            return self.stack(layer, x, periods, rows), None
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
-            if not (takes_square and self.kernels.hands_on_squares):
+            if not self.kernels.hands_on_squares:
                 return x, None
             x = channels_last(x, self.layout, self.stream_mapping(x))
             return x, mean_square(x)
 
         def step(carry, weights, kind):
-            x, square = carry
-            return handed_on(block(x, weights, kind, rows, self, *[square] * takes_square)), None
+            x, out = block(carry[0], weights, kind, rows, self, carry[1])
+            return handed_on(x), out
 
-        return self.scan_layers(step, kinds, handed_on(x), weights)[0][0]
+        (x, _), outs = self.scan_layers(step, kinds, handed_on(x), weights)
+        return x, outs
 
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
         """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
@@ -237,7 +255,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
         fused_logits=device.platform == "tpu",
         recomputes_late=device.platform != "cpu",
         # `projections` adds nothing over `model` again, so that the repeated gathers would come on top.
-        splits_stream=shares_layers(layout) and config.remat in SPLIT_POLICIES,
+        splits_stream=shares_layers(layout) and config.remat in SPLIT_POLICIES and model.experts is None,
     )
 
 

@@ -9,54 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from haliax.nn import Linear
 
 from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
 from gregale.axes.layout import BATCH, POSITION, is_named
 from gregale.axes.position_order import position_order
-from gregale.model.attention import Attention, linear
+from gregale.model.attention import Attention
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
+from gregale.model.experts import Experts
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
+from gregale.model.losses import Losses
+from gregale.model.mlp import Mlp
 from gregale.model.norm import RmsNorm
-from gregale.model.remat import named
+from gregale.model.routing import LOAD, losses_with
 from gregale.model.target_log_probs import target_scores
 
 if TYPE_CHECKING:
     from gregale.model.config import LlamaConfig
-
-
-class Mlp(eqx.Module):
-    """SwiGLU or GeGLU (arXiv 2002.05202): down(activation(gate(x)) * up(x))."""
-
-    gate: Linear  # [Embed] -> [Mlp]
-    up: Linear  # [Embed] -> [Mlp]
-    down: Linear  # [Mlp] -> [Embed]
-    activation: str = eqx.field(static=True)
-
-    @staticmethod
-    def init(config: "LlamaConfig", key) -> "Mlp":
-        keys = jax.random.split(key, 3)
-        c = config
-        return Mlp(
-            gate=linear(c.Embed, c.Mlp, c.init_scale, keys[0]),
-            up=linear(c.Embed, c.Mlp, c.init_scale, keys[1]),
-            down=linear(c.Mlp, c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[2]),
-            activation=c.activation,
-        )
-
-    def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
-        fed = execution.mlp(x, (self.gate, self.up, self.down), self.activation)
-        if fed is not None:
-            return execution.summed(fed, "mlp_out")
-        gate = named(execution.placed(execution.project(self.gate, x)), "gate")
-        up = named(execution.placed(execution.project(self.up, x)), "up")
-        gated = {"silu": execution.kernels.swiglu, "gelu": execution.kernels.geglu}[self.activation]
-        product = gated(gate, up)  # activation(gate) * up
-        return execution.summed(execution.project(self.down, product), "mlp_out")
 
 
 class Block(eqx.Module):
@@ -69,7 +41,7 @@ class Block(eqx.Module):
     attention: Attention
     attention_out_norm: RmsNorm | None  # [Embed]
     mlp_norm: RmsNorm  # [Embed]
-    mlp: Mlp
+    mlp: Mlp | Experts
     mlp_out_norm: RmsNorm | None  # [Embed]
     config: "LlamaConfig" = eqx.field(static=True)
 
@@ -82,16 +54,23 @@ class Block(eqx.Module):
             attention=Attention.init(config, attention_key),
             attention_out_norm=norm(config) if around else None,
             mlp_norm=norm(config),
-            mlp=Mlp.init(config, mlp_key),
+            mlp=Mlp.init(config, mlp_key, config.Mlp) if config.experts is None else Experts.init(config, mlp_key),
             mlp_out_norm=norm(config) if around else None,
             config=config,
         )
 
-    def __call__(self, x, positions, segments, kind: Kind, execution: Execution, square=None) -> NamedArray:
+    def __call__(self, x, positions, segments, kind: Kind, execution: Execution) -> NamedArray:
+        return self.with_sums(x, positions, segments, None, kind, execution)[0]
+
+    def with_sums(
+        self, x, positions, segments, mask, kind: Kind, execution: Execution, square=None
+    ) -> tuple[NamedArray, dict[str, NamedArray]]:
+        """Return the layer's output, and the `routing_sums` of its experts if there is a mask."""
         x = execution.part(x)
         attended = self.attention(self.attends_to(x, execution, square), positions, segments, kind, execution)
         x = execution.stream(x + self._attention_out(attended, execution))
-        return execution.stream(x + self._mlp_out(x, execution))
+        fed, sums = self._mlp_out(x, execution, mask)
+        return execution.stream(x + fed), sums
 
     def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
@@ -104,7 +83,7 @@ class Block(eqx.Module):
 
     def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
         x = x + self._attention_out(attended, execution)
-        return x + self._mlp_out(x, execution), cache
+        return x + self._mlp_out(x, execution)[0], cache
 
     def attends_to(self, x, execution: Execution, square: NamedArray | None = None) -> NamedArray:
         """Return the input of attention; `square`: the mean square of `x`, if it is known."""
@@ -113,9 +92,13 @@ class Block(eqx.Module):
     def _attention_out(self, attended, execution: Execution) -> NamedArray:
         return self._post_norm(self.attention_norm, self.attention_out_norm, attended, execution)
 
-    def _mlp_out(self, x, execution: Execution) -> NamedArray:
-        fed = self.mlp(self._pre_norm(self.mlp_norm, x, execution), execution)
-        return self._post_norm(self.mlp_norm, self.mlp_out_norm, fed, execution)
+    def _mlp_out(self, x, execution: Execution, mask=None) -> tuple[NamedArray, dict[str, NamedArray]]:
+        taken, sums = self._pre_norm(self.mlp_norm, x, execution), {}
+        if isinstance(self.mlp, Experts):
+            fed, sums = self.mlp(taken, mask, execution)
+        else:
+            fed = self.mlp(taken, execution)
+        return self._post_norm(self.mlp_norm, self.mlp_out_norm, fed, execution), sums
 
     def _pre_norm(self, norm: RmsNorm, x: NamedArray, execution: Execution, square=None) -> NamedArray:
         """Return the input of half a layer."""
@@ -162,14 +145,18 @@ class Llama(eqx.Module):
         - `positions`: integers [Batch, Position], each token's index in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
         """
+        return self._hidden_and_sums(tokens, positions, segments, None, execution)[0]
+
+    def _hidden_and_sums(self, tokens, positions, segments, mask, execution: Execution) -> tuple[NamedArray, Any]:
+        """Return `hidden`, and the layers' `routing_sums`: none without experts or without a mask."""
         x = execution.stream(self._embedded(tokens, execution))
 
         def block(x, weights, kind, rows, execution, square=None):
-            return execution.gathered_layer(weights)(x, rows["positions"], rows["segments"], kind, execution, square)
+            return execution.gathered_layer(weights).with_sums(x, **rows, kind=kind, execution=execution, square=square)
 
-        rows = {"positions": positions, "segments": segments}
-        x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows, takes_square=True)
-        return execution.whole(execution.gathered(self.norm)(x, execution))
+        rows = {"positions": positions, "segments": segments, "mask": mask if self.config.experts else None}
+        x, sums = execution.run_layers_with_outs(block, self.config.kind_numbers, x, self.blocks, rows)
+        return execution.whole(execution.gathered(self.norm)(x, execution)), sums
 
     def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
         x = embed(self.embedding, tokens, execution)
@@ -193,17 +180,30 @@ class Llama(eqx.Module):
         head, cap = self.output_head(execution), self.config.logit_softcap
         return target_scores(hidden, head, batch["targets"], vocabulary, execution, cap)
 
-    def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
+    def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array] | Losses:
         """Return the sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
+
+        With experts it returns `Losses`, which also have the terms of `model.experts.balance`.
 
         `batch` has `tokens`, `targets`, `loss_mask`, `positions` and, if attention stays inside documents,
         `segment_ids`, each [Batch, Position].
         """
-        hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
-        mask = batch["loss_mask"]
+        mask, rows = batch["loss_mask"], (batch["tokens"], batch["positions"], batch.get("segment_ids"))
+        hidden, sums = self._hidden_and_sums(*rows, None if execution.evaluates else mask, execution)
         head = self.output_head(execution)
         loss = next_token_loss(hidden, head, batch["targets"], mask, execution, self.config.logits)
-        return loss, hax.sum(mask).scalar()
+        weight = hax.sum(mask).scalar()
+        if self.config.experts is None:
+            return loss, weight
+        return losses_with(self.config.experts, loss, weight, {} if execution.evaluates else of_experts(sums))
+
+    def update_buffers(self, statistics: dict[str, NamedArray], weight: jax.Array) -> Self:
+        """Return the model with the loads of its experts in a step, and their next biases."""
+        del weight
+        if self.config.experts is None:
+            return self
+        new = of_experts(self.blocks).mlp.after(statistics[LOAD])
+        return eqx.tree_at(lambda model: of_experts(model.blocks).mlp, self, new)
 
     def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
         """Return the largest attention logit of each layer on a batch as for `loss`: float32 [Layers]."""
@@ -289,6 +289,11 @@ class Llama(eqx.Module):
         found = execution.placed(found)
         bounded = NamedArray(capped(found.array, cap), found.axis_names)
         return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
+
+
+def of_experts(blocks: Any) -> Any:
+    """Return the stack of the layers with experts: the last, after that of `dense_layers`."""
+    return blocks.parts[-1] if isinstance(blocks, Stacks) else blocks
 
 
 def norm(config: "LlamaConfig") -> RmsNorm:

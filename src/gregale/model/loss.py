@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, unmapped_if_one
 from gregale.axes.vocabulary import loss_blocks
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
@@ -224,22 +224,6 @@ def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
     return loss, by_hidden, (hidden, by_logits(*parts))
 
 
-def _alone(function):
-    """Return a function to which `jax.vmap` over an axis of size 1 adds no axis: with it, XLA:TPU fuses less."""
-    called = jax.custom_batching.custom_vmap(function)
-
-    @called.def_vmap
-    def mapped(size, is_mapped, *arguments):
-        if size > 1:
-            result = jax.vmap(function, [0 if each else None for each in is_mapped])(*arguments)
-        else:
-            one = [x[0] if each else x for x, each in zip(arguments, is_mapped, strict=True)]
-            result = jax.tree.map(lambda x: x[None], function(*one))
-        return result, jax.tree.map(lambda _: True, result)
-
-    return called
-
-
 def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
     of_group = _fused_group if spec.fused else _blocked_group
 
@@ -263,7 +247,7 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)
         return jax.lax.psum(loss, spec.token_mesh_axes), by_hidden, by_head
 
-    local, layout = _alone(local), spec.layout
+    local, layout = unmapped_if_one(local), spec.layout
     hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
     head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
     outputs = spec.sharded(local, (PartitionSpec(), hidden_spec, head_spec))(hidden, head, targets, weights)

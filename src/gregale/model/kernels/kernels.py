@@ -8,6 +8,8 @@ import jax
 from haliax import NamedArray
 from haliax.nn import Linear
 
+from gregale.model.kernels.grouped import GroupedProducts
+
 # The name of attention's output among a block's intermediates (`jax.ad_checkpoint.checkpoint_name`).
 ATTENTION_NAME = "attention"
 
@@ -55,6 +57,7 @@ class Kernels:
     - `opaque`: attention is a kernel, which the partitioner cannot split: it must run on each device's own rows and
       heads (`Execution.attend` does)
     - `attend`: causal self-attention; the single queries of generation use `Cache.attend`
+    - `grouped`: products of rows with the matrices of their groups, inside of `jax.shard_map`
     """
 
     rules: str
@@ -66,4 +69,5 @@ class Kernels:
     rms_norm: Callable[..., NamedArray]
     rotate: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Attend
+    grouped: GroupedProducts
     hands_on_squares: bool = False

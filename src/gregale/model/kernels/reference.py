@@ -1,5 +1,7 @@
 """The operations in plain JAX, which differentiates them: the form for every platform without its own rules."""
 
+from functools import partial
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,10 @@ from haliax import NamedArray
 from haliax.nn import Linear
 from jax.ad_checkpoint import checkpoint_name
 
+from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
 
 def project(layer: Linear, x: NamedArray) -> NamedArray:
@@ -98,4 +103,5 @@ PLAIN = Kernels(
     rms_norm=rms_norm,
     rotate=rotate,
     attend=attend,
+    grouped=BLOCKED,
 )

@@ -11,6 +11,7 @@ from haliax import NamedArray
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.reference import PLAIN, norm_gradients
 from gregale.model.kernels.swiglu import swiglu_with
+from gregale.model.kernels.tpu.grouped import MEGABLOX
 
 # XLA:TPU else makes the gradients again inside of each of the four products that take them, which costs every one of
 # these a third of its time, and has a pass over gate and up for one of them besides.
@@ -18,7 +19,9 @@ SWIGLU = swiglu_with(tuple)
 
 
 def tpu_kernels() -> Kernels:
-    return replace(PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, hands_on_squares=True)
+    return replace(
+        PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, grouped=MEGABLOX, hands_on_squares=True
+    )
 
 
 def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float, square: jax.Array | None = None) -> NamedArray:

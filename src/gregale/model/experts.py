@@ -1,0 +1,251 @@
+"""A mixture of experts in place of a layer's MLP: each token passes through some of many small MLPs.
+
+    y = sum over the experts e of a token of: weight_e * down_e(activation(gate_e(x)) * up_e(x)),  plus a shared MLP
+
+No token is dropped: a device sorts its (token, expert) pairs by expert, and multiplies each expert's rows by its
+matrices (`gregale.model.kernels.grouped`). All experts' weights are gathered for that, like those of other layers. The
+code of a device is in `jax.shard_map`, forward and backward, so that what is summed over which mesh axis is written
+down: outputs over that of `mlp`, gradients of weights over those of tokens, nothing over `replica`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from gregale.axes.gather import scattered
+from gregale.axes.layout import EMBED, EXPERTS, Layout, unmapped_if_one
+from gregale.axes.parameters import Buffer
+from gregale.model.execution import Execution
+from gregale.model.kernels.grouped import GroupedProducts
+from gregale.model.kernels.reference import ACTIVATIONS
+from gregale.model.mlp import Mlp
+from gregale.model.routing import TOKENS, Choice, choose, router_logits, routing_sums
+
+if TYPE_CHECKING:
+    from gregale.model.config import LlamaConfig
+
+MLP = "mlp"
+SharedGate = Axis("shared_gate", 1)
+GATE, UP = (EXPERTS, EMBED, MLP), (EXPERTS, EMBED, MLP)
+DOWN = (EXPERTS, MLP, EMBED)
+
+
+class Experts(eqx.Module):
+    """A router, its experts, and an MLP for all tokens beside them."""
+
+    router: NamedArray  # [Embed, Experts]
+    gate: NamedArray  # [Experts, Embed, Mlp]
+    up: NamedArray  # [Experts, Embed, Mlp]
+    down: NamedArray  # [Experts, Mlp, Embed]
+    shared: Mlp | None
+    shared_gate: NamedArray | None  # [Embed, SharedGate]
+    bias: Buffer | None  # [Experts], float32: added to the scores for the choice
+    load: Buffer  # [Experts], float32: tokens of each expert in the last step, over their mean
+    config: "LlamaConfig" = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: "LlamaConfig", key) -> "Experts":
+        c, keys = config, jax.random.split(key, 6)
+        assert c.experts is not None
+        E, Width, small = c.experts.Experts, c.experts.Mlp, c.init_scale / (2 * c.layers) ** 0.5
+
+        def drawn(key, axes: tuple[Axis, ...], scale: float) -> NamedArray:
+            return hax.random.normal(key, axes) * scale
+
+        return Experts(
+            router=drawn(keys[0], (c.Embed, E), c.init_scale),
+            gate=drawn(keys[1], (E, c.Embed, Width), c.init_scale),
+            up=drawn(keys[2], (E, c.Embed, Width), c.init_scale),
+            down=drawn(keys[3], (E, Width, c.Embed), small),
+            shared=Mlp.init(c, keys[4], Axis(MLP, c.experts.shared)) if c.experts.shared else None,
+            shared_gate=drawn(keys[5], (c.Embed, SharedGate), c.init_scale) if c.experts.shared_gate else None,
+            bias=Buffer(hax.zeros(E)) if c.experts.balance.bias else None,
+            load=Buffer(hax.ones(E)),
+            config=c,
+        )
+
+    def __call__(
+        self, x: NamedArray, mask: NamedArray | None, execution: Execution
+    ) -> tuple[NamedArray, dict[str, NamedArray]]:
+        """Return the output [batch, position, embed], and `routing_sums` if there is a mask [batch, position]."""
+        settings = self.config.experts
+        assert settings is not None
+        bias = None if self.bias is None else self.bias.value
+        choice, logits, scores = choose(x, self.router, bias, settings, execution)
+        fed = self._chosen(x, choice, execution)
+        if self.shared is not None:
+            fed = fed + self._shared(self.shared, x, execution)
+        sums = {} if mask is None else routing_sums(choice, logits, scores, mask, settings)
+        return execution.summed(fed, "mlp_out"), sums
+
+    def after(self, load: NamedArray) -> "Experts":
+        """Return the experts, or a stack of them, after a step with these tokens of each, [..., experts]."""
+        settings = self.config.experts
+        assert settings is not None
+        share = load / hax.maximum(hax.mean(load, EXPERTS), 1e-20)
+        bias = None if self.bias is None else Buffer(next_bias(self.bias.value, load, settings.balance.bias_rate))
+        return replace(self, load=Buffer(share), bias=bias)
+
+    def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
+        x = x.rearrange((*TOKENS, EMBED))
+        weights = [w.rearrange(axes) for w, axes in zip((self.gate, self.up, self.down), (GATE, UP, DOWN), strict=True)]
+        mixture = Mixture(x.axes, weights[0].axes, self.config.activation, execution.kernels.grouped, execution.layout)
+        found = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
+        return NamedArray(found, x.axis_names)
+
+    def _shared(self, shared: Mlp, x: NamedArray, execution: Execution) -> NamedArray:
+        found = shared(x, execution)
+        if self.shared_gate is None:
+            return found
+        weight = hax.nn.sigmoid(router_logits(x, self.shared_gate, "dtype", execution)[SharedGate.name, 0])
+        return found * weight.astype(found.dtype)
+
+
+def next_bias(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
+    """Return the biases after a step: `bias + rate * sign(mean load - load)`, less their mean (arXiv 2408.15664).
+
+    - `load`: tokens of each expert in the step, [..., experts]
+    """
+    moved = bias + rate * hax.sign(hax.mean(load, EXPERTS) - load)
+    return moved - hax.mean(moved, EXPERTS)
+
+
+class Order(NamedTuple):
+    """The (token, expert) pairs of a device, sorted by expert: [pairs] each, and [experts]."""
+
+    pairs: jax.Array  # the pair at each place
+    places: jax.Array  # the place of each pair
+    sizes: jax.Array  # the pairs of each expert
+
+
+class Saved(NamedTuple):
+    """The values that the backward pass takes, of a device."""
+
+    order: Order
+    gate: jax.Array  # [pairs, mlp], in order
+    up: jax.Array
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The shapes and shardings of one call."""
+
+    tokens: tuple[Axis, ...]  # batch, position, embed
+    weights: tuple[Axis, ...]  # experts, embed, mlp
+    activation: str
+    products: GroupedProducts
+    layout: Layout
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        return self.layout.mesh_axes(self.tokens[:2], self.layout.compute)
+
+    @property
+    def mlp_axes(self) -> tuple[str, ...]:
+        return self.layout.mesh_axes((MLP,), self.layout.compute)
+
+    def sharded(self, function, inputs, outputs):
+        return self.layout.shard_map(unmapped_if_one(function), inputs, outputs)
+
+    def weight_specs(self, mapping) -> tuple[PartitionSpec, ...]:
+        return tuple(self.layout.spec(axes, mapping) for axes in (GATE, UP, DOWN))
+
+    @property
+    def token_spec(self) -> PartitionSpec:
+        return self.layout.spec(self.tokens, self.layout.compute)
+
+    @property
+    def saved_specs(self) -> Saved:
+        pairs = PartitionSpec(self.row_axes)
+        hidden = PartitionSpec(self.row_axes, self.mlp_axes or None)
+        return Saved(Order(pairs, pairs, pairs), hidden, hidden)
+
+    def order(self, experts: jax.Array) -> Order:
+        flat, count = experts.reshape(-1), self.weights[0].size
+        pairs = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        numbers = jnp.arange(flat.size, dtype=jnp.int32)
+        places = jnp.zeros_like(numbers).at[pairs].set(numbers, unique_indices=True)
+        return Order(pairs, places, (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32))
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+def _summed(order: Order, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the sum of each token's pairs, float32: [pairs, n] in order -> [*tokens, n]."""
+    return rows[order.places].reshape(*shape, -1, rows.shape[-1]).sum(-2, dtype=jnp.float32)
+
+
+def _of_tokens(order: Order, active: int, x: jax.Array) -> jax.Array:
+    """Return a row of tokens for each pair, in order: [*tokens, n] -> [pairs, n]."""
+    return x.reshape(-1, x.shape[-1])[order.pairs // active]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Array:
+    """Return the sum over each token's experts, [batch, position, embed].
+
+    - `experts`, `weights`: [batch, position, active], see `Choice`
+    """
+    return _mixed_forward(mixture, x, experts, weights, gate, up, down)[0]
+
+
+def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
+    product, over = mixture.products.product, mixture.mlp_axes
+
+    def local(x, experts, weights, gate, up, down):
+        order = mixture.order(experts)
+        rows = _of_tokens(order, experts.shape[-1], x)
+        saved = Saved(order, *(product(rows, each, order.sizes) for each in (gate, up)))
+        factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
+        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes)
+        out = _summed(order, out, x.shape[:2]).astype(x.dtype)
+        return (jax.lax.psum(out, over) if over else out), saved
+
+    tokens, saved = mixture.token_spec, mixture.saved_specs
+    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
+    out, kept = mixture.sharded(local, inputs, (tokens, saved))(x, experts, weights, gate, up, down)
+    kept = kept._replace(gate=checkpoint_name(kept.gate, "gate"), up=checkpoint_name(kept.up, "up"))
+    return out, (kept, x, weights, gate, up, down)
+
+
+def _mixed_backward(mixture: Mixture, saved, cotangent):
+    layout, products, over = mixture.layout, mixture.products, mixture.mlp_axes
+
+    def local(saved: Saved, x, weights, gate, up, down, cotangent):
+        order, active = saved.order, weights.shape[-1]
+        rows, by_rows = (_of_tokens(order, active, each) for each in (x, cotangent))
+        factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
+        hidden, gated_gradients = jax.vjp(mixture.gated, saved.gate, saved.up)
+        by_hidden = products.product(by_rows, down, order.sizes, transposed=True)
+        by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)[order.places]
+        by_gate, by_up = gated_gradients(by_hidden * factors)
+        by_x = sum(products.product(by, w, order.sizes, transposed=True) for by, w in ((by_gate, gate), (by_up, up)))
+        by_x = _summed(order, by_x, x.shape[:2]).astype(x.dtype)
+        left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
+        gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
+        by_weights = by_weights.reshape(weights.shape)
+        by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
+        axes = {axis.name: axis for axis in mixture.weights}
+        parts = [
+            scattered(gradient, [axes[name] for name in names], mixture.row_axes, layout)
+            for gradient, names in zip(gradients, (GATE, UP, DOWN), strict=True)
+        ]
+        return by_x, by_weights.astype(weights.dtype), *parts
+
+    tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
+    inputs = (mixture.saved_specs, tokens, tokens, *compute, tokens)
+    outputs = (tokens, tokens, *mixture.weight_specs(layout.params))
+    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(*saved, cotangent)
+    return by_x, None, by_weights, *parts
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
