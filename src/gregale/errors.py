@@ -84,7 +84,7 @@ def own_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 def _raised(error: Exception, frame: traceback.FrameSummary | None) -> str:
     place = f" ({frame.filename}, line {frame.lineno})" if frame else ""
-    text = textwrap.shorten(str(error), 300, placeholder="...").rstrip(".")
+    text = textwrap.shorten(str(error), 300, placeholder="...").removesuffix(".")
     return f"raised {type(error).__name__}{place}{': ' if text else ''}{text}."
 
 

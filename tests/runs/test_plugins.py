@@ -112,6 +112,39 @@ def test_a_wrong_module_is_one_line_with_its_place(folder, name, code, message):
     assert (sys.modules.get(name) is None) or name == "os"
 
 
+BASE = """
+from gregale.tracking.callback import Callback
+class Parent(Callback):
+    def joined(self): ...
+class Mine(Parent):
+"""
+MISSPELT = {
+    "two letters": ("def on_setp(self, step, metrics): ...", "on_step"),
+    "one letter": ("def clos(self): ...", "close"),
+    "plural": ("def metric(self, model, batch, execution): ...", "metrics"),
+    "property": ("@property\n    def on_edn(self): ...", "on_end"),
+    "class method": ("@classmethod\n    def colse(cls): ...", "close"),
+    "private": ("def _clos(self): ...", None),
+    "beside the method": ("def clos(self): ...\n    def close(self): ...", None),
+    "singular without arguments": ("def metric(self): ...", None),
+    "parent's": ("def joined(self): ...", None),
+    "close to no method of Gregale": ("def joine(self): ...", None),
+    "a field": ("clos: int = 1", None),
+}
+
+
+@pytest.mark.parametrize(("code", "meant"), MISSPELT.values(), ids=MISSPELT)
+def test_a_method_whose_name_is_nearly_one_of_gregale_is_refused(folder, code, meant):
+    (folder / "helper.py").write_text(f"{BASE}    {code}\n")
+    (folder / "my_model.py").write_text(f"import helper\n{MODULE}")
+    if meant is None:
+        plugins.import_plugins(["my_model"])
+        return
+    for name in ("my_model", "helper"):  # a module that a plugin imports, and a module that is imported already
+        with pytest.raises(UserError, match=rf"`plugins`: Mine\.\w+ \(.*helper.py, line 6\) .* Write `{meant}`, or"):
+            plugins.import_plugins([name])
+
+
 def test_a_value_that_is_no_list_is_refused(folder):
     (folder / "run.yaml").write_text(YAML.replace("[my_model]", "my_model"))
     with pytest.raises(UserError, match=r"`plugins` \(run.yaml, line 3\) is 'my_model', a str; expected list of str"):

@@ -5,12 +5,15 @@ plugins: [my_package.my_module]
 
 import hashlib
 import importlib
+import inspect
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from types import CodeType
 
 from gregale.errors import UserError, own_frame
 from gregale.settings import Settings, setting, shown
@@ -36,8 +39,9 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
 
     - `origin`: where the names stand, for messages
 
-    Raises `UserError` for a module that does not exist, raises an exception, or uses a device.
+    Raises `UserError` for a module that does not exist, raises an exception, uses a device, or misspells a method.
     """
+    before_all = sys.modules.keys() - names
     folder = str(Path.cwd())
     if names and folder not in sys.path:
         sys.path.append(folder)
@@ -61,6 +65,10 @@ def import_plugins(names: Sequence[str], origin: str = "") -> None:
                 "Make its arrays in a function."
             )
         known_entries.cache_clear()
+    for name in sorted(sys.modules.keys() - before_all):
+        for cls in [*getattr(sys.modules[name], "__dict__", {}).values()]:
+            if issubclass(type(cls), type) and cls.__module__ == name and not name.startswith("gregale."):
+                _check_methods(cls, origin)
 
 
 def elsewhere(path: StoragePath) -> str | None:
@@ -95,6 +103,27 @@ def _uses_devices() -> bool:
     """Return whether JAX has started a backend in this process; JAX has no public function for it."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
+
+
+def _methods(cls: type) -> dict[str, CodeType]:
+    """Return the code of the public functions and properties in the body of a class."""
+    functions = (inspect.unwrap(getattr(each, "fget", each)) for each in vars(cls).values())
+    codes = {code.co_name: code for each in functions if (code := getattr(each, "__code__", None))}
+    return {n: code for n, code in codes.items() if code.co_qualname == f"{cls.__qualname__}.{n}" and n[0] != "_"}
+
+
+def _check_methods(cls: type, origin: str) -> None:
+    """Raise `UserError` for a method that overrides nothing and has nearly the name of a method of Gregale's bases."""
+    bases = [each for each in cls.__mro__[1:] if each.__module__.startswith("gregale.")]
+    known = {name: code for each in bases for name, code in _methods(each).items() if name not in vars(cls)}
+    for name, code in _methods(cls).items() if bases else ():
+        for close in get_close_matches(name, known, 1, 0.75):  # `inti` and `init` have 0.75
+            plural = name.removesuffix("s") == close.removesuffix("s")  # no mistake without arguments
+            if not hasattr(super(cls, cls), name) and (not plural or code.co_argcount == known[close].co_argcount > 1):
+                raise UserError(
+                    f"`{KEY}`{origin}: {cls.__name__}.{name} ({code.co_filename}, line {code.co_firstlineno}) "
+                    f"overrides no inherited method. Write `{close}`, or `_{name}` for a function of your own."
+                )
 
 
 def _problem(name: str, error: BaseException, folder: str) -> str:
