@@ -4,6 +4,7 @@
     python benchmarks/losses.py RUNS codecs [--seeds 0 1 2]     # float32 and codecs: half an hour
     python benchmarks/losses.py RUNS matmul [--seeds 1 2 3]     # float32 and int8 products in the quickstart's model
     python benchmarks/losses.py RUNS matmul_10m [--seeds 1]     # and in one of 10 million parameters: 1,000 steps
+    python benchmarks/losses.py RUNS experts [--seeds 1 2 3]    # MLPs and experts with the same active parameters
 
 Each run is `gregale train config/diloco_small.yaml` with a smaller model, or `config/quickstart.yaml`: the same tokens
 in the same order. The rates of `methods` are those that a search on seed 0 found (docs/diloco.md). Runs are kept in
@@ -34,7 +35,7 @@ CONFIG = Path(__file__).parent.parent / "config"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000")
 LAST_STEPS = 50  # whose training loss is averaged
 FILES: dict[str, str] = dict.fromkeys(("methods", "codecs"), "diloco_small.yaml") | dict.fromkeys(
-    ("matmul", "matmul_10m"), "quickstart.yaml"
+    ("matmul", "matmul_10m", "experts"), "quickstart.yaml"
 )
 SIZES = {
     "methods": "--log_every=10"
@@ -44,6 +45,9 @@ SIZES = {
     " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=64 --evaluation.batches=128",
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
+    "experts": "--log_every=10 --inspect.every=50 --samples.prompts=[] --evaluation.bigram=false"
+    " --evaluation.batches=128 --steps=400 --cpu_devices=2 --mesh.data=1 --mesh.model=1 --model.layers=3"
+    " --batch.sequence_length=128 --batch.microbatches=1",
     "matmul_10m": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=128"
     " --steps=1000 --cpu_devices=1 --mesh.replica=1 --mesh.data=1 --mesh.model=1"
     " --model.layers=6 --model.hidden=384 --model.heads=6"
@@ -109,7 +113,20 @@ def of_matmul(rate: float) -> Iterable[Setting]:
         yield Setting(name, "float32", PsdpConfig(), AdamWConfig(learning_rate=rate), options=options)
 
 
+def of_experts() -> Iterable[Setting]:
+    experts = tuple(f"--model.experts.{each}" for each in ("count=8", "active=2", "width=192"))
+    streaming = diloco(StreamingDilocoConfig(period=30, warmup_steps=100), 0.2, 0.9)
+    for name, sync in {"PSDP": PsdpConfig(), "streaming DiLoCo": streaming}.items():
+        reference, optimizer = f"{name}, dense", AdamWConfig(learning_rate=4e-3)
+        yield Setting(reference, reference, sync, optimizer)
+        forms = {"bias": "bias=true", "loss": "loss=0.01", "none": "loss=0"}
+        for form in forms if name == "PSDP" else ["bias"]:
+            options = (*experts, f"--model.experts.balance.{forms[form]}")
+            yield Setting(f"{name}, experts, balance {form}", reference, sync, optimizer, options=options)
+
+
 TABLES = {
+    "experts": of_experts,
     "methods": of_methods,
     "codecs": of_codecs,
     "matmul": partial(of_matmul, 4e-3),

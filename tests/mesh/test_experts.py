@@ -1,8 +1,12 @@
 """Experts on meshes: values and gradients are those of a loop over all experts on one device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +15,18 @@ from haliax import NamedArray
 
 from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.communication.pipeline.config import PipelineConfig
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.experts import Experts
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.kernels.grouped import BLOCKED
+from gregale.model.routing import choose
+from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.train.inspection import load_figures
+from tests.mesh.support import one_device
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
 
@@ -25,8 +37,8 @@ GROUPED = ExpertsConfig(
 )
 
 
-def model_with(experts: ExpertsConfig, **changes) -> LlamaConfig:
-    return replace(ONE.model, layers=3, dense_layers=1, experts=experts, **changes)
+def model_with(experts: ExpertsConfig) -> LlamaConfig:
+    return LlamaConfig(**{**vars(ONE.model), "layers": 3, "dense_layers": 1, "experts": experts})
 
 
 def config_on(mesh: MeshConfig, model: LlamaConfig, microbatches: int = 2, **changes):
@@ -38,7 +50,7 @@ def set_up_on(mesh: MeshConfig, model: LlamaConfig, microbatches: int = 2, **cha
     return set_up(config, VOCABULARY, make_mesh(mesh, jax.devices()[: mesh.device_count]))
 
 
-def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution):
+def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution: Any = None):
     """Every expert on every token, from the definition: no sort, no shard_map, no rule of differentiation."""
     c, silu = self.config.experts, jax.nn.silu
     assert c is not None
@@ -61,7 +73,7 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution)
         out = out + c.scale * weights[..., e, None] * ((silu(tokens @ gate) * (tokens @ up)) @ down)
     if (shared := self.shared) is not None:
         gate, up, down = (each.weight.array for each in (shared.gate, shared.up, shared.down))
-        factor = 1 if self.shared_gate is None else jax.nn.sigmoid(tokens @ self.shared_gate.array)[..., None]
+        factor = 1 if self.shared_gate is None else jax.nn.sigmoid(tokens @ self.shared_gate.array)
         out = out + factor * ((silu(tokens @ gate) * (tokens @ up)) @ down)
     found = NamedArray(out, ("batch", "position", "embed"))
     if mask is None:
@@ -79,21 +91,26 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution)
     return found, {name: NamedArray(*each) for name, each in sums.items()}
 
 
-@cache
-def looped(model: LlamaConfig, sync=None):
-    """Loss, gradients, and what three steps of one device, or of one for each replica, log and leave."""
+@contextmanager
+def loops() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experts, "__call__", dense_loop)
-        mesh = MeshConfig(replica=2, data=1) if sync else MeshConfig(data=1)
-        plain = replace(ONE.compute, remat="none", autodiff_rules="plain")
-        setup = set_up_on(mesh, model, compute=plain, **({"sync": sync} if sync else {}))
-        return steps_of(setup, 3) if sync else (*step_of(setup)[:2], steps_of(setup, 3))
+        yield
+
+
+PLAIN = replace(ONE.compute, remat="none", autodiff_rules="plain")
+
+
+@cache
+def looped_step(model: LlamaConfig) -> tuple[float, dict[str, np.ndarray]]:
+    with loops():
+        return step_of(set_up_on(MeshConfig(data=1), model, compute=PLAIN))[:2]
 
 
 CASES = {
     "one device": (SHARED, MeshConfig(data=1), 4, {}),
     "2x2x2": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {}),
-    "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step"}),
+    "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step", "matmul": "dtype"}),
     "4x2x1": (GROUPED, MeshConfig(replica=4, data=2), 2, {"remat": "projections"}),
     "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none"}),
 }
@@ -105,12 +122,13 @@ def test_gradients_are_those_of_a_loop_over_all_experts(case):
     model = model_with(experts)
     setup = set_up_on(mesh, model, microbatches, compute=replace(ONE.compute, **compute))
     loss, gradients, sent = step_of(setup)
-    exact_loss, exact, _ = looped(model)
+    exact_loss, exact = looped_step(model)
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-5)
     for name, expected in exact.items():
         assert_close(gradients[name], expected, name)
     assert [each for each in sent.over(REPLICA) if each.loop] == []
-    assert not [each for each in sent.collectives if each.kind == "collective-permute" and not mesh.context > 1]
+    sends_rings = [each for each in sent.collectives if each.kind == "collective-permute"]
+    assert mesh.context > 1 or not sends_rings, "the router's gradient is no ring of sends"
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
@@ -120,3 +138,142 @@ def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
         for one, other in zip(found, expected, strict=True):
             assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other), name
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+METHODS = {
+    "psdp": (MeshConfig(replica=2, data=2, model=2), {}),
+    "diloco": (MeshConfig(replica=2, data=2, model=2), {"sync": DilocoConfig(period=2)}),
+    "streaming": (
+        MeshConfig(replica=2, context=2, data=2),
+        {"sync": StreamingDilocoConfig(period=2, fragments=2, delay=0)},
+    ),
+    "muon": (MeshConfig(replica=2, data=2, model=2), {"optimizer": MuonConfig(learning_rate=0.02)}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_log_and_leave_what_a_loop_over_all_experts_does(method):
+    mesh, changes = METHODS[method]
+    model, few = model_with(SHARED), MeshConfig(replica=2 if "sync" in changes else 1, data=1)
+    logged, parameters, buffers = steps_of(set_up_on(mesh, model, 4, **changes), 3)
+    with loops():
+        expected, exact, exact_buffers = steps_of(set_up_on(few, model, compute=PLAIN, **changes), 3)
+    for found, right in zip(logged, expected, strict=True):
+        for name in ("loss", "balance_loss", "router_z_loss", "expert_imbalance"):
+            np.testing.assert_allclose(found[name], right[name], rtol=1e-5, err_msg=name)
+    for found, right in zip(parameters, exact, strict=True):
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+    mine, right = (buffers.blocks.parts[1].mlp for buffers in (buffers, exact_buffers))
+    np.testing.assert_allclose(mine.load.value.array, right.load.value.array, rtol=1e-6)
+    np.testing.assert_array_equal(mine.bias.value.array, right.bias.value.array)
+    assert np.abs(mine.bias.value.array.mean(-1)).max() < 1e-8, "biases are centred"
+    assert np.abs(mine.bias.value.array).max() > 0.01
+
+
+@cache
+def layer_of(**changes) -> Experts:
+    config = LlamaConfig(layers=1, hidden=16, heads=2, init_scale=0.3, experts=replace(SHARED, **changes))
+    return Experts.init(config, jax.random.key(0))
+
+
+def alone(layer: Experts, router: np.ndarray | None = None, rows: int = 3):
+    """A function of the arrays of a layer, on random tokens; and those arrays."""
+    if router is not None:
+        layer = replace(layer, router=NamedArray(jnp.asarray(router, jnp.float32), layer.router.axis_names))
+    x = np.random.default_rng(1).normal(size=(rows, 13, 16))
+    tokens = NamedArray(jnp.asarray(np.concatenate([x[..., :15], np.ones((rows, 13, 1))], -1), jnp.float32), AXES)
+
+    def out(layer):
+        return hax.sum(hax.square(layer(tokens, None, one_device())[0])).scalar()
+
+    def looped(layer):
+        return hax.sum(hax.square(dense_loop(layer, tokens, None)[0])).scalar()
+
+    return jax.value_and_grad(out)(layer), jax.value_and_grad(looped)(layer)
+
+
+AXES = ("batch", "position", "embed")
+
+
+def routed_to(*experts: int) -> np.ndarray:
+    """A router of 8 experts whose logits are 50 for some, by the last value of a token, which is 1."""
+    router = np.random.default_rng(2).normal(size=(16, 8)) * 0.1
+    router[-1, list(experts)] += 50
+    return router
+
+
+ROUTINGS = {"uneven": None, "all to two": routed_to(1, 6), "all to one of one": routed_to(5)}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none(routing):
+    layer = layer_of(active=1 if routing == "all to one of one" else 2, renormalise=False)
+    (value, found), (exact_value, exact) = alone(layer, ROUTINGS[routing])
+    np.testing.assert_allclose(value, exact_value, rtol=1e-5)
+    for name in ("gate", "up", "down", "router"):
+        mine, right = (getattr(each, name).array for each in (found, exact))
+        for expert in range(8) if name != "router" else [slice(None)]:
+            assert np.linalg.norm(mine[expert] - right[expert]) <= 1e-5 * np.linalg.norm(right), name
+    if routing != "uneven":
+        idle = [expert for expert in range(8) if not np.any(exact.gate.array[expert])]
+        assert len(idle) >= 6
+        assert not np.any(found.gate.array[np.asarray(idle)])
+
+
+def test_of_experts_with_equal_scores_the_first_are_taken():
+    x = NamedArray(jnp.ones((1, 2, 16)), AXES)
+    router = NamedArray(jnp.zeros((16, 8)), ("embed", "experts"))
+    choice, _, scores = choose(x, router, None, SHARED, one_device())
+    np.testing.assert_array_equal(choice.experts, np.broadcast_to([0, 1], (1, 2, 2)))
+    np.testing.assert_allclose(choice.weights, 0.5)
+    np.testing.assert_allclose(scores.array, 1 / 8)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 130, 1, 0, 40], [0, 0, 0, 0, 0, 7], [0] * 6])
+def test_grouped_products_are_those_of_each_group_whatever_follows_the_last(sizes):
+    total, generator = 190, np.random.default_rng(3)
+    rows, cotangents = generator.normal(size=(total, 24)), generator.normal(size=(total, 40))
+    rows[sum(sizes) :] = cotangents[sum(sizes) :] = np.nan
+    weights = generator.normal(size=(6, 24, 40))
+    left, right, stack = (jnp.asarray(each, jnp.float32) for each in (rows, cotangents, weights))
+    found = BLOCKED.product(left, stack, jnp.asarray(sizes))
+    turned = BLOCKED.product(left, stack.swapaxes(1, 2), jnp.asarray(sizes), transposed=True)
+    gradients = BLOCKED.weight_gradients(left, right, jnp.asarray(sizes))
+    for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        own = slice(end - size, end)
+        for each in (found, turned):
+            np.testing.assert_allclose(each[own], rows[own] @ weights[group], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradients[group], rows[own].T @ cotangents[own], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        ({"groups": 3}, "groups have equally many experts, and 8 / 3 is not a whole number"),
+        ({"groups": 4, "active_groups": 5}, "active_groups is 5, and there are 4 groups"),
+        ({"groups": 8, "active_groups": 1}, "active is 2, and a token can choose among 1 experts"),
+        ({"shared": 0}, "shared_gate is true, but shared is 0"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(experts, words):
+    with pytest.raises(UserError, match=words):
+        replace(SHARED, **experts)
+
+
+def test_a_pipeline_of_experts_is_refused():
+    mesh, pipeline = MeshConfig(stage=2, data=1), PipelineConfig(microbatches=4)
+    with pytest.raises(UserError, match=r"pipeline: model.experts .* its stages do not carry"):
+        set_up_on(mesh, replace(model_with(SHARED), layers=4, dense_layers=0), pipeline=pipeline)
+
+
+def test_inspection_has_the_loads_of_layers_with_experts():
+    found = load_figures(np.array([[np.nan] * 4, [0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
+    assert found["expert_load_max"] == 2 and found["expert_load_min"] == 0
+    assert "expert_load_max/layer.0" not in found and found["expert_load_max/layer.2"] == 1
+    np.testing.assert_allclose(found["expert_load_entropy/layer.1"], 0.5)
+    np.testing.assert_allclose(found["expert_load_entropy/layer.2"], 1)
+
+
+def test_dense_layers_leave_a_layer_with_experts():
+    with pytest.raises(UserError, match="dense_layers is 3, and there are 3 layers"):
+        replace(model_with(SHARED), dense_layers=3)

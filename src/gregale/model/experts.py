@@ -10,7 +10,7 @@ down: outputs over that of `mlp`, gradients of weights over those of tokens, not
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -98,7 +98,7 @@ class Experts(eqx.Module):
         x = x.rearrange((*TOKENS, EMBED))
         weights = [w.rearrange(axes) for w, axes in zip((self.gate, self.up, self.down), (GATE, UP, DOWN), strict=True)]
         mixture = Mixture(x.axes, weights[0].axes, self.config.activation, execution.kernels.grouped, execution.layout)
-        found = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
+        found: Any = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
 
     def _shared(self, shared: Mlp, x: NamedArray, execution: Execution) -> NamedArray:
@@ -164,8 +164,8 @@ class Mixture:
 
     @property
     def saved_specs(self) -> Saved:
-        pairs = PartitionSpec(self.row_axes)
-        hidden = PartitionSpec(self.row_axes, self.mlp_axes or None)
+        pairs: Any = PartitionSpec(self.row_axes)
+        hidden: Any = PartitionSpec(self.row_axes, self.mlp_axes or None)
         return Saved(Order(pairs, pairs, pairs), hidden, hidden)
 
     def order(self, experts: jax.Array) -> Order:
@@ -228,8 +228,10 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
         by_hidden = products.product(by_rows, down, order.sizes, transposed=True)
         by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)[order.places]
         by_gate, by_up = gated_gradients(by_hidden * factors)
-        by_x = sum(products.product(by, w, order.sizes, transposed=True) for by, w in ((by_gate, gate), (by_up, up)))
-        by_x = _summed(order, by_x, x.shape[:2]).astype(x.dtype)
+        of_gate, of_up = (
+            products.product(by, weight, order.sizes, transposed=True) for by, weight in ((by_gate, gate), (by_up, up))
+        )
+        by_x = _summed(order, of_gate + of_up, x.shape[:2]).astype(x.dtype)
         left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
         gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
         by_weights = by_weights.reshape(weights.shape)

@@ -1,7 +1,7 @@
 """The choice of each token's experts, and the sums by which their numbers of tokens are balanced."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
@@ -62,7 +62,7 @@ def router_logits(x: NamedArray, router: NamedArray, dtype: str, execution: Exec
     - `dtype`: of the operands, `float32` or `dtype`, which they have
     """
     x = x.rearrange((*TOKENS, EMBED))
-    found = _logits((x.axes, router.axes, execution.layout, dtype), x.array, router.array)
+    found: Any = _logits((x.axes, router.axes, execution.layout, dtype), x.array, router.array)
     return execution.placed(NamedArray(found, (*TOKENS, router.axes[1].name)))
 
 

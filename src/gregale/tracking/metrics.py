@@ -35,6 +35,7 @@ class Metric:
 _REPLICAS = "replicas apart"
 _ISLANDS = "islands"
 _TASKS = "[`evaluation.tasks`](evaluation.md#tasks)"
+_LOADS = (INSPECTED, "`model.experts`")
 _LENGTHS, _BY = "`evaluation.sequence_lengths`", "`evaluation.by_position`"
 _OF_START = "since this start of the run"
 
@@ -77,6 +78,10 @@ METRICS = (
     Metric("update_ratio/<part>", "", "of a layer or an array; null where parameters are 0", INSPECTED),
     Metric("attention_logit_max", "", "the largest logit of attention in the batch, of all layers", INSPECTED),
     Metric("attention_logit_max/<part>", "", "of a layer", INSPECTED),
+    Metric("expert_load_max", "", "the largest number of tokens of an expert over the mean, a step before", *_LOADS),
+    Metric("expert_load_min", "", "the smallest", *_LOADS),
+    Metric("expert_load_entropy", "", "of the loads, over that of equal ones: the least of all layers", *_LOADS),
+    Metric("expert_load_<figure>/<part>", "", "of a layer", *_LOADS),
     Metric("eval_loss", "nats a token", "on held-out text, or on all of data.validation without one", EVALUATION),
     Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
     Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),

@@ -10,6 +10,7 @@ from gregale.atomic_files import write_bytes
 from gregale.formatting import NONE, format_quantity, format_setting, listed
 from gregale.programs.report import comparison
 from gregale.programs.report.comparison import MEASURES, last, median, method
+from gregale.programs.report.experts import load_chart
 from gregale.programs.report.metric_charts import groups_of, silent, without_number
 from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
@@ -49,6 +50,8 @@ def report_page(
         page.add(section(group, page.charts(*charts)))
     if zeros := silent(runs):
         page.add(element("p", f"Always 0: {', '.join(zeros)}.", class_="help"))
+    if loads := [*filter(None, map(load_chart, runs))]:
+        page.add(section("Experts", page.charts(*loads)))
     _add_synchronisation(page, runs)
     _add_texts(page, runs, plans)
     return page.html()

@@ -230,6 +230,11 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
+        if config.model.experts is not None:
+            raise UserError(
+                "pipeline: model.experts needs sums of each layer for its balance and its loads, and its stages do not "
+                "carry them. Remove pipeline and mesh.stage: experts' weights are split over mesh.data and mesh.model."
+            )
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)

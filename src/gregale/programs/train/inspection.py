@@ -1,4 +1,4 @@
-"""Provides metrics of each layer: norms of parameters and gradients, update-to-weight ratios, maximum attention logits.
+"""Provides metrics of each layer: norms of parameters and gradients, ratios of updates, attention logits, expert loads.
 
 A separate program repeats the computation of the next step without a change of the state, so that inspection does not
 change the step's program. The error of quantised averages also has a separate program.
@@ -8,6 +8,7 @@ change the step's program. The error of quantised averages also has a separate p
 """
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from gregale.tracking.callback import Callback, Metrics, Pause
 from gregale.training.state import TrainState
 
 Tree = Any
-LOGITS = "attention_logit_max"
+LOGITS, LOAD = "attention_logit_max", "expert_load"
 
 
 class Inspection(Callback):
@@ -74,11 +75,16 @@ class Inspector:
 
 
 def _probe(setup: Setup, method: Method) -> Probe:
-    """Return the probe of the maximum attention logits, for models that have `attention_logit_maxima`."""
+    """Return the probe of the maximum attention logits and the loads of experts, for models that have them."""
     execution = setup.evaluation_execution(method.step_layout)
 
     def probe(model, batch: Tree) -> Tree:
-        return model.attention_logit_maxima(batch, execution) if hasattr(model, "attention_logit_maxima") else None
+        found = {}
+        if hasattr(model, "attention_logit_maxima"):
+            found["logits"] = model.attention_logit_maxima(batch, execution)
+        if hasattr(model, "expert_loads") and (loads := model.expert_loads()) is not None:
+            found["loads"] = loads
+        return found
 
     return probe
 
@@ -87,7 +93,7 @@ def figures(found: Inspected, by_array: bool) -> dict[str, float]:
     """Return the metrics by name: `parameter_norm/layer.3`, `grad_norm/layer.3`, `update_ratio/layer.3` and so on.
 
     A name without a layer is the value of all layers; there is no `grad_norm`, because each step reports it. If
-    replicas train separately, norms and ratios are the mean over replicas and logits the maximum.
+    replicas train separately, norms, ratios and loads are the mean over replicas and logits the maximum.
 
     - `found`: as NumPy arrays
     - `by_array`: metrics of each array, `layer.3.attention.query.weight`, in place of each layer
@@ -100,11 +106,34 @@ def figures(found: Inspected, by_array: bool) -> dict[str, float]:
     for part, square in updates.items():
         with np.errstate(divide="ignore", invalid="ignore"):
             metrics[f"update_ratio/{part}" if part else "update_ratio"] = _mean(np.sqrt(square / parameters[part]))
-    if found.probed is not None:
-        largest = np.max(found.probed.array.reshape(-1, found.probed.array.shape[-1]), axis=0)  # [layers]
-        metrics[LOGITS] = _float(np.max(largest))
-        metrics |= {f"{LOGITS}/layer.{layer}": _float(value) for layer, value in enumerate(largest)}
+    if "logits" in found.probed:
+        logits = found.probed["logits"].array
+        metrics |= _by_layer(LOGITS, np.max(logits.reshape(-1, logits.shape[-1]), axis=0), np.max)
+    if "loads" in found.probed:
+        loads = found.probed["loads"].array
+        metrics |= load_figures(np.mean(loads.reshape(-1, *loads.shape[-2:]), axis=0))
     return metrics
+
+
+def load_figures(loads: np.ndarray) -> dict[str, float]:
+    """Return the largest and the smallest load of an expert, and the entropy of the loads over that of equal ones.
+
+    - `loads`: [layers, experts], over the mean of a layer; NaN for layers without experts
+    """
+    shares = loads / loads.shape[-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.sum(np.where(shares > 0, shares * np.log(shares), shares), axis=-1) / np.log(loads.shape[-1])
+    return {
+        **_by_layer(f"{LOAD}_max", np.max(loads, axis=-1), np.nanmax),
+        **_by_layer(f"{LOAD}_min", np.min(loads, axis=-1), np.nanmin),
+        **_by_layer(f"{LOAD}_entropy", entropy, np.nanmin),
+    }
+
+
+def _by_layer(name: str, values: np.ndarray, of_all: Callable[[np.ndarray], Any]) -> dict[str, float]:
+    """Return the metrics of layers [layers], without those that are NaN, and that of all."""
+    found = {f"{name}/layer.{layer}": _float(value) for layer, value in enumerate(values) if not np.isnan(value)}
+    return {name: _float(of_all(values)), **found}
 
 
 def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
