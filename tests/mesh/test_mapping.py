@@ -174,6 +174,7 @@ INVALID = [
     ({"params": {"mlp": ["model", "island"]}}, "island splits nothing in params, because every replica has all"),
     ({"compute": {"mlp": ["model", "replica"]}}, "replica splits nothing in compute, because every replica has all"),
     ({"compute": {"embed": "model"}}, "norms, embedding and loss take whole hidden vectors"),
+    ({"compute": {"experts": "own"}}, "tokens pass through all experts on their device; split mlp"),
     ({"compute": {"head_size": "model"}}, "attention takes whole heads; split heads and kv_heads"),
     ({"compute": {"heads": ["model", "own"]}}, "compute.kv_heads [model]: queries attend on the device of their keys"),
     ({"compute": {"kv_heads": None}}, "compute.heads is [model] and compute.kv_heads null"),
@@ -194,8 +195,8 @@ INVALID = [
     ),
     ({"opt_state": {"mlp": ["model", "replica"]}}, "mapping.opt_state splits both"),
     (
-        {"compute": {"experts": "own"}},
-        "mapping.compute.experts: no array has the axis experts; axes of this model:",
+        {"compute": {"heights": "own"}},
+        "mapping.compute.heights: no array has the axis heights; axes of this model:",
     ),
     ({}, "mesh.own is 2, but nothing in this configuration is split over `own`"),
 ]

@@ -11,6 +11,7 @@ from gregale.axes.layout import (
     BATCH,
     CONTEXT,
     EMBED,
+    EXPERTS,
     ISLAND,
     MODEL,
     POSITION,
@@ -146,6 +147,8 @@ def _of_activations(layout: Layout) -> Iterator[str]:
         yield f"compute.{EMBED} is {shown(axes)}: norms, embedding and loss take whole hidden vectors."
     if axes := mesh_axes_of(compute.get("head_size", ())):
         yield f"compute.head_size is {shown(axes)}: attention takes whole heads; split heads and kv_heads."
+    if axes := mesh_axes_of(compute.get(EXPERTS, ())):
+        yield f"compute.{EXPERTS} is {shown(axes)}: tokens pass through all experts on their device; split mlp."
     queries, keys = (mesh_axes_of(compute.get(name, ())) for name in ("heads", "kv_heads"))
     if queries != keys:
         yield (
