@@ -69,6 +69,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 1,
         "mlp_only_layers": [1, 0],
     }),
+    "dots1": ("dots1", {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 1,
+    }),
 }  # fmt: skip
 
 
@@ -94,6 +99,9 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") ->
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms away from 0 and 1, where a mistake in them would not show
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     write_tokenizer(BytesTokenizer(), folder, CONTEXT)
     return model

@@ -52,8 +52,8 @@ class FamilyExperts:
         dense = [layer for layer in range(given["num_hidden_layers"]) if layer in only or (layer + 1) % step]
         if dense != [*range(len(dense))]:
             raise UserError(
-                f"{source}: by {SPARSE_STEP} {step} and {MLP_ONLY} {only} the layers {listed(list(map(str, dense)))} "
-                "have no experts; Gregale computes models in which only the first layers have none."
+                f"{source}: by {SPARSE_STEP} {step} and {MLP_ONLY} {only}, the layers without experts are "
+                f"{listed(list(map(str, dense)))}; Gregale computes models in which they are the first ones."
             )
         return len(dense)
 

@@ -65,11 +65,16 @@ EXPERTS_OF_MIXTRAL: Names = {
     "block_sparse_moe.experts.{expert}.w2.weight": ("mlp.down", "embed, mlp"),
 }
 SHARED: Names = {
-    "mlp.shared_expert.gate_proj.weight": ("mlp.shared.gate.weight", "mlp, embed"),
-    "mlp.shared_expert.up_proj.weight": ("mlp.shared.up.weight", "mlp, embed"),
-    "mlp.shared_expert.down_proj.weight": ("mlp.shared.down.weight", "embed, mlp"),
+    "gate_proj.weight": ("mlp.shared.gate.weight", "mlp, embed"),
+    "up_proj.weight": ("mlp.shared.up.weight", "mlp, embed"),
+    "down_proj.weight": ("mlp.shared.down.weight", "embed, mlp"),
+}
+SHARED_OF_QWEN: Names = {
+    **{f"mlp.shared_expert.{hub}": names for hub, names in SHARED.items()},
     "mlp.shared_expert_gate.weight": ("mlp.shared_gate", "shared_gate, embed"),
 }
+SHARED_OF_DOTS: Names = {f"mlp.shared_experts.{hub}": names for hub, names in SHARED.items()}
+BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "experts")}
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,7 @@ FAMILIES = {
         Family(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
-            {**PROJECTIONS, **EXPERTS, **SHARED, **NORMS_BEFORE},
+            {**PROJECTIONS, **EXPERTS, **SHARED_OF_QWEN, **NORMS_BEFORE},
             window="use_sliding_window",
             full_layers=28,
             derives_layer_types=False,
@@ -265,6 +270,36 @@ FAMILIES = {
                 {**QWEN_EXPERTS, **ACTIVE, **LOSS_KEY, "shared_expert_intermediate_size": "shared"},
                 same={"shared_gate": True},
                 dense=MLP_ONLY,
+            ),
+        ),
+        Family(
+            "dots1",
+            "Dots1ForCausalLM",
+            {**PROJECTIONS, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
+            block={"qk_norm": True},
+            window="sliding_window",
+            full_layers=62,
+            defaults={
+                "sliding_window": 4096,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            experts=FamilyExperts(
+                {
+                    "n_routed_experts": "count",
+                    "moe_intermediate_size": "width",
+                    "n_shared_experts": "shared",
+                    "norm_topk_prob": "renormalise",
+                    "routed_scaling_factor": "scale",
+                    "n_group": "groups",
+                    "topk_group": "active_groups",
+                    **ACTIVE,
+                },
+                same={"score": "sigmoid", "router": "float32", BIAS: True},
+                dense=FIRST_DENSE,
+                shared_in_widths=True,
             ),
         ),
     )

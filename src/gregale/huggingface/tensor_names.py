@@ -26,6 +26,7 @@ class Slot:
     """A parameter and its tensor on the hub, or one for each layer and expert if the name has `{layer}`, `{expert}`.
 
     - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
+    - `is_buffer`: whether it is a buffer, which files hold in float32
     """
 
     hub: str  # the tensor's name
@@ -33,6 +34,7 @@ class Slot:
     axes: tuple[Axis, ...]  # the parameter's axes
     groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
     layers: list[int] | None
+    is_buffer: bool = False
 
     @property
     def stacked(self) -> int:
@@ -93,17 +95,16 @@ def slots_of(model: Any, family: Family) -> list[Slot]:
     Buffers that the family does not name have none.
     """
     slots, found, numbers = [], parameters_of(model), layer_numbers(layer_order(model))
+    buffers = parameters_of(buffers_of(model))
     stacks = ["blocks.", *(f"blocks.parts.{structure}." for structure in range(len(numbers)))]
     for hub, (ours, axes) in family.names().items():
         for path in [ours.replace("blocks.", stack, 1) for stack in (stacks if "{layer}" in hub else stacks[:1])]:
             if path in found:
                 groups, own = tuple(tuple(group.split()) for group in axes.split(",")), found.pop(path)
-                slot = Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or ""))
+                slot = Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or ""), path in buffers)
                 assert all(is_layers(axis.name) or axis.name == EXPERTS for axis in own.axes[: slot.stacked])
                 slots.append(slot)
-    assert found.keys() <= parameters_of(buffers_of(model)).keys(), (
-        f"{family.model_type} has no names for {', '.join(found)}"
-    )
+    assert found.keys() <= buffers.keys(), f"{family.model_type} has no names for {', '.join(found)}"
     return slots
 
 

@@ -37,8 +37,8 @@ Transposing = Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array]
 class Writer:
     """Writes parameters to existing files of full size; each of several processes writes the shards of its devices.
 
-    It writes one tensor at a time: a layer of a parameter, or one of its experts. The devices transpose and cast their shards,
-    and the process writes each shard to its byte range. Devices send nothing to one another.
+    It writes one tensor at a time: a layer of a parameter, or one of its experts. The devices transpose and cast their
+    shards, and the process writes each shard to its byte range. Devices send nothing to one another.
 
     - `layout`: layout of the parameters
     """
