@@ -8,7 +8,8 @@ import pytest
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import FAMILIES, family_that_has
-from gregale.model.config import LlamaConfig
+from gregale.model.config import GemmaConfig, LlamaConfig
+from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from tests.huggingface.hub import EXPERTS, SIZES, of_family
 
 LLAMA = {**SIZES, "model_type": "llama"}
@@ -86,8 +87,9 @@ def test_both_names_of_the_number_of_experts_and_steps_that_mean_dense_first_are
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN.items()}
     assert read_config(LLAMA | renamed, "") == read_config(LLAMA | QWEN, "")
     _, config = read_config(LLAMA | QWEN | {"decoder_sparse_step": 2}, "")
-    assert (config.dense_layers, config.experts.count, config.experts.renormalise) == (1, 4, False)
-    assert config.experts.balance.loss == 0.001
+    balance = BalanceConfig(loss=0.001)
+    assert config.experts == ExpertsConfig(4, 2, width=16, renormalise=False, balance=balance)
+    assert config.dense_layers == 1
 
 
 def test_older_forms_of_gemma_3_are_the_same():
@@ -112,6 +114,6 @@ def test_a_model_goes_out_as_a_family_that_can_be_it():
         assert family_that_has(of_family(family), name) == family
     gemma3 = FAMILIES["gemma3_text"]
     with pytest.raises(UserError, match=r"gemma3_text not model.score_softcap 2.0;"):
-        family_that_has(gemma3.config(**gemma3.block, score_softcap=2.0), "gemma3_text")
+        family_that_has(GemmaConfig(**gemma3.block, score_softcap=2.0), "gemma3_text")
     with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):
         family_that_has(replace(plain, qk_norm=True, attention_bias=True))

@@ -103,8 +103,9 @@ def slots_by_name(slots: list[Slot]) -> dict[str, Slot]:
     outside = [slot for slot in slots if slot.layers is None]
     layers: dict[int, dict[str, Slot]] = {}
     for slot in slots:
-        for name, place in slot.tensors().items() if slot.layers else ():
-            layers.setdefault(slot.layers[place[0]], {})[name] = slot
+        for name, place in slot.tensors().items():
+            if slot.layers is not None:
+                layers.setdefault(slot.layers[place[0]], {})[name] = slot
     found = {outside[0].hub: outside[0]}
     for layer in sorted(layers):
         found |= layers[layer]
