@@ -26,8 +26,8 @@ ROWS, POSITIONS = 2, 24
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, POSITIONS + 1))
 
 
-def abstract(folder) -> Llama:
-    Vocab = Axis("vocab", folder.model.vocabulary)
+def abstract(folder, rows: int = VOCABULARY) -> Llama:
+    Vocab = Axis("vocab", rows)
     return jax.eval_shape(lambda: Llama.init(folder.model, Vocab, jax.random.key(0)))
 
 
@@ -89,6 +89,19 @@ def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
         for hub, place in slot.tensors().items():
             wanted = slot.as_parameter(gradient_of(parameters, hub))
             assert_near(np.asarray(leaves[slot.path][place]), wanted, hub)
+
+
+def test_shards_of_experts_are_parts_of_the_same_tensors(tmp_path):
+    pytest.importorskip("torch")
+    made("dots1", tmp_path)
+    folder = open_folder(tmp_path)
+    layouts, model = (layout_of(), layout_of(data=2, model=2)), abstract(folder, VOCABULARY + 1)
+    one, split = (read_model(folder, model, layout) for layout in layouts)
+    jax.tree.map(np.testing.assert_array_equal, one, split)
+    stacks = split.blocks.parts[1].mlp
+    assert stacks.down.array.sharding.shard_shape(stacks.down.array.shape) == (2, 8, 8, 16)
+    assert stacks.bias.value.array.sharding.is_fully_replicated
+    np.testing.assert_array_equal(stacks.load.value.array, np.ones((2, 8)))
 
 
 @pytest.mark.parametrize("name", MODELS)
