@@ -181,7 +181,7 @@ def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str,
 def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
     """Return the `layer_types` that transformers derives for an older config.json, which has a rule instead."""
     every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", family.full_every))
-    first = 0 if family.full_layers is None else given.get("max_window_layers", family.full_layers)
+    first = 0 if family.first_full is None else given.get("max_window_layers", family.first_full)
 
     def is_full(layer: int) -> bool:
         return layer < first or (family.full_every is not None and (layer + 1) % every == 0)
@@ -224,7 +224,7 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":
         fields["use_sliding_window"] = window is not None
-    if family.full_layers is not None:
+    if family.first_full is not None:
         first = next(layer for layer in count() if layer not in full)  # with a window
         fields["max_window_layers"] = config.layers if window is None else first
     return fields

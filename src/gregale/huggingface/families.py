@@ -90,9 +90,7 @@ class Family:
     config: type[LlamaConfig] = LlamaConfig  # configuration class of its models
     block: Mapping[str, Any] = field(default_factory=dict)  # fields with the same value in all its models
     window: str | None = None  # None: no windows
-    full_layers: int | None = (
-        None  # default of `max_window_layers`, the first layers, without windows; None: no such key
-    )
+    first_full: int | None = None  # default of `max_window_layers`, first layers without a window; None: no such key
     full_every: int | None = None  # without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
     keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json that not all families have
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
@@ -106,7 +104,7 @@ class Family:
 
     @property
     def has_layer_types(self) -> bool:
-        return self.full_layers is not None or self.full_every is not None
+        return self.first_full is not None or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:
         """Return all names; those of layers have `{layer}` in the name, and `blocks.` before the parameter."""
@@ -171,7 +169,7 @@ FAMILIES = {
             {**PROJECTIONS, **NORMS_BEFORE},
             block={"attention_bias": True},
             window="use_sliding_window",
-            full_layers=28,
+            first_full=28,
         ),
         Family(
             "qwen3",
@@ -179,7 +177,7 @@ FAMILIES = {
             {**PROJECTIONS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
             block={"qk_norm": True},
             window="use_sliding_window",
-            full_layers=28,
+            first_full=28,
             defaults={"head_dim": 128},
         ),
         Family(
@@ -262,7 +260,7 @@ FAMILIES = {
             "Qwen2MoeForCausalLM",
             {**PROJECTIONS, **EXPERTS, **SHARED_OF_QWEN, **NORMS_BEFORE},
             window="use_sliding_window",
-            full_layers=28,
+            first_full=28,
             derives_layer_types=False,
             keys={"qkv_bias": "attention_bias"},
             defaults={"num_key_value_heads": 16, "qkv_bias": True, **QWEN_DEFAULTS},
@@ -278,7 +276,7 @@ FAMILIES = {
             {**PROJECTIONS, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
             block={"qk_norm": True},
             window="sliding_window",
-            full_layers=62,
+            first_full=62,
             defaults={
                 "sliding_window": 4096,
                 "norm_topk_prob": False,

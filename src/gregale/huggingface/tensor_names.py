@@ -23,8 +23,9 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and its tensor on the hub, or one for each layer and expert if the name has `{layer}`, `{expert}`.
+    """A parameter and its tensor on the hub, or one for each layer and each expert that the name has.
 
+    - `hub`: has `{layer}` and `{expert}` in place of their numbers
     - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
     - `is_buffer`: whether it is a buffer, which files hold in float32
     """
