@@ -4,7 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from gregale.data.tokenizers import BytesTokenizer
+from gregale.huggingface.experts import BIAS
+from gregale.huggingface.families import Family
 from gregale.huggingface.tokenizer import write_tokenizer
+from gregale.model.config import LlamaConfig
+from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 
 VOCABULARY, CONTEXT = 257, 64
 SIZES: dict[str, Any] = {
@@ -30,6 +34,7 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 WINDOW = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"head_dim": 16, "sliding_window": 5}
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,7 +55,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "query_pre_attn_scalar": 16, "rope_parameters": OF_KINDS,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {
+        "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 7,
+    }),
+    "qwen3_moe_plain": ("qwen3_moe", EXPERTS),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe_normalised": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | WINDOW | {
+        "shared_expert_intermediate_size": 24, "layer_types": ["full_attention", "sliding_attention"],
+    }),
+    "qwen2_moe_normalised": ("qwen2_moe", EXPERTS | {
+        "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 1,
+        "mlp_only_layers": [1, 0],
+    }),
+    "dots1": ("dots1", {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 1,
+    }),
 }  # fmt: skip
+
+
+def of_family(family: Family, **sizes: Any) -> LlamaConfig:
+    """A model of a family, as its table says."""
+    if (own := family.experts) is not None:
+        same, shared = dict(own.same), 768 if "shared" in own.keys.values() else 0
+        balance = BalanceConfig(bias=same.pop(BIAS, False))
+        sizes["experts"] = ExpertsConfig(**{"shared": shared, **same}, balance=balance)
+    return family.config(**sizes, **family.block)
 
 
 def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") -> Any:
@@ -66,6 +99,9 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") ->
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms away from 0 and 1, where a mistake in them would not show
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     write_tokenizer(BytesTokenizer(), folder, CONTEXT)
     return model

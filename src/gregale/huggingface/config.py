@@ -54,7 +54,8 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
     """
     family = family_of(saved.get("model_type"), source)
     given = {**DEFAULTS, **family.defaults, **saved}
-    for key in SIZES:
+    given = {**{key: saved[other] for other, key in family.synonyms.items() if other in saved}, **given}
+    for key in (*SIZES, *(family.experts.sizes if family.experts else ())):
         if not isinstance(size := given.get(key), int) or not 0 < size <= MAX_SIZE:
             raise UserError(
                 f"{source}: {key} is {size!r}; it has to be there, and a whole number from 1 to {MAX_SIZE:,}."
@@ -79,6 +80,7 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
         fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
         family.config(**fields)  # checks the number of layers before the list of layers is made
         fields |= {**family.block, **_windows(given, family, source)}
+        fields |= family.experts.read(given, source) if family.experts else {}
         return family, family.config(**fields, **_rotary(given, family, fields["sliding_window"] is not None, source))
     except KeyedError as error:
         raise UserError(f"{source}: {error}") from None
@@ -158,6 +160,10 @@ def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str,
     kinds = given.get("layer_types") if family.has_layer_types else None
     if window is None and kinds is None and family.full_every is None:
         return none
+    if kinds is None and not family.derives_layer_types:
+        raise UserError(
+            f"{source} has no layer_types, and versions of transformers differ in which layers have windows."
+        )
     kinds = _layer_types(given, family) if kinds is None else kinds
     if len(kinds) != given["num_hidden_layers"] or not set(kinds) <= {FULL, SLIDING}:
         raise UserError(
@@ -175,7 +181,7 @@ def _windows(given: Mapping[str, Any], family: Family, source: str) -> dict[str,
 def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
     """Return the `layer_types` that transformers derives for an older config.json, which has a rule instead."""
     every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", family.full_every))
-    first = given.get("max_window_layers", 28) if family.window == "use_sliding_window" else 0
+    first = 0 if family.first_full is None else given.get("max_window_layers", family.first_full)
 
     def is_full(layer: int) -> bool:
         return layer < first or (family.full_every is not None and (layer + 1) % every == 0)
@@ -202,7 +208,7 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     if "query_pre_attn_scalar" in fields:
         width = config.score_width or config.HeadSize.size
         fields["query_pre_attn_scalar"] = int(width) if width == int(width) else width
-    fields |= _written_windows(config, family)
+    fields |= _written_windows(config, family) | (family.experts.written(config) if family.experts else {})
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
     return {**before, **names, **fields, **_written_rotary(config, family, "rope_parameters" in before)}
 
@@ -218,6 +224,7 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":
         fields["use_sliding_window"] = window is not None
+    if family.first_full is not None:
         first = next(layer for layer in count() if layer not in full)  # with a window
         fields["max_window_layers"] = config.layers if window is None else first
     return fields

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, FamilyExperts
 from gregale.model.config import GemmaConfig, LlamaConfig
 
 LAYER = "model.layers.{layer}."
@@ -51,6 +52,29 @@ NORMS_OF_ALL_HEADS: Names = {
     "self_attn.q_norm.weight": ("attention.query_norm.weight", "heads head_size"),
     "self_attn.k_norm.weight": ("attention.key_norm.weight", "kv_heads head_size"),
 }
+EXPERTS: Names = {
+    "mlp.gate.weight": ("mlp.router", "experts, embed"),
+    "mlp.experts.{expert}.gate_proj.weight": ("mlp.gate", "mlp, embed"),
+    "mlp.experts.{expert}.up_proj.weight": ("mlp.up", "mlp, embed"),
+    "mlp.experts.{expert}.down_proj.weight": ("mlp.down", "embed, mlp"),
+}
+EXPERTS_OF_MIXTRAL: Names = {
+    "block_sparse_moe.gate.weight": ("mlp.router", "experts, embed"),
+    "block_sparse_moe.experts.{expert}.w1.weight": ("mlp.gate", "mlp, embed"),
+    "block_sparse_moe.experts.{expert}.w3.weight": ("mlp.up", "mlp, embed"),
+    "block_sparse_moe.experts.{expert}.w2.weight": ("mlp.down", "embed, mlp"),
+}
+SHARED: Names = {
+    "gate_proj.weight": ("mlp.shared.gate.weight", "mlp, embed"),
+    "up_proj.weight": ("mlp.shared.up.weight", "mlp, embed"),
+    "down_proj.weight": ("mlp.shared.down.weight", "embed, mlp"),
+}
+SHARED_OF_QWEN: Names = {
+    **{f"mlp.shared_expert.{hub}": names for hub, names in SHARED.items()},
+    "mlp.shared_expert_gate.weight": ("mlp.shared_gate", "shared_gate, embed"),
+}
+SHARED_OF_DOTS: Names = {f"mlp.shared_experts.{hub}": names for hub, names in SHARED.items()}
+BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "experts")}
 
 
 @dataclass(frozen=True)
@@ -66,16 +90,21 @@ class Family:
     config: type[LlamaConfig] = LlamaConfig  # configuration class of its models
     block: Mapping[str, Any] = field(default_factory=dict)  # fields with the same value in all its models
     window: str | None = None  # None: no windows
+    first_full: int | None = None  # default of `max_window_layers`, first layers without a window; None: no such key
     full_every: int | None = None  # without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
     keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json that not all families have
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which transformers may write
     ignored: tuple[str, ...] = ()  # keys of config.json that transformers reads but does not use: null
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
     any_heads: bool = True  # whether transformers accepts a `hidden_size` that the number of heads does not divide
+    any_head_size: bool = True  # whether transformers accepts one that is not the width of all heads
+    derives_layer_types: bool = True  # whether all versions of transformers derive the same `layer_types`
+    experts: FamilyExperts | None = None
 
     @property
     def has_layer_types(self) -> bool:
-        return self.window == "use_sliding_window" or self.full_every is not None
+        return self.first_full is not None or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:
         """Return all names; those of layers have `{layer}` in the name, and `blocks.` before the parameter."""
@@ -91,7 +120,14 @@ class Family:
         differing = [name for name in BLOCK if name not in free and getattr(config, name) != wanted[name]]
         if config.hidden % config.heads and not self.any_heads:
             differing.append("heads")
-        return [f"model.{name} {getattr(config, name)}" for name in differing]
+        if config.heads * config.HeadSize.size != config.hidden and not self.any_head_size:
+            differing.append("head_size")
+        found = [f"{name} {getattr(config, name)}" for name in differing]
+        if self.experts is None or config.experts is None:
+            found += [] if self.experts is config.experts else ["experts" if self.experts is None else "experts null"]
+        else:
+            found += self.experts.lacks(config)
+        return [f"model.{setting}" for setting in found]
 
 
 DEFAULT = LlamaConfig()
@@ -102,6 +138,10 @@ BLOCK = (
 )
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
 GEMMA_KEYS = {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_softcap"}
+ACTIVE = {"num_experts_per_tok": "active"}
+LOSS_KEY = {"router_aux_loss_coef": LOSS}
+QWEN_EXPERTS = {"num_experts": "count", "moe_intermediate_size": "width", "norm_topk_prob": "renormalise"}
+QWEN_DEFAULTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
 SCORE_SOFTCAP = "attn_logit_softcapping"
 GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA_DEFAULTS = {
@@ -129,6 +169,7 @@ FAMILIES = {
             {**PROJECTIONS, **NORMS_BEFORE},
             block={"attention_bias": True},
             window="use_sliding_window",
+            first_full=28,
         ),
         Family(
             "qwen3",
@@ -136,6 +177,7 @@ FAMILIES = {
             {**PROJECTIONS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
             block={"qk_norm": True},
             window="use_sliding_window",
+            first_full=28,
             defaults={"head_dim": 128},
         ),
         Family(
@@ -172,6 +214,92 @@ FAMILIES = {
             defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
             any_heads=False,
         ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            {**PROJECTIONS, **EXPERTS_OF_MIXTRAL, **NORMS_BEFORE},
+            window="sliding_window",
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "router_aux_loss_coef": 0.001,
+            },
+            experts=FamilyExperts({"num_local_experts": "count", **ACTIVE, "intermediate_size": "width", **LOSS_KEY}),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            {**PROJECTIONS, **EXPERTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
+            block={"qk_norm": True},
+            window="use_sliding_window",
+            synonyms={"num_local_experts": "num_experts"},
+            defaults={"num_key_value_heads": 4, **QWEN_DEFAULTS},
+            experts=FamilyExperts({**QWEN_EXPERTS, **ACTIVE, **LOSS_KEY}, dense=MLP_ONLY),
+        ),
+        Family(
+            "olmoe",
+            "OlmoeForCausalLM",
+            {**PROJECTIONS, **EXPERTS, **NORMS_BEFORE, **NORMS_OF_ALL_HEADS},
+            block={"qk_norm": True, "qk_norm_over": "heads"},
+            only={"hidden_act": "silu", "clip_qkv": None},
+            defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+            any_head_size=False,
+            experts=FamilyExperts(
+                {
+                    "num_experts": "count",
+                    "intermediate_size": "width",
+                    "norm_topk_prob": "renormalise",
+                    **ACTIVE,
+                    **LOSS_KEY,
+                }
+            ),
+        ),
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            {**PROJECTIONS, **EXPERTS, **SHARED_OF_QWEN, **NORMS_BEFORE},
+            window="use_sliding_window",
+            first_full=28,
+            derives_layer_types=False,
+            keys={"qkv_bias": "attention_bias"},
+            defaults={"num_key_value_heads": 16, "qkv_bias": True, **QWEN_DEFAULTS},
+            experts=FamilyExperts(
+                {**QWEN_EXPERTS, **ACTIVE, **LOSS_KEY, "shared_expert_intermediate_size": "shared"},
+                same={"shared_gate": True},
+                dense=MLP_ONLY,
+            ),
+        ),
+        Family(
+            "dots1",
+            "Dots1ForCausalLM",
+            {**PROJECTIONS, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
+            block={"qk_norm": True},
+            window="sliding_window",
+            first_full=62,
+            defaults={
+                "sliding_window": 4096,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            experts=FamilyExperts(
+                {
+                    "n_routed_experts": "count",
+                    "moe_intermediate_size": "width",
+                    "n_shared_experts": "shared",
+                    "norm_topk_prob": "renormalise",
+                    "routed_scaling_factor": "scale",
+                    "n_group": "groups",
+                    "topk_group": "active_groups",
+                    **ACTIVE,
+                },
+                same={"score": "sigmoid", "router": "float32", BIAS: True},
+                dense=FIRST_DENSE,
+                shared_in_widths=True,
+            ),
+        ),
     )
 }
 
@@ -185,7 +313,8 @@ def family_of(model_type: object, source: str) -> Family:
 
 def family_that_has(config: LlamaConfig, preferred: object = None) -> Family:
     """Return a family that supports a configuration, the preferred one if possible; raise `UserError` if none does."""
-    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
+    candidates = [family for family in FAMILIES.values() if (family.experts is None) == (config.experts is None)]
+    order = sorted(candidates, key=lambda family: family.model_type != preferred)
     for family in order:
         if not family.lacks(config):
             return family

@@ -48,7 +48,7 @@ class Folder:
         """Raise `UserError` if names or shapes of the tensors differ from those of the model."""
         check_names(set(self.tensors), slots, str(self.path))
         for slot in slots:
-            for name in slot.names():
+            for name in slot.tensors():
                 if (found := self.tensors[name]).shape != slot.shape:
                     raise UserError(
                         f"{found.path}: {name} has the shape {list(found.shape)}, and by {CONFIG} it has "

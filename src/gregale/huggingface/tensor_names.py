@@ -1,6 +1,7 @@
 """Provides the map between a folder's tensors and a model's parameters."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
-from gregale.axes.layout import is_layers, is_named
+from gregale.axes.layout import EXPERTS, is_layers, is_named
+from gregale.axes.parameters import buffers_of
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.huggingface.families import Family
@@ -21,9 +23,11 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and its tensor on the hub, or one for each layer if the name has `{layer}`.
+    """A parameter and its tensor on the hub, or one for each layer and each expert that the name has.
 
+    - `hub`: has `{layer}` and `{expert}` in place of their numbers
     - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
+    - `is_buffer`: whether it is a buffer, which files hold in float32
     """
 
     hub: str  # the tensor's name
@@ -31,11 +35,17 @@ class Slot:
     axes: tuple[Axis, ...]  # the parameter's axes
     groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
     layers: list[int] | None
+    is_buffer: bool = False
+
+    @property
+    def stacked(self) -> int:
+        """Return the number of the parameter's first axes that its tensors lack: of layers, and of experts."""
+        return (self.layers is not None) + ("{expert}" in self.hub)
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Return the axes of one layer's part, in the parameter's order."""
-        return tuple(axis.name for axis in self.axes if not is_layers(axis.name))
+        """Return the axes of one tensor's part, in the parameter's order."""
+        return tuple(axis.name for axis in self.axes[self.stacked :])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,11 +56,15 @@ class Slot:
         """Return the slot with `rows` rows of a vocabulary, without its padding."""
         return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
 
-    def name(self, layer: int | None) -> str:
-        return self.hub.format(layer=layer)
+    def name(self, place: tuple[int, ...]) -> str:
+        """Return the tensor at an index of the first axes."""
+        layer = None if self.layers is None else self.layers[place[0]]
+        return self.hub.format(layer=layer, expert=place[-1] if place else None)
 
-    def names(self) -> list[str]:
-        return [self.hub] if self.layers is None else [self.name(layer) for layer in self.layers]
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return tensor's name -> its index in the parameter's first axes, layer by layer."""
+        places = product(*(range(axis.size) for axis in self.axes[: self.stacked]))
+        return {self.name(place): place for place in places}
 
     @property
     def flat(self) -> tuple[str, ...]:
@@ -63,7 +77,7 @@ class Slot:
         return tuple(sizes[name] for name in self.flat)
 
     def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the hub's tensor with the parameter's axes, without `layers`."""
+        """Return a view of the hub's tensor with the parameter's axes, without the stacked ones."""
         return tensor.reshape(self.flat_shape).transpose([self.flat.index(name) for name in self.own])
 
 
@@ -77,21 +91,27 @@ def parameters_of(model: Any) -> dict[str, NamedArray]:
 
 
 def slots_of(model: Any, family: Family) -> list[Slot]:
-    """Return the slots of a model's parameters, in the order of the family's table; they may be abstract."""
+    """Return the slots of a model's parameters, in the order of the family's table; they may be abstract.
+
+    Buffers that the family does not name have none.
+    """
     slots, found, numbers = [], parameters_of(model), layer_numbers(layer_order(model))
+    buffers = parameters_of(buffers_of(model))
     stacks = ["blocks.", *(f"blocks.parts.{structure}." for structure in range(len(numbers)))]
     for hub, (ours, axes) in family.names().items():
         for path in [ours.replace("blocks.", stack, 1) for stack in (stacks if "{layer}" in hub else stacks[:1])]:
             if path in found:
                 groups, own = tuple(tuple(group.split()) for group in axes.split(",")), found.pop(path)
-                slots.append(Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or "")))
-    assert not found, f"{family.model_type} has no names for {', '.join(found)}"
+                slot = Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or ""), path in buffers)
+                assert all(is_layers(axis.name) or axis.name == EXPERTS for axis in own.axes[: slot.stacked])
+                slots.append(slot)
+    assert found.keys() <= buffers.keys(), f"{family.model_type} has no names for {', '.join(found)}"
     return slots
 
 
 def check_names(found: set[str], slots: list[Slot], source: str) -> None:
     """Raise `UserError` for missing tensors and for tensors that the model lacks; `source`: the folder's path."""
-    wanted = {name for slot in slots for name in slot.names()}
+    wanted = {name for slot in slots for name in slot.tensors()}
     ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
     problems = [
         f"{what} {listed(sorted(names))}"

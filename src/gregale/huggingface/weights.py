@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import Layout, Tree, is_layers, is_named
+from gregale.axes.layout import Layout, Tree, is_named
+from gregale.axes.parameters import buffers_of
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
 from gregale.huggingface.safetensors import Tensor, blocks
@@ -18,19 +19,21 @@ from gregale.huggingface.tensor_names import HEAD, TABLE, Slot, parameters_of, p
 def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], NamedArray]:
     """Return a function that reads one parameter by its path under `params`; each process reads its own shards.
 
-    - `model`: the abstract model, with the requested dtypes; the padding of its vocabulary is zero
+    - `model`: the abstract model, with the requested dtypes; the padding of its vocabulary is zero, and a buffer that
+      the files lack is 1: the load of experts
 
     Raises `UserError` if the folder has another model.
     """
     slots = [slot.cut_to(folder.model.vocabulary or 0) for slot in slots_of(model, folder.family)]
     folder.check(slots)
     by_path, leaves = {slot.path: slot for slot in slots}, parameters_of(model)
+    buffers = parameters_of(buffers_of(model))
 
     def read(path: str) -> NamedArray:
         leaf = leaves[path]
         array: Any = leaf.array
-        shard: Any = partial(_shard, by_path[path], folder.tensors, array)
-        sharding = layout.sharding(leaf.axes, layout.params)
+        shard: Any = partial(_shard, by_path.get(path), folder.tensors, array)
+        sharding = layout.sharding(leaf.axes, layout.compute if path in buffers else layout.params)
         return NamedArray(jax.make_array_from_callback(leaf.array.shape, sharding, shard), leaf.axis_names)
 
     return read
@@ -43,19 +46,22 @@ def read_model(folder: Folder, model: Tree, layout: Layout) -> Tree:
 
 
 def _shard(
-    slot: Slot, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]
+    slot: Slot | None, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Return a shard of a parameter, [*index], from the files; rows that the files lack are zero."""
     shape = [len(range(size)[part]) for size, part in zip(leaf.shape, index, strict=True)]
-    if slot.layers is None:
+    if slot is None:
+        return np.ones(shape, leaf.dtype)
+    if not slot.stacked:
         found = slot.as_parameter(tensors[slot.hub].mapped())[index]
         found = np.ascontiguousarray(found, leaf.dtype)
         missing = [(0, wanted - size) for wanted, size in zip(shape, found.shape, strict=True)]
         return np.pad(found, missing) if found.shape != tuple(shape) else found
-    assert is_layers(slot.axes[0].name)
-    found = np.empty(shape, leaf.dtype)
-    for row, layer in zip(found, slot.layers[index[0]], strict=True):
-        row[...] = slot.as_parameter(tensors[slot.name(layer)].mapped())[index[1:]]
+    found, lead = np.empty(shape, leaf.dtype), slot.stacked
+    starts = [range(size)[part].start for size, part in zip(leaf.shape, index[:lead], strict=False)]
+    for place in np.ndindex(*shape[:lead]):
+        name = slot.name(tuple(np.add(place, starts)))
+        found[place] = slot.as_parameter(tensors[name].mapped())[index[lead:]]
     return found
 
 

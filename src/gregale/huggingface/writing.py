@@ -12,7 +12,7 @@ import numpy as np
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import Layout, is_layers
+from gregale.axes.layout import Layout
 from gregale.errors import UserError
 from gregale.huggingface.folder import INDEX, SUFFIX, WEIGHTS, write_json
 from gregale.huggingface.safetensors import Plan, Tensor, plan_file
@@ -27,18 +27,18 @@ Dtypes = Mapping[str, np.dtype]
 
 def plan_files(folder: Path, files: Files, slots: list[Slot], dtypes: Dtypes) -> list[Plan]:
     """Return the plans of a model's files, equal in all processes, without a write."""
-    shapes = {name: slot.shape for name, (slot, _) in layers_by_name(slots).items()}
+    shapes = {name: slot.shape for name, slot in slots_by_name(slots).items()}
     return [plan_file(folder / file, {name: shapes[name] for name in names}, dtypes) for file, names in files.items()]
 
 
-Transposing = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+Transposing = Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array]]
 
 
 class Writer:
     """Writes parameters to existing files of full size; each of several processes writes the shards of its devices.
 
-    It writes one layer of a parameter, or one other parameter, at a time. The devices transpose and cast their shards,
-    and the process writes each shard to its byte range. Devices send nothing to one another.
+    It writes one tensor at a time: a layer of a parameter, or one of its experts. The devices transpose and cast their
+    shards, and the process writes each shard to its byte range. Devices send nothing to one another.
 
     - `layout`: layout of the parameters
     """
@@ -54,11 +54,11 @@ class Writer:
         Raises `UserError` if a value is too large for its dtype.
         """
         transposing: dict[np.dtype, Transposing] = {}
-        for row, layer in enumerate([None] if slot.layers is None else slot.layers):
-            tensor = self._tensors[slot.name(layer)]
+        for name, place in slot.tensors().items():
+            tensor = self._tensors[name]
             if tensor.dtype not in transposing:
                 transposing[tensor.dtype] = self._transposing(slot, parameter, tensor.dtype)
-            found, is_finite = transposing[tensor.dtype](parameter.array, row)
+            found, is_finite = transposing[tensor.dtype](parameter.array, place)
             if tensor.dtype.itemsize < parameter.dtype.itemsize and not is_finite:
                 raise UserError(
                     f"dtype: {tensor.name} has values that are too large for {tensor.dtype}; bfloat16 or float32 holds "
@@ -74,14 +74,12 @@ class Writer:
                 os.fsync(file.fileno())
 
     def _transposing(self, slot: Slot, parameter: NamedArray, dtype: np.dtype) -> Transposing:
-        """Return a function of a parameter and a row of its stack: the tensor, and whether it is finite."""
-        own = [axis.name for axis in parameter.axes if not is_layers(axis.name)]
-        order = tuple(own.index(name) for name in slot.flat)
-        stacked = slot.layers is not None
-        assert not stacked or is_layers(parameter.axes[0].name)
+        """Return a function of a parameter and an index of its stack: the tensor, and whether it is finite."""
+        order, own = tuple(slot.own.index(name) for name in slot.flat), parameter.array.shape[slot.stacked :]
 
-        def transposed(array: jax.Array, row: int) -> tuple[jax.Array, jax.Array]:
-            part = jax.lax.dynamic_index_in_dim(array, row, keepdims=False) if stacked else array
+        def transposed(array: jax.Array, place: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+            sizes = (1,) * len(place) + own
+            part = jax.lax.dynamic_slice(array, (*place, *(0 for _ in own)), sizes).reshape(own)
             found = part.transpose(order).astype(dtype)
             return found, jnp.isfinite(found).all()
 
@@ -100,19 +98,23 @@ def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
                 target[tuple(within)] = np.asarray(shard.data)[tuple(slice(part.stop - part.start) for part in within)]
 
 
-def layers_by_name(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
-    """Return tensor's name -> its slot and layer, in the order of the computation: layer by layer."""
-    layers = sorted({layer for slot in slots for layer in slot.layers or ()})
+def slots_by_name(slots: list[Slot]) -> dict[str, Slot]:
+    """Return tensor's name -> its slot, in the order of the computation: layer by layer."""
     outside = [slot for slot in slots if slot.layers is None]
-    found: dict[str, tuple[Slot, int | None]] = {outside[0].hub: (outside[0], None)}
-    for layer in layers:
-        found |= {slot.name(layer): (slot, layer) for slot in slots if layer in (slot.layers or ())}
-    return found | {slot.hub: (slot, None) for slot in outside[1:]}
+    layers: dict[int, dict[str, Slot]] = {}
+    for slot in slots:
+        for name, place in slot.tensors().items():
+            if slot.layers is not None:
+                layers.setdefault(slot.layers[place[0]], {})[name] = slot
+    found = {outside[0].hub: outside[0]}
+    for layer in sorted(layers):
+        found |= layers[layer]
+    return found | {slot.hub: slot for slot in outside[1:]}
 
 
 def bytes_of(slots: list[Slot], dtypes: Dtypes) -> dict[str, int]:
     """Return tensor's name -> its bytes, in the same order."""
-    return {name: prod(slot.shape) * dtypes[name].itemsize for name, (slot, _) in layers_by_name(slots).items()}
+    return {name: prod(slot.shape) * dtypes[name].itemsize for name, slot in slots_by_name(slots).items()}
 
 
 def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:

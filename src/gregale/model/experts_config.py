@@ -23,24 +23,28 @@ class BalanceConfig(Settings):
         "coefficient of the balance loss",
         range=at_least(0),
         aliases=("router_aux_loss_coef", "aux_loss_alpha", "load_balance_loss_weight", "lbl_coef", "lbl_loss_weight"),
+        by_topic=True,
     )
     z_loss: float = setting(
         0.0,
         "coefficient of the mean squared logsumexp of the router's logits",
         range=at_least(0),
         aliases=("router_z_loss_coef", "rzl_coef", "moe_z_loss_coeff"),
+        by_topic=True,
     )
     bias: bool = setting(
         False,
         "a bias of each expert, for the choice alone (DeepSeek V3)",
         aliases=("routed_bias", "use_expert_bias", "moe_router_enable_expert_bias"),
         fixed=SHAPE,
+        by_topic=True,
     )
     bias_rate: float = setting(
         1e-3,
         "change of a bias in a step",
         range=Range(0, 1, above=True),
         aliases=("routed_bias_update_rate", "moe_router_bias_update_rate"),
+        by_topic=True,
     )
 
 
@@ -75,13 +79,17 @@ class ExpertsConfig(Settings):
         range=whole(0),
         aliases=("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         fixed=SHAPE,
+        by_topic=True,
     )
-    shared_gate: bool = setting(False, "a sigmoid of each token weighs that MLP (Qwen 2 MoE)", fixed=SHAPE)
+    shared_gate: bool = setting(
+        False, "a sigmoid of each token weighs that MLP (Qwen 2 MoE)", fixed=SHAPE, by_topic=True
+    )
     renormalise: bool = setting(
         True,
         "the weights of a token's experts sum to 1",
         aliases=("norm_topk_prob", "route_norm", "norm_topk"),
         fixed=MEANING,
+        by_topic=True,
     )
     score: str = setting(
         "softmax",
@@ -89,6 +97,7 @@ class ExpertsConfig(Settings):
         choices=SCORES,
         aliases=("scoring_func", "score_func", "routed_score_func", "moe_router_score_function"),
         fixed=MEANING,
+        by_topic=True,
     )
     scale: float = setting(
         1.0,
@@ -96,6 +105,7 @@ class ExpertsConfig(Settings):
         range=above(0),
         aliases=("routed_scaling_factor", "route_scale", "moe_router_topk_scaling_factor"),
         fixed=MEANING,
+        by_topic=True,
     )
     groups: int = setting(
         1,
@@ -103,15 +113,22 @@ class ExpertsConfig(Settings):
         range=whole(1),
         aliases=("n_group", "n_routing_groups", "num_expert_groups"),
         fixed=MEANING,
+        by_topic=True,
     )
     active_groups: int = setting(
-        1, "groups of a token", range=whole(1), aliases=("topk_group", "topk_routing_group"), fixed=MEANING
+        1,
+        "groups of a token",
+        range=whole(1),
+        aliases=("topk_group", "topk_routing_group"),
+        fixed=MEANING,
+        by_topic=True,
     )
     router: str = setting(
         "dtype",
         "dtype of the product that gives the router's logits",
         choices=ROUTERS,
         aliases=("router_dtype", "moe_router_dtype", "float32_gate_logits"),
+        by_topic=True,
     )
     balance: BalanceConfig = field(
         default_factory=BalanceConfig, metadata={"help": "terms for equal numbers of tokens"}

@@ -47,8 +47,8 @@ from gregale.huggingface.writing import (
     Writer,
     bytes_of,
     files_of,
-    layers_by_name,
     plan_files,
+    slots_by_name,
     write_index,
 )
 from gregale.model.config import LlamaConfig
@@ -201,7 +201,8 @@ def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> 
     """Return each tensor's dtype in the file: the requested one, the imported tensor's, or the configuration's."""
     otherwise = np.dtype(DTYPES[asked or imported.dtype])
     own = {} if asked else {name: dtype for name, dtype in imported.dtypes.items() if dtype.name in DTYPES}
-    return {name: own.get(name, otherwise) for name in layers_by_name(slots)}
+    wide = np.dtype(np.float32)
+    return {name: own.get(name, wide if slot.is_buffer else otherwise) for name, slot in slots_by_name(slots).items()}
 
 
 def rounded(dtypes: Dtypes, before: Dtypes) -> str:

@@ -1,0 +1,100 @@
+"""Models with experts: import, export, texts and further training, with transformers on both ends."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gregale.errors import UserError
+from gregale.huggingface.families import FAMILIES, family_that_has
+from gregale.huggingface.folder import open_folder
+from gregale.huggingface.tensor_names import parameters_of
+from gregale.model.config import LlamaConfig
+from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.programs.runtime.trained_model import open_trained
+from tests.huggingface.hub import made
+from tests.packages import Package
+from tests.programs.tiny import write_config
+
+torch, transformers = Package("torch"), Package("transformers")
+PROMPT = "the wind and the "
+
+
+def values(folder: Path) -> dict[str, bytes]:
+    return {name: np.array(tensor.mapped()).tobytes() for name, tensor in open_folder(folder).tensors.items()}
+
+
+def continued(folder: Path) -> str:
+    """What transformers continues the prompt with, of bytes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "dots1"])
+def test_a_round_trip_gives_the_same_tensors_and_texts(gregale, tmp_path, capsys, name):
+    made(name, tmp_path / "hub", "20KB")
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    assert values(tmp_path / "out") == values(tmp_path / "hub")
+    before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("hub", "out"))
+    assert {key: after[key] for key in before} == before
+    capsys.readouterr()
+    assert gregale("sample", tmp_path / "mine", PROMPT, "--tokens", "12", "--temperature", "0") == 0
+    assert capsys.readouterr().out == f"{PROMPT}{continued(tmp_path / 'out')}\n"
+
+
+def test_a_run_from_it_trains_its_bias_and_is_exported_with_it(gregale, inputs, capsys):
+    """On a mesh, with dense layers; all but the bias is bfloat16 in the files."""
+    made("dots1", inputs / "hub")
+    assert gregale("import", inputs / "hub", inputs / "mine") == 0
+    config = yaml.safe_load((inputs / "mine" / "config.yaml").read_text())
+    write_config(
+        inputs,
+        "on.yaml",
+        steps=2,
+        model=config["model"],
+        mesh={"replica": 2, "data": 4},
+        batch__microbatches=1,
+        data__tokenizer=config["data"]["tokenizer"],
+        optimizer={"type": "adamw", "learning_rate": 0.001},
+    )
+    assert gregale("train", "on.yaml", "--name", "on", "--start_from", "mine") == 0
+    assert gregale("export", "on", inputs / "out", "--dtype", "bfloat16", "--devices", "2") == 0
+    found, name = open_folder(inputs / "out").tensors, "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert {tensor.dtype.name for key, tensor in found.items() if "bias" not in key} == {"bfloat16"}
+    trained = parameters_of(open_trained("on", None, 1).model)["blocks.parts.1.mlp.bias.value"].array[1]
+    np.testing.assert_array_equal(found[name].mapped(), trained)
+    moved = trained - open_folder(inputs / "hub").tensors[name].mapped()
+    assert 0 < np.abs(moved).max() < 0.5, "it starts from the imported bias"
+    assert continued(inputs / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"balance": BalanceConfig(bias=True)}, "mixtral not model.experts.balance.bias True"),
+        ({"score": "sigmoid"}, "mixtral not model.experts.score sigmoid"),
+        ({"groups": 4, "active_groups": 2}, "mixtral not model.experts.groups 4, model.experts.active_groups 2"),
+        ({"scale": 2.5}, "qwen3_moe not model.qk_norm False, model.experts.scale 2.5"),
+        ({"shared": 100}, "dots1 not .*model.experts.shared 100 with width 768"),
+    ],
+)
+def test_experts_that_no_family_has_are_refused_in_a_line(changes, words):
+    with pytest.raises(UserError, match=words) as error:
+        family_that_has(LlamaConfig(experts=ExpertsConfig(**changes)))
+    assert "\n" not in str(error.value)
+    assert "llama" not in str(error.value)
+
+
+def test_experts_go_out_as_a_family_that_has_them():
+    config = LlamaConfig(experts=ExpertsConfig())
+    assert family_that_has(config).model_type == "mixtral"
+    qwen3 = replace(config, qk_norm=True, layers=4, dense_layers=2)
+    assert family_that_has(qwen3).model_type == "qwen3_moe"
+    assert FAMILIES["llama"].lacks(config) == ["model.experts"]
+    assert "model.experts null" in FAMILIES["mixtral"].lacks(LlamaConfig())
