@@ -14,12 +14,13 @@ import pytest
 from haliax import NamedArray
 
 from gregale.axes.layout import REPLICA
-from gregale.axes.mapping import MappingConfig
+from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
+from gregale.model.execution import Execution
 from gregale.model.experts import Experts
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.model.kernels.grouped import BLOCKED
@@ -27,7 +28,7 @@ from gregale.model.routing import choose
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
-from tests.mesh.support import one_device
+from tests.mesh.support import executed, one_device
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
 
@@ -86,7 +87,7 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution:
     balance = c.count * (load * likely).sum(-1) / jnp.maximum(m.sum((1, 2)), 1e-20)
     z = (jnp.square(jax.nn.logsumexp(logits, -1)) * m[..., 0]).sum(1)
     sums = {
-        "load": (load, ("batch", "experts")),
+        "load": (load, ("batch", "router")),
         "balance_loss": (balance, ("batch",)),
         "router_z_loss": (z, ("batch",)),
     }
@@ -100,6 +101,7 @@ def loops() -> Iterator[None]:
         yield
 
 
+EMPTY, EXCHANGED = MappingConfig(), MappingConfig(compute={"experts": "data"})
 PLAIN = replace(ONE.compute, remat="none", autodiff_rules="plain")
 
 
@@ -114,6 +116,9 @@ CASES = {
     "2x2x2": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {}),
     "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step"}),
     "4x2x1, experts over data": (GROUPED, MeshConfig(replica=4, data=2), 2, {"remat": "projections"}),
+    "2x2x2, exchanged": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {"remat": "full"}),
+    "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
+    "context, exchanged": (SHARED, MeshConfig(context=2, data=2), 1, {}),
     "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none"}),
 }
 
@@ -122,7 +127,9 @@ CASES = {
 def test_gradients_are_those_of_a_loop_over_all_experts(case):
     experts, mesh, microbatches, compute = CASES[case]
     model = model_with(experts)
-    mapping = MappingConfig(params={"experts": "data", "embed": None} if "experts over data" in case else {})
+    mapping = EXCHANGED if "exchanged" in case else EMPTY
+    if "experts over data" in case:
+        mapping = MappingConfig(params={"experts": "data", "embed": None})
     setup = set_up_on(mesh, model, microbatches, compute=replace(ONE.compute, **compute), mapping=mapping)
     loss, gradients, sent = step_of(setup)
     exact_loss, exact = looped_step(model)
@@ -179,20 +186,20 @@ def layer_of(**changes) -> Experts:
     return Experts.init(config, jax.random.key(0))
 
 
-def alone(layer: Experts, router: np.ndarray | None = None, rows: int = 3):
-    """A function of the arrays of a layer, on random tokens; and those arrays."""
+def alone(layer: Experts, router: np.ndarray | None, execution: Execution, rows: int = 4):
+    """Value and gradients of a layer on random tokens, and those of the loop."""
     if router is not None:
         layer = replace(layer, router=NamedArray(jnp.asarray(router, jnp.float32), layer.router.axis_names))
     x = np.random.default_rng(1).normal(size=(rows, 13, 16))
     tokens = NamedArray(jnp.asarray(np.concatenate([x[..., :15], np.ones((rows, 13, 1))], -1), jnp.float32), AXES)
 
     def out(layer):
-        return hax.sum(hax.square(layer(tokens, None, one_device())[0])).scalar()
+        return hax.sum(hax.square(layer(tokens, None, execution)[0])).scalar()
 
     def looped(layer):
         return hax.sum(hax.square(dense_loop(layer, tokens, None)[0])).scalar()
 
-    return jax.value_and_grad(out)(layer), jax.value_and_grad(looped)(layer)
+    return jax.jit(jax.value_and_grad(out))(layer), jax.value_and_grad(looped)(layer)
 
 
 AXES = ("batch", "position", "embed")
@@ -208,10 +215,14 @@ def routed_to(*experts: int) -> np.ndarray:
 ROUTINGS = {"uneven": None, "all to two": routed_to(1, 6), "all to one of one": routed_to(5)}
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none(routing):
+def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none(routing, exchanged):
+    """With all tokens to one expert, an exchange takes three rounds."""
+    mesh = make_mesh(MeshConfig(data=4), jax.devices()[:4])
+    execution = executed(mapped_layout(mesh, EXCHANGED).inside_replica()) if exchanged else one_device()
     layer = layer_of(active=1 if routing == "all to one of one" else 2, renormalise=False)
-    (value, found), (exact_value, exact) = alone(layer, ROUTINGS[routing])
+    (value, found), (exact_value, exact) = alone(layer, ROUTINGS[routing], execution)
     np.testing.assert_allclose(value, exact_value, rtol=1e-5)
     for name in ("gate", "up", "down", "router"):
         mine, right = (getattr(each, name).array for each in (found, exact))
@@ -225,7 +236,7 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
 
 def test_of_experts_with_equal_scores_the_first_are_taken():
     x = NamedArray(jnp.ones((1, 2, 16)), AXES)
-    router = NamedArray(jnp.zeros((16, 8)), ("embed", "experts"))
+    router = NamedArray(jnp.zeros((16, 8)), ("embed", "router"))
     choice, _, scores = choose(x, router, None, SHARED, one_device())
     np.testing.assert_array_equal(choice.experts, np.broadcast_to([0, 1], (1, 2, 2)))
     np.testing.assert_allclose(choice.weights, 0.5)

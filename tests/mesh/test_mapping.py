@@ -174,7 +174,7 @@ INVALID = [
     ({"params": {"mlp": ["model", "island"]}}, "island splits nothing in params, because every replica has all"),
     ({"compute": {"mlp": ["model", "replica"]}}, "replica splits nothing in compute, because every replica has all"),
     ({"compute": {"embed": "model"}}, "norms, embedding and loss take whole hidden vectors"),
-    ({"compute": {"experts": "own"}}, "tokens pass through all experts on their device; split mlp"),
+    ({"compute": {"experts": "own"}}, "devices send tokens to the experts of others, so that they need rows of their"),
     ({"compute": {"head_size": "model"}}, "attention takes whole heads; split heads and kv_heads"),
     ({"compute": {"heads": ["model", "own"]}}, "compute.kv_heads [model]: queries attend on the device of their keys"),
     ({"compute": {"kv_heads": None}}, "compute.heads is [model] and compute.kv_heads null"),

@@ -47,9 +47,9 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
     - `over`: the mesh axes to sum over
     """
     left = list(over)
-    for dimension, axis in enumerate(axes):
-        gathered_over = layout.mesh_axes((axis,), layout.compute)
-        for mesh_axis in layout.mesh_axes((axis,), layout.params):
+    splits = zip(layout.splits(axes, layout.compute), layout.splits(axes, layout.params), strict=True)
+    for dimension, (gathered_over, stored_over) in enumerate(splits):
+        for mesh_axis in stored_over:
             if mesh_axis in gathered_over:
                 continue
             if mesh_axis not in left:

@@ -25,7 +25,8 @@ CONTEXT = "context"
 MODEL = "model"
 EMBED = "embed"
 LAYERS = "layers"
-EXPERTS = "experts"
+EXPERTS = "experts"  # of the weights of experts
+ROUTER = "router"  # a value for each expert, wherever its weights lie
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,26 @@ class Layout:
     def inside_replica(self) -> "Layout":
         return self.inside(REPLICA)
 
+    def splits(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> list[tuple[str, ...]]:
+        """Return, for each axis of an array, the mesh axes that split it.
+
+        A mesh axis splits an array once, by the first axis that is mapped to it: experts over `data` leave `embed` of
+        their weights the other mesh axes.
+        """
+        found: list[tuple[str, ...]] = []
+        for axis in axes:
+            own = mesh_axes_of(mapping.get(_key(axis if isinstance(axis, str) else axis.name), ()))
+            taken = {name for names in found for name in names}
+            found.append(tuple(name for name in own if name not in taken))
+        return found
+
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
         """Return the partition of an array with these named axes, in this order."""
-        names = [axis if isinstance(axis, str) else axis.name for axis in axes]
-        return PartitionSpec(*(mapping.get(_key(name)) for name in names))
+        return PartitionSpec(*(names or None for names in self.splits(axes, mapping)))
 
     def mesh_axes(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> tuple[str, ...]:
         """Return the mesh axes over which an array with these named axes is split."""
-        names = [axis if isinstance(axis, str) else axis.name for axis in axes]
-        return tuple(mesh_axis for name in names for mesh_axis in mesh_axes_of(mapping.get(_key(name), ())))
+        return tuple(name for names in self.splits(axes, mapping) for name in names)
 
     def devices(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> int:
         """Return the number of devices over which an array with these named axes is split."""

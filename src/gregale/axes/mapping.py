@@ -147,8 +147,12 @@ def _of_activations(layout: Layout) -> Iterator[str]:
         yield f"compute.{EMBED} is {shown(axes)}: norms, embedding and loss take whole hidden vectors."
     if axes := mesh_axes_of(compute.get("head_size", ())):
         yield f"compute.head_size is {shown(axes)}: attention takes whole heads; split heads and kv_heads."
-    if axes := mesh_axes_of(compute.get(EXPERTS, ())):
-        yield f"compute.{EXPERTS} is {shown(axes)}: tokens pass through all experts on their device; split mlp."
+    rows = [axis for axis in mesh_axes_of(compute.get(BATCH, ())) if axis not in BETWEEN_REPLICAS]
+    if {*(axes := mesh_axes_of(compute.get(EXPERTS, ())))} - {*rows}:
+        yield (
+            f"compute.{EXPERTS} is {shown(axes)}, and {BATCH} is split over {shown(rows)} in a replica: devices send "
+            f"tokens to the experts of others, so that they need rows of their own; split {EXPERTS} over these."
+        )
     queries, keys = (mesh_axes_of(compute.get(name, ())) for name in ("heads", "kv_heads"))
     if queries != keys:
         yield (
@@ -158,7 +162,7 @@ def _of_activations(layout: Layout) -> Iterator[str]:
     taken = {axis: name for name in (BATCH, POSITION) for axis in mesh_axes_of(compute.get(name, ()))}
     for name, axes in compute.items():
         for axis in mesh_axes_of(axes):
-            if name not in (BATCH, POSITION, *BETWEEN_REPLICAS) and axis in taken:
+            if name not in (BATCH, POSITION, EXPERTS, *BETWEEN_REPLICAS) and axis in taken:
                 yield (
                     f"compute.{name} is {shown(mesh_axes_of(axes))}, but {axis} splits {taken[axis]} already, and one "
                     f"mesh axis splits an array once: activations have both axes."
@@ -203,7 +207,7 @@ def _check_once(layout: Layout, mapping: str, names: Sequence[str]) -> None:
     owner: dict[str, str] = {}
     for name in names:
         for axis in layout.mesh_axes((name,), getattr(layout, mapping)):
-            if axis in owner:
+            if axis in owner and EXPERTS not in (name, owner[axis]):
                 raise UserError(
                     f"mapping.{mapping} splits both {owner[axis]} and {name} over {axis}, and an array has both "
                     f"({', '.join(names)}); one mesh axis splits an array once."

@@ -81,6 +81,9 @@ def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[S
 
 def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> ShardedLeaf:
     params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
-    shape = tuple(each.size // layout.devices((each,), layout.params) for each in axes)
-    split = [place for place, each in enumerate(axes) if axis in layout.mesh_axes((each,), layout.opt_state)]
+    of_axes = layout.splits(axes, layout.params)
+    shape = tuple(
+        each.size // prod(layout.mesh.shape[name] for name in names) for each, names in zip(axes, of_axes, strict=True)
+    )
+    split = [place for place, names in enumerate(layout.splits(axes, layout.opt_state)) if axis in names]
     return ShardedLeaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)

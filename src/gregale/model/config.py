@@ -168,6 +168,7 @@ class LlamaConfig(Sizes):
             return found
         if not self.dense_layers:
             del found["model.mlp"]
+        found["model.experts.count"] = ("the number of experts", self.experts.Experts)
         found["model.experts.width"] = ("the width of an expert", self.experts.Mlp)
         if self.experts.shared:
             found["model.experts.shared"] = ("the width of the MLP of all tokens", Axis("mlp", self.experts.shared))

@@ -3,11 +3,13 @@
     y = sum over the experts e of a token of: weight_e * down_e(activation(gate_e(x)) * up_e(x)),  plus a shared MLP
 
 No token is dropped: a device sorts its (token, expert) pairs by expert, and multiplies each expert's rows by its
-matrices (`gregale.model.kernels.grouped`). All experts' weights are gathered for that, like those of other layers. The
-code of a device is in `jax.shard_map`, forward and backward, so that what is summed over which mesh axis is written
-down: outputs over that of `mlp`, gradients of weights over those of tokens, nothing over `replica`.
+matrices (`gregale.model.kernels.grouped`). All experts' weights are gathered for that, like those of other layers; or,
+if `compute` splits `experts`, tokens are sent to the devices of their experts (`gregale.model.exchange`). The code of a
+device is in `jax.shard_map`, forward and backward, so that what is summed over which mesh axis is written down: outputs
+over that of `mlp`, gradients of weights over those of tokens, nothing over `replica`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
-from gregale.axes.layout import EMBED, EXPERTS, Layout, unmapped_if_one
+from gregale.axes.layout import EMBED, EXPERTS, ROUTER, Layout, unmapped_if_one
 from gregale.axes.parameters import Buffer
+from gregale.model.exchange import Exchange
 from gregale.model.execution import Execution
 from gregale.model.kernels.grouped import GroupedProducts
 from gregale.model.kernels.reference import ACTIVATIONS
@@ -41,34 +44,35 @@ DOWN = (EXPERTS, MLP, EMBED)
 class Experts(eqx.Module):
     """A router, its experts, and an MLP for all tokens beside them."""
 
-    router: NamedArray  # [Embed, Experts]
+    router: NamedArray  # [Embed, Router]
     gate: NamedArray  # [Experts, Embed, Mlp]
     up: NamedArray  # [Experts, Embed, Mlp]
     down: NamedArray  # [Experts, Mlp, Embed]
     shared: Mlp | None
     shared_gate: NamedArray | None  # [Embed, SharedGate]
-    bias: Buffer | None  # [Experts], float32: added to the scores for the choice
-    load: Buffer  # [Experts], float32: tokens of each expert in the last step, over their mean
+    bias: Buffer | None  # [Router], float32: added to the scores for the choice
+    load: Buffer  # [Router], float32: tokens of each expert in the last step, over their mean
     config: "LlamaConfig" = eqx.field(static=True)
 
     @staticmethod
     def init(config: "LlamaConfig", key) -> "Experts":
         c, keys = config, jax.random.split(key, 6)
         assert c.experts is not None
-        E, Width, small = c.experts.Experts, c.experts.Mlp, c.init_scale / (2 * c.layers) ** 0.5
+        E, Router, Width = c.experts.Experts, c.experts.Router, c.experts.Mlp
+        small = c.init_scale / (2 * c.layers) ** 0.5
 
         def drawn(key, axes: tuple[Axis, ...], scale: float) -> NamedArray:
             return hax.random.normal(key, axes) * scale
 
         return Experts(
-            router=drawn(keys[0], (c.Embed, E), c.init_scale),
+            router=drawn(keys[0], (c.Embed, Router), c.init_scale),
             gate=drawn(keys[1], (E, c.Embed, Width), c.init_scale),
             up=drawn(keys[2], (E, c.Embed, Width), c.init_scale),
             down=drawn(keys[3], (E, Width, c.Embed), small),
             shared=Mlp.init(c, keys[4], Axis(MLP, c.experts.shared)) if c.experts.shared else None,
             shared_gate=drawn(keys[5], (c.Embed, SharedGate), c.init_scale) if c.experts.shared_gate else None,
-            bias=Buffer(hax.zeros(E)) if c.experts.balance.bias else None,
-            load=Buffer(hax.ones(E)),
+            bias=Buffer(hax.zeros(Router)) if c.experts.balance.bias else None,
+            load=Buffer(hax.ones(Router)),
             config=c,
         )
 
@@ -87,10 +91,10 @@ class Experts(eqx.Module):
         return execution.summed(fed, "mlp_out"), sums
 
     def after(self, load: NamedArray) -> "Experts":
-        """Return the experts, or a stack of them, after a step with these tokens of each, [..., experts]."""
+        """Return the experts, or a stack of them, after a step with these tokens of each, [..., router]."""
         settings = self.config.experts
         assert settings is not None
-        share = load / hax.maximum(hax.mean(load, EXPERTS), 1e-20)
+        share = load / hax.maximum(hax.mean(load, ROUTER), 1e-20)
         bias = None if self.bias is None else Buffer(next_bias(self.bias.value, load, settings.balance.bias_rate))
         return replace(self, load=Buffer(share), bias=bias)
 
@@ -112,10 +116,10 @@ class Experts(eqx.Module):
 def next_bias(bias: NamedArray, load: NamedArray, rate: float) -> NamedArray:
     """Return the biases after a step: `bias + rate * sign(mean load - load)`, less their mean (arXiv 2408.15664).
 
-    - `load`: tokens of each expert in the step, [..., experts]
+    - `load`: tokens of each expert in the step, [..., router]
     """
-    moved = bias + rate * hax.sign(hax.mean(load, EXPERTS) - load)
-    return moved - hax.mean(moved, EXPERTS)
+    moved = bias + rate * hax.sign(hax.mean(load, ROUTER) - load)
+    return moved - hax.mean(moved, ROUTER)
 
 
 class Order(NamedTuple):
@@ -147,6 +151,25 @@ class Mixture:
     @property
     def row_axes(self) -> tuple[str, ...]:
         return self.layout.mesh_axes(self.tokens[:2], self.layout.compute)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes over which tokens are exchanged; empty if all experts are gathered."""
+        return self.layout.mesh_axes((EXPERTS,), self.layout.compute)
+
+    @property
+    def exchange(self) -> Exchange:
+        axes, devices = self.expert_axes, self.layout.devices((EXPERTS,), self.layout.compute)
+        return Exchange(self.weights[0].size, axes, devices, self.row_axes, self.products, self.gated)
+
+    def scattered(self, gradients: Iterable[jax.Array]) -> list[jax.Array]:
+        """Return the sums of gradients by gate, up and down over tokens, as shards of `params`."""
+        axes = {axis.name: axis for axis in self.weights}
+        over = [name for name in self.row_axes if name not in self.expert_axes]
+        return [
+            scattered(gradient, [axes[name] for name in names], over, self.layout)
+            for gradient, names in zip(gradients, (GATE, UP, DOWN), strict=True)
+        ]
 
     @property
     def mlp_axes(self) -> tuple[str, ...]:
@@ -199,6 +222,8 @@ def _mixed(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Array:
 
 
 def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
+    if mixture.expert_axes:
+        return _exchanged(mixture, x, experts, weights, gate, up, down), (x, experts, weights, gate, up, down)
     product, over = mixture.products.product, mixture.mlp_axes
 
     def local(x, experts, weights, gate, up, down):
@@ -218,6 +243,8 @@ def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
 
 
 def _mixed_backward(mixture: Mixture, saved, cotangent):
+    if mixture.expert_axes:
+        return _exchanged_backward(mixture, saved, cotangent)
     layout, products, over = mixture.layout, mixture.products, mixture.mlp_axes
 
     def local(saved: Saved, x, weights, gate, up, down, cotangent):
@@ -236,16 +263,37 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
         gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
         by_weights = by_weights.reshape(weights.shape)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
-        axes = {axis.name: axis for axis in mixture.weights}
-        parts = [
-            scattered(gradient, [axes[name] for name in names], mixture.row_axes, layout)
-            for gradient, names in zip(gradients, (GATE, UP, DOWN), strict=True)
-        ]
-        return by_x, by_weights.astype(weights.dtype), *parts
+        return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
 
     tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
     inputs = (mixture.saved_specs, tokens, tokens, *compute, tokens)
     outputs = (tokens, tokens, *mixture.weight_specs(layout.params))
+    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(*saved, cotangent)
+    return by_x, None, by_weights, *parts
+
+
+def _exchanged(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Array:
+    over, tokens = mixture.mlp_axes, mixture.token_spec
+
+    def local(x, *more):
+        out = mixture.exchange.forward(x, *more).astype(x.dtype)
+        return jax.lax.psum(out, over) if over else out
+
+    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
+    return mixture.sharded(local, inputs, tokens)(x, experts, weights, gate, up, down)
+
+
+def _exchanged_backward(mixture: Mixture, saved, cotangent):
+    over, tokens = mixture.mlp_axes, mixture.token_spec
+
+    def local(x, experts, weights, *more):
+        by_x, by_weights, gradients = mixture.exchange.backward(x, experts, weights, *more)
+        by_x = by_x.astype(x.dtype)
+        by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
+        return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
+
+    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute), tokens)
+    outputs = (tokens, tokens, *mixture.weight_specs(mixture.layout.params))
     by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(*saved, cotangent)
     return by_x, None, by_weights, *parts
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from haliax import Axis
 
-from gregale.axes.layout import EXPERTS
+from gregale.axes.layout import EXPERTS, ROUTER
 from gregale.errors import KeyedError
 from gregale.model.base import SHAPE
 from gregale.model.scaling import MEANING
@@ -155,6 +155,10 @@ class ExpertsConfig(Settings):
     @property
     def Experts(self) -> Axis:
         return Axis(EXPERTS, self.count)
+
+    @property
+    def Router(self) -> Axis:
+        return Axis(ROUTER, self.count)
 
     @property
     def Mlp(self) -> Axis:

@@ -11,7 +11,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layer_stacks import Stacks, in_layer_order, layer_order, stack_axis
-from gregale.axes.layout import BATCH, EXPERTS, LAYERS, POSITION, is_named
+from gregale.axes.layout import BATCH, LAYERS, POSITION, ROUTER, is_named
 from gregale.axes.position_order import position_order
 from gregale.model.attention import Attention
 from gregale.model.cache import Cache, DecodeStep, Devices, slots_of
@@ -220,14 +220,14 @@ class Llama(eqx.Module):
         return in_layer_order(largest)
 
     def expert_loads(self) -> NamedArray | None:
-        """Return the tokens of each expert in the last step over their mean, [layers, experts]; None without experts.
+        """Return the tokens of each expert in the last step over their mean, [layers, router]; None without experts.
 
         Rows of layers without experts are NaN.
         """
         if self.config.experts is None:
             return None
         load, dense = of_experts(self.blocks).mlp.load.value, self.config.dense_layers
-        return NamedArray(jnp.pad(load.array, ((dense, 0), (0, 0)), constant_values=jnp.nan), (LAYERS, EXPERTS))
+        return NamedArray(jnp.pad(load.array, ((dense, 0), (0, 0)), constant_values=jnp.nan), (LAYERS, ROUTER))
 
     def unstacked(self) -> "Llama":
         """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""

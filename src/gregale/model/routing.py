@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from gregale.axes.gather import scattered
-from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, unmapped_if_one
+from gregale.axes.layout import BATCH, EMBED, POSITION, ROUTER, unmapped_if_one
 from gregale.model.execution import Execution
 from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Losses
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 def choose(
     x: NamedArray, router: NamedArray, bias: NamedArray | None, config: ExpertsConfig, execution: Execution
 ) -> tuple[Choice, NamedArray, NamedArray]:
-    """Return each token's experts, and its logits and their scores [batch, position, experts], float32.
+    """Return each token's experts, and its logits and their scores [batch, position, router], float32.
 
         scores = softmax(x . router), or the sigmoid
         experts = the `active` with the largest scores + bias, in the best groups
@@ -39,12 +39,12 @@ def choose(
     score the first is taken.
 
     - `x`: [batch, position, embed]
-    - `router`: [embed, experts], gathered
-    - `bias`: [experts], without a gradient
+    - `router`: [embed, router], gathered
+    - `bias`: [router], without a gradient
     """
-    Experts, layout = router.resolve_axis(EXPERTS), execution.layout
+    Experts, layout = router.resolve_axis(ROUTER), execution.layout
     logits = router_logits(x, router, config.router, execution)
-    scores = hax.nn.softmax(logits, EXPERTS) if config.score == "softmax" else hax.nn.sigmoid(logits)
+    scores = hax.nn.softmax(logits, ROUTER) if config.score == "softmax" else hax.nn.sigmoid(logits)
     order = jax.lax.stop_gradient(scores.array if bias is None else scores.array + bias.array)
     spec = layout.spec(TOKENS, layout.compute)
     best = unmapped_if_one(partial(_best, config))
@@ -81,7 +81,7 @@ def routing_sums(
 ) -> dict[str, NamedArray]:
     """Return sums of a layer over the tokens of each row, as they weigh in the loss: [batch, ...], float32.
 
-    - `load`, [batch, experts]: the tokens of each expert
+    - `load`, [batch, router]: the tokens of each expert
     - `balance_loss`: tokens * experts * sum_e (share of tokens of e) * (mean score of e), where shares sum to
       `active` and the scores of a token to 1 (Switch Transformers, arXiv 2101.03961). A row's own shares and means, so
       that it is the same in any microbatch and on any mesh
@@ -89,14 +89,14 @@ def routing_sums(
 
     - `mask`: the weights of tokens, [batch, position]
     """
-    Experts = logits.resolve_axis(EXPERTS)
+    Experts = logits.resolve_axis(ROUTER)
     mask = mask.rearrange(TOKENS).astype(jnp.float32)
     taken = (choice.experts[..., None] == jnp.arange(Experts.size)).sum(2)
-    load = hax.sum(NamedArray(taken, (*TOKENS, EXPERTS)) * mask, POSITION)
-    likely = scores if config.score == "softmax" else scores / (hax.sum(scores, EXPERTS) + 1e-20)
+    load = hax.sum(NamedArray(taken, (*TOKENS, ROUTER)) * mask, POSITION)
+    likely = scores if config.score == "softmax" else scores / (hax.sum(scores, ROUTER) + 1e-20)
     tokens = hax.maximum(hax.sum(mask, POSITION), 1e-20)
-    balance = Experts.size * hax.sum(load * hax.sum(likely * mask, POSITION), EXPERTS) / tokens
-    z = hax.sum(hax.square(hax.nn.logsumexp(logits, EXPERTS)) * mask, POSITION)
+    balance = Experts.size * hax.sum(load * hax.sum(likely * mask, POSITION), ROUTER) / tokens
+    z = hax.sum(hax.square(hax.nn.logsumexp(logits, ROUTER)) * mask, POSITION)
     return {LOAD: load, BALANCE: balance, Z: z}
 
 

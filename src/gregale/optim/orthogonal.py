@@ -106,7 +106,8 @@ def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | Non
     """Return the indices of the axes of [matrices, *inputs, *outputs] that the mesh splits, with their mesh axes."""
     if layout is None or not isinstance(leaf, NamedArray):
         return []
-    mesh_axes = [layout.mesh_axes([str(axis)], layout.params) for side in sides for axis in side]
+    splits = dict(zip(leaf.axis_names, layout.splits(leaf.axes, layout.params), strict=True))
+    mesh_axes = [splits[str(axis)] for side in sides for axis in side]
     return [(place, axes) for place, axes in enumerate(mesh_axes, 1) if axes]
 
 

@@ -1,0 +1,137 @@
+"""Experts that lie on several devices: tokens are sent to the devices of their experts, and their outputs back.
+
+Each device has `experts / devices` of the experts. A round sends a fixed number of rows to each of them, a little more
+than an even share, by one all-to-all. No token is dropped: if one device gets more, further rounds send the rest. The
+number of rounds is the largest of the group, so that all its devices take part in each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gregale.model.kernels.grouped import GroupedProducts
+
+SHARE = 1.5  # rows of a round to a device, over an even share
+MULTIPLE = 8  # of these rows
+
+
+class Sent(NamedTuple):
+    """The rows that a device has got in a round, sorted by its experts."""
+
+    sizes: jax.Array  # the rows of each expert
+    order: jax.Array  # the places of sorted rows in the order of arrival
+    factors: jax.Array  # the weight of each row, 0 of empty ones; [rows, 1]
+    rows: list[jax.Array]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The computation of one device inside of `jax.shard_map`; outputs are addends over the mesh axes of `mlp`.
+
+    - `axes`: the mesh axes that split the experts
+    - `devices`: their product
+    - `group`: mesh axes whose devices have the same number of rounds
+    """
+
+    experts: int
+    axes: tuple[str, ...]
+    devices: int
+    group: tuple[str, ...]
+    products: GroupedProducts
+    gated: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def forward(self, x, experts, weights, gate, up, down) -> jax.Array:
+        """Return the sum of each token's experts, float32 [tokens..., embed]."""
+        route, product = Route(self, experts), self.products.product
+
+        def one(number) -> jax.Array:
+            sent = route.sent(number, weights, x)
+            hidden = self.gated(*(product(sent.rows[0], each, sent.sizes) for each in (gate, up)))
+            out = product(hidden * sent.factors.astype(hidden.dtype), down, sent.sizes)
+            return route.summed(route.returned(number, out, sent), x.shape)
+
+        return route.over_rounds(one)
+
+    def backward(self, x, experts, weights, gate, up, down, cotangent) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Return the gradients by x, by the weights of tokens, and by gate, up and down of this device's experts."""
+        route, products = Route(self, experts), self.products
+
+        def one(number) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+            sent = route.sent(number, weights, x, cotangent)
+            (rows, by_rows), factors = sent.rows, sent.factors.astype(x.dtype)
+            pair = [products.product(rows, each, sent.sizes) for each in (gate, up)]
+            hidden, gated_gradients = jax.vjp(self.gated, *pair)
+            by_hidden = products.product(by_rows, down, sent.sizes, transposed=True)
+            by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1, keepdims=True)
+            by_gate, by_up = gated_gradients(by_hidden * factors)
+            of_gate, of_up = (
+                products.product(by, each, sent.sizes, transposed=True) for by, each in ((by_gate, gate), (by_up, up))
+            )
+            left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
+            gradients = [products.weight_gradients(*each, sent.sizes) for each in left_right]
+            by_x = route.summed(route.returned(number, of_gate + of_up, sent), x.shape)
+            return by_x, route.returned(number, by_weights, sent).reshape(weights.shape), gradients
+
+        return route.over_rounds(one)
+
+
+class Route:
+    """The places of a device's (token, expert) pairs: sorted by expert, and so by device."""
+
+    def __init__(self, exchange: Exchange, experts: jax.Array):
+        self.exchange, self.active = exchange, experts.shape[-1]
+        devices, self.own = exchange.devices, exchange.experts // exchange.devices
+        self.flat = experts.reshape(-1)
+        pairs = self.flat.size
+        even = -(-int(SHARE * pairs) // devices)
+        self.each = min(-(-even // MULTIPLE) * MULTIPLE, pairs)
+        self.device = self.flat // self.own
+        self.order = jnp.argsort(self.flat, stable=True).astype(jnp.int32)
+        self.places = _inverse(self.order)
+        self.counts = (self.device[:, None] == jnp.arange(devices)).sum(0, dtype=jnp.int32)
+        self.starts = jnp.cumsum(self.counts) - self.counts
+        self.rounds = jax.lax.pmax(-(-self.counts.max() // self.each), exchange.group)
+
+    def sent(self, number, weights: jax.Array, *tokens: jax.Array) -> Sent:
+        """Send a round's rows of some arrays [tokens..., n] to the devices of their experts."""
+        places = number * self.each + jnp.arange(self.each)
+        held = places < self.counts[:, None]
+        pairs = self.order.at[self.starts[:, None] + places].get(mode="clip")  # [devices, each]
+        experts = self._across(jnp.where(held, self.flat[pairs] % self.own, self.own)).reshape(-1)
+        factors = self._across(jnp.where(held, weights.reshape(-1)[pairs], 0)).reshape(-1, 1)
+        order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+        rows = [self._across(each.reshape(-1, each.shape[-1])[pairs // self.active]) for each in tokens]
+        sizes = (experts[:, None] == jnp.arange(self.own)).sum(0, dtype=jnp.int32)
+        return Sent(sizes, order, factors[order], [each.reshape(-1, each.shape[-1])[order] for each in rows])
+
+    def returned(self, number, found: jax.Array, sent: Sent) -> jax.Array:
+        """Send rows back to their tokens: [pairs, n], zeros for pairs of other rounds."""
+        arrived = found[_inverse(sent.order)].reshape(self.exchange.devices, self.each, -1)
+        back = self._across(arrived).reshape(-1, arrived.shape[-1])
+        place = self.places - self.starts[self.device]
+        slot, here = self.device * self.each + place % self.each, place // self.each == number
+        return jnp.where(here[:, None], back[slot], 0)
+
+    def summed(self, pairs: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the sum of each token's pairs, float32."""
+        return pairs.reshape(*shape[:-1], self.active, shape[-1]).sum(-2, dtype=jnp.float32)
+
+    def over_rounds(self, one: Callable[[Any], Any]) -> Any:
+        """Return the sum of all rounds; in practice the first is the only one."""
+
+        def further(carry):
+            return carry[0] + 1, jax.tree.map(jnp.add, carry[1], one(carry[0]))
+
+        return jax.lax.while_loop(lambda carry: carry[0] < self.rounds, further, (jnp.int32(1), one(0)))[1]
+
+    def _across(self, parts: jax.Array) -> jax.Array:
+        """Exchange [devices, ...]: part d goes to device d."""
+        return jax.lax.all_to_all(parts, self.exchange.axes, 0, 0)
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    numbers = jnp.arange(order.size, dtype=jnp.int32)
+    return jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
