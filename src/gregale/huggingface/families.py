@@ -53,13 +53,13 @@ NORMS_OF_ALL_HEADS: Names = {
     "self_attn.k_norm.weight": ("attention.key_norm.weight", "kv_heads head_size"),
 }
 EXPERTS: Names = {
-    "mlp.gate.weight": ("mlp.router", "experts, embed"),
+    "mlp.gate.weight": ("mlp.router", "router, embed"),
     "mlp.experts.{expert}.gate_proj.weight": ("mlp.gate", "mlp, embed"),
     "mlp.experts.{expert}.up_proj.weight": ("mlp.up", "mlp, embed"),
     "mlp.experts.{expert}.down_proj.weight": ("mlp.down", "embed, mlp"),
 }
 EXPERTS_OF_MIXTRAL: Names = {
-    "block_sparse_moe.gate.weight": ("mlp.router", "experts, embed"),
+    "block_sparse_moe.gate.weight": ("mlp.router", "router, embed"),
     "block_sparse_moe.experts.{expert}.w1.weight": ("mlp.gate", "mlp, embed"),
     "block_sparse_moe.experts.{expert}.w3.weight": ("mlp.up", "mlp, embed"),
     "block_sparse_moe.experts.{expert}.w2.weight": ("mlp.down", "embed, mlp"),
@@ -74,7 +74,7 @@ SHARED_OF_QWEN: Names = {
     "mlp.shared_expert_gate.weight": ("mlp.shared_gate", "shared_gate, embed"),
 }
 SHARED_OF_DOTS: Names = {f"mlp.shared_experts.{hub}": names for hub, names in SHARED.items()}
-BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "experts")}
+BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "router")}
 
 
 @dataclass(frozen=True)

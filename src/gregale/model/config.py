@@ -51,7 +51,7 @@ class LlamaConfig(Sizes):
     window_rotary_base: ClassVar[float | None] = None
 
     experts: ExpertsConfig | None = field(
-        default=None, metadata={"help": "experts in place of MLPs; null: none", "fixed": SHAPE}
+        default=None, metadata={"help": "experts in place of MLPs; null: none", "fixed": SHAPE, "by_topic": True}
     )
     dense_layers: int = setting(
         0,
@@ -59,6 +59,7 @@ class LlamaConfig(Sizes):
         range=whole(0),
         aliases=("first_num_dense_layers", "first_k_dense_replace", "n_dense_layers", "num_dense_layers"),
         fixed=SHAPE,
+        by_topic=True,
     )
     norms: str = setting("before", "normalise what a layer takes, gives, or both", choices=NORMS, fixed=MEANING)
     qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen 3)", fixed=SHAPE)

@@ -58,6 +58,7 @@ class ExpertsConfig(Settings):
         range=whole(2),
         aliases=("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"),
         fixed=SHAPE,
+        by_topic=True,
     )
     active: int = setting(
         2,
@@ -65,6 +66,7 @@ class ExpertsConfig(Settings):
         range=whole(1),
         aliases=("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "router_topk"),
         fixed=MEANING,
+        by_topic=True,
     )
     width: int = setting(
         768,
@@ -72,6 +74,7 @@ class ExpertsConfig(Settings):
         range=whole(1),
         aliases=("moe_intermediate_size", "moe_mlp_dim", "base_moe_mlp_dim", "moe_hidden_dim", "moe_ffn_hidden_size"),
         fixed=SHAPE,
+        by_topic=True,
     )
     shared: int = setting(
         0,
