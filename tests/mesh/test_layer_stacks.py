@@ -22,7 +22,7 @@ from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.huggingface.weights import read_model
-from gregale.huggingface.writing import Writer, layers_by_name, plan_files
+from gregale.huggingface.writing import Writer, slots_by_name, plan_files
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.runtime.setup import set_up
@@ -150,7 +150,7 @@ def test_tensors_of_a_folder_have_the_numbers_of_their_layers(tmp_path):
     model = jax.device_put(model, layout.shardings(model, layout.params))
     family = FAMILIES["mistral"]
     slots = slots_of(model, family)
-    dtypes = dict.fromkeys(layers_by_name(slots), np.dtype(np.float32))
+    dtypes = dict.fromkeys(slots_by_name(slots), np.dtype(np.float32))
     plans = plan_files(tmp_path, {"model.safetensors": list(dtypes)}, slots, dtypes)
     writer, values = Writer(plans, layout, lambda size: None), parameters_of(model)
     for plan in plans:
