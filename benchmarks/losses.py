@@ -45,8 +45,9 @@ SIZES = {
     " --steps=400 --model.layers=2 --model.hidden=64 --model.heads=4 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=64 --evaluation.batches=128",
     "matmul": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=64",
-    "experts": "--log_every=10 --inspect.every=50 --samples.prompts=[] --evaluation.bigram=false"
-    " --evaluation.batches=128 --steps=400 --cpu_devices=2 --mesh.data=1 --mesh.model=1 --model.layers=3"
+    "experts": "--log_every=10 --inspect.every=100 --samples.prompts=[] --evaluation.bigram=false"
+    " --evaluation.batches=128 --steps=1200 --cpu_devices=2 --mesh.data=1 --mesh.model=1 --model.layers=2"
+    " --model.hidden=64 --model.heads=2 --model.kv_heads=2 --model.mlp=192 --batch.size=16"
     " --batch.sequence_length=128 --batch.microbatches=1",
     "matmul_10m": "--log_every=1 --samples.prompts=[] --evaluation.bigram=false --evaluation.batches=128"
     " --steps=1000 --cpu_devices=1 --mesh.replica=1 --mesh.data=1 --mesh.model=1"
@@ -114,14 +115,14 @@ def of_matmul(rate: float) -> Iterable[Setting]:
 
 
 def of_experts() -> Iterable[Setting]:
-    experts = tuple(f"--model.experts.{each}" for each in ("count=8", "active=2", "width=192"))
+    experts = tuple(f"--model.experts.{each}" for each in ("count=16", "active=2", "width=96"))
     streaming = diloco(StreamingDilocoConfig(period=30, warmup_steps=100), 0.2, 0.9)
     for name, sync in {"PSDP": PsdpConfig(), "streaming DiLoCo": streaming}.items():
         reference, optimizer = f"{name}, dense", AdamWConfig(learning_rate=4e-3)
         yield Setting(reference, reference, sync, optimizer)
-        forms = {"bias": "bias=true", "loss": "loss=0.01", "none": "loss=0"}
+        forms = {"bias": ("bias=true", "bias_rate=0.01"), "none": ()}
         for form in forms if name == "PSDP" else ["bias"]:
-            options = (*experts, f"--model.experts.balance.{forms[form]}")
+            options = (*experts, *(f"--model.experts.balance.{each}" for each in forms[form]))
             yield Setting(f"{name}, experts, balance {form}", reference, sync, optimizer, options=options)
 
 

@@ -22,7 +22,7 @@ from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.safetensors import read_header
 from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.huggingface.weights import read_model
-from gregale.huggingface.writing import Writer, slots_by_name, plan_files
+from gregale.huggingface.writing import Writer, plan_files, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.runtime.setup import set_up
