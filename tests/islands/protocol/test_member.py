@@ -39,10 +39,10 @@ def all_see(*members, id=1):
 
 
 def ready(*members, weight=1.0, used=1):
-    """Each member has made its steps of round 0, and has its message."""
+    """Each member has made its steps of a round, and has its message."""
     for each in members:
         each.handle(m.RoundDue())
-        each.handle(m.MessageReady(0, weight, used))
+        each.handle(m.MessageReady(each.outer.round, weight, used))
 
 
 def begun(*members):
@@ -446,8 +446,42 @@ def test_the_stall_reason_during_a_reduce_names_a_cut_first():
     ready(*members)
     all_see(*members)
     members[0].handle(m.Heartbeat("cannot be reached"))
-    expected = "the coordinator has not answered for 0 s (cannot be reached); round 0 is being reduced by a, b"
+    assert members[0].stall_reason() == "round 0 is being reduced by a, b", "one heartbeat may be lost"
+    members[0].handle(m.Tick(1.0))
+    expected = "the coordinator has not answered for 1 s (cannot be reached); round 0 is being reduced by a, b"
     assert members[0].stall_reason() == expected
+
+
+def test_a_stall_reason_is_known_when_the_coordinator_has_answered_since_the_line_was_due_or_is_silent():
+    a, _ = begun(member("a"), member("b"))
+    ready(a)
+    a.handle(m.Tick(1.5))
+    a.handle(m.Heartbeat())
+    a.handle(m.Tick(2.0))
+    assert a.is_reason_known(1.0, 0.5)
+    assert not a.is_reason_known(1.8, 0.5), "the coordinator may be cut off since its last answer"
+    a.handle(m.Tick(2.4))
+    assert a.is_reason_known(1.8, 0.5), "it is silent"
+    a.handle(m.Heartbeat())
+    a.handle(m.Tick(2.6))
+    assert not a.is_reason_known(1.8, 0.5), "the silence has only just ended"
+    a.handle(m.Tick(2.9))
+    assert a.is_reason_known(1.8, 0.5)
+
+
+def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_are_absent():
+    a, b, _ = members = begun(*(member(name) for name in "abc"))
+    ready(*members)
+    all_see(*members)
+    for each in members:
+        each.handle(m.Reduced(each._reducing[0].key, "d1"))
+    assert "Commit" in kinds(all_see(*members)[0])
+    ready(a, b)
+    while not a._reducing:
+        a.handle(m.Tick(a._now + 1.0))
+        b.handle(m.Tick(a._now))
+        all_see(a, b)
+    assert a.stall_reason() == "round 1 is being reduced by a, b, without c"
 
 
 @pytest.mark.parametrize(("round", "from_checkpoint", "needed"), [(NO_ROUND, False, 3), (4, True, 3), (4, False, 2)])

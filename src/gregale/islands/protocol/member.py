@@ -105,9 +105,7 @@ class Member(MemberState):
         self._retry_at = self._now + self._some_pause()
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
-        self._error, self._held_request = event.error, event.held
-        if not event.error:
-            self._heard_at = self._now
+        self._hear(event.error, event.held)
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self._reducing is None or self._reducing[0].key != event.key:
@@ -182,7 +180,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._heard_at, self._error, self._held_request = self._now, "", ""
+        self._hear()
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -257,6 +255,7 @@ class Member(MemberState):
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
         self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
+        self._last_names = frozenset(peer.name for peer in self._group)
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded

@@ -55,6 +55,7 @@ class MemberState:
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
+        self._last_names: frozenset[str] = frozenset()  # those that made the newest round together with this member
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
@@ -64,6 +65,7 @@ class MemberState:
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
+        self._answers_since = 0.0  # the end of its last silence
         self._held_request = ""  # what the coordinator waits for, by its last answer since the newest view
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
@@ -213,11 +215,29 @@ class MemberState:
         self._asks |= {identity: max(number, self._asks.get(identity, 0)) for identity, number in asks.items()}
         return repeated
 
+    def _hear(self, error: str = "", held: str = "") -> None:
+        """Record an answer of the coordinator: `held` is what it waits for; or the `error` in place of an answer."""
+        self._error, self._held_request = error, held
+        if not error:
+            self._answers_since = self._now if self._is_coordinator_silent() else self._answers_since
+            self._heard_at = self._now
+
+    def _is_coordinator_silent(self) -> bool:
+        return self._now - self._heard_at > 2 * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT
+
+    def is_reason_known(self, since: float, seconds: float) -> bool:
+        """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a silence.
+
+        Otherwise `stall_reason` may be outdated: a silence begins, or this island has not caught up after one.
+        """
+        answers = self._heard_at >= since and self._now - self._answers_since >= seconds
+        return answers or self._is_coordinator_silent()
+
     def stall_reason(self) -> str:
         """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
         exchange = self._exchange_reason()
         silence = self._now - self._heard_at
-        if self._error or silence > 2 * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT:
+        if self._is_coordinator_silent():
             silent = f"the coordinator has not answered for {silence:.0f} s{f' ({self._error})' * bool(self._error)}"
             return f"{silent}; {exchange}" if exchange else silent
         if exchange:
@@ -230,8 +250,9 @@ class MemberState:
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._held:
-            tries = self._tries()
-            return f"the result of round {self.outer.round} is not held by more than half of its islands yet{tries}"
+            names = format_names(peer.name for peer in self._held.form.members)
+            result = f"the result of round {self.outer.round} is not held by more than half of its islands"
+            return f"{result} ({names}) yet{self._tries()}"
         if self.handover.wanted:
             return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
         return ""
@@ -239,8 +260,10 @@ class MemberState:
     def _exchange_reason(self) -> str:
         """Return the exchange with peers that is in progress; empty if there is none."""
         if self._reducing:
-            names = [peer.name for peer in self._reducing[0].members]
-            return f"round {self.outer.round} is being reduced by {format_names(names)}{self._tries()}"
+            names = {peer.name for peer in self._reducing[0].members}
+            absent = format_names(self._last_names - names)
+            without = f", without {absent}" if absent else ""
+            return f"round {self.outer.round} is being reduced by {format_names(names)}{without}{self._tries()}"
         if self._healing:
             failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
             seconds = self._now - self._healing_since
