@@ -32,11 +32,12 @@ class Phase(StrEnum):
     TRAINING = "training"
     EVALUATING = "evaluating"
     SAVING = "saving"
+    SYNCHRONISING = "synchronising"  # waiting for other islands: no time limit
     ENDING = "ending"  # no other process waits for this process any more
 
     def timeout(self, seconds: float) -> float:
         """Return the maximum seconds without progress in this phase; `seconds`: the timeout of a step."""
-        if self in (Phase.PREPARING, Phase.ENDING):
+        if self in (Phase.PREPARING, Phase.SYNCHRONISING, Phase.ENDING):
             return math.inf
         return seconds if self is Phase.TRAINING else OTHER_WORK * seconds
 

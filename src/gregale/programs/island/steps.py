@@ -17,19 +17,28 @@ from gregale.checkpoint.finite import not_finite
 from gregale.communication import shards
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
+from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
-from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
+from gregale.islands.trainer_command import (
+    ApplyRound,
+    CopyInnerState,
+    Down,
+    Finish,
+    LoadOuterState,
+    SendMessage,
+    TrainerCommand,
+)
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.resume import Start
-from gregale.programs.train.step_log import PhaseTimer
+from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
 from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
@@ -95,12 +104,12 @@ class IslandSteps(Steps):
         examples: Examples | ReplicaExamples,
         start: Start,
         stop: StopRequest,
-        spent: PhaseTimer,
+        observers: Observers,
     ):
         assert isinstance(setup.method, Island)
         self.method = self._island = setup.method
         self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
-        self.stop, self._spent = stop, spent
+        self.stop, self._observers = stop, observers
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
@@ -127,7 +136,7 @@ class IslandSteps(Steps):
                 self._controller.leave()
                 self.between()
                 continue
-            with self._spent.on("data_seconds"):
+            with self._observers.spent.on("data_seconds"):
                 batch = next(self._examples, None)
             if batch is not None:
                 return batch
@@ -160,7 +169,7 @@ class IslandSteps(Steps):
 
         - `starved`: no data is leased, so it executes commands until there is data
         """
-        while (order := self._controller.order(starved)) is not None:
+        while (order := self._order(starved)) is not None:
             match order:
                 case SendMessage(number):
                     self._depart(self.state, number)
@@ -177,6 +186,16 @@ class IslandSteps(Steps):
                 case Finish():
                     self._finish = order
                     return
+
+    def _order(self, starved: bool) -> TrainerCommand | None:
+        """Return the next command. Waiting for it is no hang: the fleet may not make rounds for a long time."""
+        progress = self._observers.progress
+        before = progress.current
+        progress.at(before.steps, Phase.SYNCHRONISING)
+        with progress.waiting():
+            order = self._controller.order(starved)
+        progress.at(before.steps, before.phase)
+        return order
 
     def __enter__(self) -> "IslandSteps":
         self.between()
