@@ -45,6 +45,16 @@ def ready(*members, weight=1.0, used=1):
         each.handle(m.MessageReady(each.outer.round, weight, used))
 
 
+def one_round(*members):
+    """The members reduce and commit a round; returns the actions of each that began the reduce."""
+    ready(*members)
+    begin = all_see(*members)
+    for each in members:
+        each.handle(m.Reduced(each._reducing[0].key, "d1"))
+    assert all("Commit" in kinds(actions) for actions in all_see(*members))
+    return begin
+
+
 def begun(*members):
     for each in members:
         each.handle(m.Tick(0.0))
@@ -67,6 +77,24 @@ def test_a_round_of_two():
     assert (commit.key, commit.weight, commit.outer.round, commit.outer.digest) == (reduce.key, 8.0, 1, "d1")
     assert other.outer == commit.outer
     assert commit.outer.ledger.lease("a", "s")
+
+
+def test_only_a_group_that_made_the_state_and_has_not_failed_is_used_again():
+    """The streams of a member that was cut off look open, but the others have ended theirs."""
+    a, b = members = begun(member("a"), member("b"))
+    one_round(a, b)
+    assert not any("DropGroup" in kinds(actions) for actions in one_round(a, b))
+    ready(a, b)
+    all_see(a, b)
+    for each in members:
+        each.handle(m.ReduceFailed(each._reducing[0].key))
+    assert all("DropGroup" in kinds(actions) for actions in all_see(a, b)), "a second try"
+    for each in members:
+        each.handle(m.Reduced(each._reducing[0].key, "d1"))
+    all_see(a, b)
+    a.outer = replace(a.outer, last="made without this member")
+    b.outer = replace(b.outer, last="made without this member")
+    assert all("DropGroup" in kinds(actions) for actions in one_round(a, b)), "a healed member"
 
 
 def test_the_grace_is_the_longest_step_that_is_reported():
@@ -471,11 +499,7 @@ def test_a_stall_reason_is_known_when_the_coordinator_has_answered_since_the_lin
 
 def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_are_absent():
     a, b, _ = members = begun(*(member(name) for name in "abc"))
-    ready(*members)
-    all_see(*members)
-    for each in members:
-        each.handle(m.Reduced(each._reducing[0].key, "d1"))
-    assert "Commit" in kinds(all_see(*members)[0])
+    one_round(*members)
     ready(a, b)
     while not a._reducing:
         a.handle(m.Tick(a._now + 1.0))

@@ -242,6 +242,8 @@ class Member(MemberState):
     def _form(self, view: View, plan: FormGroup) -> None:
         if self._me in plan.ranks:
             self._seen, self._ballot = view.id, plan.ballot
+            if not self._is_group_current(plan.ballot):
+                self._do(m.DropGroup())
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
@@ -255,7 +257,7 @@ class Member(MemberState):
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
         self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
-        self._last_names = frozenset(peer.name for peer in self._group)
+        self._committed = prepared
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded

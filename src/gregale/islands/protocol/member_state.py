@@ -55,7 +55,7 @@ class MemberState:
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
-        self._last_names: frozenset[str] = frozenset()  # those that made the newest round together with this member
+        self._committed: PendingCommit | None = None  # the newest result
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
@@ -174,6 +174,16 @@ class MemberState:
         now = self._now - self._healing_since if self._healing and self._is_hold_due() else 0.0
         return self._hold_time_before + now
 
+    def _is_group_current(self, ballot: int) -> bool:
+        """Return whether the last group's streams are open in all its members: it made the state, and has not failed.
+
+        A member that was cut off does not know that the others have ended theirs.
+        """
+        made = self._committed
+        if made is None or ballot > 1:
+            return False
+        return (made.held.key, made.outer.generation) == (self.outer.last, self.outer.generation)
+
     @property
     def others(self) -> tuple[Peer, ...]:
         """The other members of the newest round in which this member took part."""
@@ -261,7 +271,8 @@ class MemberState:
         """Return the exchange with peers that is in progress; empty if there is none."""
         if self._reducing:
             names = {peer.name for peer in self._reducing[0].members}
-            absent = format_names(self._last_names - names)
+            before = self._committed.form.members if self._committed else ()
+            absent = format_names({peer.name for peer in before} - names)
             without = f", without {absent}" if absent else ""
             return f"round {self.outer.round} is being reduced by {format_names(names)}{without}{self._tries()}"
         if self._healing:
