@@ -78,10 +78,12 @@ class Progress:
         self._update(self.current.waits)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Record that the main thread waits for devices inside the block."""
-        self.current = replace(self.current, waits=True, since=time.monotonic())
+    def waiting(self, phase: Phase | None = None) -> Iterator[None]:
+        """Record that the main thread waits inside the block: for devices, or as `phase` says."""
+        before = self.current.phase
+        self.current = replace(self.current, phase=phase or before, waits=True, since=time.monotonic())
         yield
+        self.current = replace(self.current, phase=before if phase else self.current.phase)
         self._update(False)
 
     def _update(self, waits: bool) -> None:

@@ -250,8 +250,8 @@ def test_only_the_wait_for_a_command_has_no_time_limit(island_steps):
     steps, controller = island_steps([])
     controller.progress.at(7, Phase.TRAINING)
     steps.between()
-    assert controller.waits == [ThreadProgress(7, Phase.SYNCHRONISING, True, 2)]
-    assert controller.progress.current == ThreadProgress(7, Phase.TRAINING, False, 4)
+    assert controller.waits == [ThreadProgress(7, Phase.SYNCHRONISING, True, 1)]
+    assert controller.progress.current == ThreadProgress(7, Phase.TRAINING, False, 2)
 
 
 @pytest.mark.parametrize(("is_broken", "has_peers", "saves"), [(True, True, 0), (True, False, 1), (False, True, 1)])

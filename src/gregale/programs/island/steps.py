@@ -20,18 +20,10 @@ from gregale.data.mixtures import ReplicaExamples
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
+from gregale.islands import trainer_command as commands
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
-from gregale.islands.trainer_command import (
-    ApplyRound,
-    CopyInnerState,
-    Down,
-    Finish,
-    LoadOuterState,
-    SendMessage,
-    TrainerCommand,
-)
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
@@ -118,7 +110,7 @@ class IslandSteps(Steps):
         self.arrived: int | None = None
         self.save_offset = 0.0
         self._is_leaving = False
-        self._finish: Finish | None = None
+        self._finish: commands.Finish | None = None
 
     @property
     def ended(self) -> bool:
@@ -171,31 +163,25 @@ class IslandSteps(Steps):
         """
         while (order := self._order(starved)) is not None:
             match order:
-                case SendMessage(number):
+                case commands.SendMessage(number):
                     self._depart(self.state, number)
-                case ApplyRound(number, weight, save_offset):
+                case commands.ApplyRound(number, weight, save_offset):
                     self.save_offset = save_offset
                     self.state = self._arrive(self.state, number, weight)
-                case LoadOuterState(number, inherits):
+                case commands.LoadOuterState(number, inherits):
                     inner = self._controller.inherited() if inherits else None
                     self.state = self._with_outer_parameters(self.state, inner)
                     self._seen, self._errors, self._report = jnp.zeros_like(self._seen), {}, None
                     self.arrived = number - 1
-                case CopyInnerState():
+                case commands.CopyInnerState():
                     self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
-                case Finish():
+                case commands.Finish():
                     self._finish = order
                     return
 
-    def _order(self, starved: bool) -> TrainerCommand | None:
-        """Return the next command. Waiting for it is no hang: the fleet may not make rounds for a long time."""
-        progress = self._observers.progress
-        before = progress.current
-        progress.at(before.steps, Phase.SYNCHRONISING)
-        with progress.waiting():
-            order = self._controller.order(starved)
-        progress.at(before.steps, before.phase)
-        return order
+    def _order(self, starved: bool) -> commands.TrainerCommand | None:
+        with self._observers.progress.waiting(Phase.SYNCHRONISING):
+            return self._controller.order(starved)
 
     def __enter__(self) -> "IslandSteps":
         self.between()
@@ -245,9 +231,9 @@ class IslandSteps(Steps):
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 
-def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> Down:
+def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
     size = float(norm)
-    return Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)
