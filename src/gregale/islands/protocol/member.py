@@ -343,7 +343,7 @@ class Member(MemberState):
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
-            self._asked, self._asked_at = self._asked + 1, self._now
+            self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.RequestView(self.header, self._needed()))

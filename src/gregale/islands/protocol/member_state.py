@@ -50,8 +50,6 @@ class MemberState:
         self._actions: list[m.Action] = []
         self._voter = False
         self._asked, self._waiting_for = 0, False  # number of the newest request; whether its answer is pending
-        self._asked_at = 0.0
-        self._seen_names: tuple[str, ...] = ()  # in the newest view
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
@@ -216,7 +214,6 @@ class MemberState:
         plan = decision.plan
         missing = tuple(peer.name for peer in decision.missing(self._group))
         self._plan = plan, (plan.names or missing) if isinstance(plan, Wait) else ()
-        self._seen_names = tuple(header.name for header in decision.headers.values())
 
     def _note_asks(self, decision: Decision) -> bool:
         """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""
@@ -238,10 +235,12 @@ class MemberState:
     def is_reason_known(self, since: float, seconds: float) -> bool:
         """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a silence.
 
-        Otherwise `stall_reason` may be outdated: a silence begins, or this island has not caught up after one.
+        Otherwise `stall_reason` may be outdated: a silence begins, or this island has not caught up after one. A new
+        request is unknown until the next heartbeat.
         """
         answers = self._heard_at >= since and self._now - self._answers_since >= seconds
-        return answers or self._is_coordinator_silent()
+        is_new = self._waiting_for and not self._held_request and not isinstance(self._plan[0], Wait)
+        return (answers and not is_new) or self._is_coordinator_silent()
 
     def stall_reason(self) -> str:
         """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
@@ -253,10 +252,8 @@ class MemberState:
         if exchange:
             return exchange
         plan, names = self._plan
-        if self._waiting_for and (self._held_request or not isinstance(plan, Wait)):
-            seconds, seen = self._now - self._asked_at, format_names(self._seen_names) or "none"
-            asked = f"this island requested a view {seconds:.1f} s ago; the islands of its last one: {seen}"
-            return f"{self._held_request or asked}{self._tries()}"
+        if self._waiting_for and self._held_request:
+            return f"{self._held_request}{self._tries()}"
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._held:
