@@ -14,6 +14,7 @@ from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
+SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -230,7 +231,7 @@ class MemberState:
             self._heard_at = self._now
 
     def _is_coordinator_silent(self) -> bool:
-        return self._now - self._heard_at > 2 * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT
+        return self._now - self._heard_at > SILENT_BEATS * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT
 
     def is_reason_known(self, since: float, seconds: float) -> bool:
         """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a silence.
