@@ -44,6 +44,8 @@ HANGS = [
      "process 1 hangs: it has been for 601 s saving after 900 steps."),  # and another one has ended
     ([(number, 801 + (number > 5), "training", number > 5, 61) for number in range(8)],
      "process 0, process 1, process 2 and 3 more hang: they have been for 61 s in step 801."),
+    ([(0, 801, "synchronising", True, 9999), (1, 801, "training", False, 61)],
+     "process 1 hangs: it has been for 61 s in step 801."),  # a host of an island, whose process 0 waits for others
 ]  # fmt: skip
 
 GO_ON = {
@@ -54,6 +56,7 @@ GO_ON = {
     "one saves": [(0, 801, "training", True, 599), (1, 800, "saving", False, 599)],
     "the first step of all": [(0, 1, "compiling", True, 599), (1, 1, "compiling", True, 599)],
     "one prepares its data for a day": [(0, 0, "preparing", False, 86400), (1, 801, "compiling", True, 86000)],
+    "all hosts of an island wait for others": [(0, 801, "synchronising", True, 9999), (1, 802, "training", True, 9999)],
     "the end": [(0, 900, "ending", False, 86400), (1, 900, "ending", False, 86400)],
 }
 

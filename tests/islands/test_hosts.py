@@ -286,13 +286,16 @@ def test_no_host_uses_a_copy_that_one_host_cannot_fetch(make):
 def test_a_diverged_island_inherits_once_until_it_contributes_again(make):
     peer, diverged, restarts = make(), make(), []
     recovery = Recovery(diverged.hands, restarts.append, lambda work: work())
+    assert not recovery.is_tried
     recovery.begin([peer.peer()])
+    assert recovery.is_tried
     assert restarts == [False, True]
     same(diverged.hands.inherited(), optimizer(0, 5))
     assert not diverged.hands.wants_inner
     recovery.begin([peer.peer()])
     assert restarts == [False, True, False]
     recovery.contributed()
+    assert not recovery.is_tried
     recovery.begin([])  # nobody else made the round
     recovery.begin([peer.peer()])
     assert restarts == [False, True, False, False, False, True]

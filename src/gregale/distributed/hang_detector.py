@@ -32,11 +32,12 @@ class Phase(StrEnum):
     TRAINING = "training"
     EVALUATING = "evaluating"
     SAVING = "saving"
+    SYNCHRONISING = "synchronising"  # waiting for other islands: no time limit
     ENDING = "ending"  # no other process waits for this process any more
 
     def timeout(self, seconds: float) -> float:
         """Return the maximum seconds without progress in this phase; `seconds`: the timeout of a step."""
-        if self in (Phase.PREPARING, Phase.ENDING):
+        if self in (Phase.PREPARING, Phase.SYNCHRONISING, Phase.ENDING):
             return math.inf
         return seconds if self is Phase.TRAINING else OTHER_WORK * seconds
 
@@ -77,10 +78,12 @@ class Progress:
         self._update(self.current.waits)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Record that the main thread waits for devices inside the block."""
-        self.current = replace(self.current, waits=True, since=time.monotonic())
+    def waiting(self, phase: Phase | None = None) -> Iterator[None]:
+        """Record that the main thread waits inside the block: for devices, or as `phase` says."""
+        before = self.current.phase
+        self.current = replace(self.current, phase=phase or before, waits=True, since=time.monotonic())
         yield
+        self.current = replace(self.current, phase=before if phase else self.current.phase)
         self._update(False)
 
     def _update(self, waits: bool) -> None:

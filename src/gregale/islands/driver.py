@@ -77,8 +77,7 @@ class Driver:
             refused=self._end,
         )
         self._log = RoundLog(self.worker.count, self.record)
-        self._exchange = ThreadPoolExecutor(1, "exchange")
-        self._healing = ThreadPoolExecutor(1, "healing")
+        self._exchange, self._healing = (ThreadPoolExecutor(1, name) for name in ("exchange", "healing"))
         self._announcing = LatestWork(ANNOUNCING_THREADS, "announcing")
         self._telling = LatestWork(TELLING_THREADS, "telling")
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
@@ -164,12 +163,15 @@ class Driver:
         self._exchange.submit(self._guarded, down)
 
     def diverged(self) -> bool:
-        """Restart the trainer, whose state is not finite, from the outer parameters; return False without peers."""
+        """Restart the trainer, whose state is not finite, from the outer parameters; return whether it restarts."""
         with self._lock:
-            if (peers := self.member.others) and self._recovery.begin(peers):
+            peers, is_first = self.member.others, not self._recovery.is_tried
+            if restarts := bool(peers) or is_first:  # a second time without peers `max_skipped` ends the run
+                self._recovery.begin(peers)
+            if is_first:
                 what = "this island has diverged (its loss, gradient or state is not finite)"
                 self.report(f"{what}: it begins again from the outer parameters of round {self.round}", True)
-            return bool(peers)
+            return restarts
 
     def leave(self) -> None:
         """Request to leave: the current round is finished first; then `order` returns `Finish`."""

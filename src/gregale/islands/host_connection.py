@@ -130,11 +130,16 @@ class HostConnection:
         """Return the next commands, possibly none; None after `close`."""
         commands = self._request(self._receives, {"have": self._count}, ASK_SECONDS + REACH_SECONDS).get("told", [])
         self._count += len(commands)
-        return None if self._is_closed else commands
+        if self._is_closed:
+            self._receives.close()
+            return None
+        return commands
 
     def close(self) -> None:
         """Close the connection: nothing is sent or received any more."""
         self._is_closed = True
+        with self._lock:
+            self._sends.close()
 
     def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         body = canonical({"kind": "host", "host": self._number, **message})

@@ -225,6 +225,7 @@ class Recovery:
     """Restarts of a trainer whose island has diverged.
 
     - `restart(inherits)`: restarts the trainer with the inherited inner optimizer, or with its own
+    - `is_tried`: whether the trainer was restarted since the island's last contribution
     - `in_thread`: runs slow work in a thread
     """
 
@@ -232,23 +233,22 @@ class Recovery:
         self, worker: HostGroup, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
     ):
         self._worker, self._restart, self._in_thread = worker, restart, in_thread
-        self._has_inherited = False
+        self.is_tried = self._has_inherited = False
 
     def contributed(self) -> None:
         """Note that the island has contributed to a round: its message was no outlier."""
-        self._has_inherited = False
+        self.is_tried = self._has_inherited = False
 
-    def begin(self, peers: Sequence[Peer]) -> bool:
+    def begin(self, peers: Sequence[Peer]) -> None:
         """Restart the island, which has diverged, from the state of `peers`, which have not.
 
-        The island inherits only once before its next contribution, because each copy interrupts a peer. Returns whether
-        it inherits.
+        The island inherits only once before its next contribution, because each copy interrupts a peer.
         """
+        self.is_tried = True
         self._restart(False)
-        if inherits := bool(peers) and not self._has_inherited:
+        if peers and not self._has_inherited:
             self._has_inherited = self._worker.wants_inner = True
             self._in_thread(lambda: self._inherit(peers))
-        return inherits
 
     def _inherit(self, peers: Sequence[Peer]) -> None:
         self._worker.inherit(peers)

@@ -16,7 +16,12 @@ from gregale.islands.protocol.stalls import Stalls
 @pytest.fixture
 def member() -> Any:
     return SimpleNamespace(
-        timing=LAN, handover=Handover(), outer=seed("d"), done=False, stall_reason=lambda: "b is missing"
+        timing=LAN,
+        handover=Handover(),
+        outer=seed("d"),
+        done=False,
+        stall_reason=lambda: "b is missing",
+        is_reason_known=lambda since, seconds: True,
     )
 
 

@@ -43,6 +43,11 @@ def connected(server: Server, *source: tuple[str, int]) -> socket.socket:
     return socket.create_connection((server.host, server.port), 5.0, *source)
 
 
+def get(server: Server, path: str) -> dict:
+    with closing(PeerClient(server.address, TOKEN, 20.0)) as client:
+        return client.request("GET", path)
+
+
 def test_messages_status_and_rejections(make_server):
     def answer(message: dict) -> dict:
         if not message:
@@ -56,7 +61,7 @@ def test_messages_status_and_rejections(make_server):
         call(server.address, TOKEN, {}, 5.0)
     for path, reason in (("/manifest", "there is no state here yet"), ("/../etc/passwd", "nothing at this path")):
         with pytest.raises(RequestRejected, match=reason):
-            PeerClient(server.address, TOKEN, 5.0).request("GET", path)
+            get(server, path)
 
 
 def test_neither_side_accepts_another_token(make_server):
@@ -121,7 +126,7 @@ def test_a_request_that_is_not_http_ends_only_its_connection(make_server, head):
         if len(head) < 100:
             assert client.recv(100).startswith(b"HTTP/1.1 421 "), "it has no recipient"
     with pytest.raises(RequestRejected, match="nothing at this path"):
-        PeerClient(server.address, TOKEN, 20.0).request("GET", "/")
+        get(server, "/")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,8 @@ def test_as_many_islands_as_a_large_fleet_has_connect_at_once(make_server):
     with ExitStack() as stack:
         held = [stack.enter_context(connected(server)) for _ in range(200)]
         for plain in held[:3]:
-            assert tls_contexts(TOKEN).client.wrap_socket(plain).version() == "TLSv1.3"
+            with tls_contexts(TOKEN).client.wrap_socket(plain) as known:
+                assert known.version() == "TLSv1.3"
     assert server.complaints == []
 
 
@@ -244,7 +250,7 @@ def test_token_files(tmp_path):
 def test_manifests_are_plain_json(make_server):
     server = make_server()
     server.outer.publish(Snapshot(2, 7, {"a": ServedArray(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
-    manifest = PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
+    manifest = get(server, "/manifest")
     assert json.loads(json.dumps(manifest)) == manifest
     leaf = manifest["leaves"]["a"]
     assert (manifest["generation"], manifest["round"], manifest["facts"]) == (2, 7, {"tokens": 5})

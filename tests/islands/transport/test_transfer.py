@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import ml_dtypes
@@ -61,6 +61,12 @@ def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
         np.testing.assert_array_equal(fetched.arrays[name], leaf.array)
         assert fetched.arrays[name].dtype == leaf.array.dtype
     assert fetched.offer.versions == {name: leaf.version for name, leaf in expected.items()}
+
+
+@pytest.fixture
+def fetcher() -> Iterator[Fetcher]:
+    with closing(Fetcher(TOKEN, EXPECTED)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -155,19 +161,18 @@ def test_many_small_arrays_take_few_requests(make_server, monkeypatch):
         (slow(1.0), "cannot be reached: timed out"),
     ],
 )
-def test_a_bad_source_is_named_and_replaced(sources, spoilt, how, reason):
+def test_a_bad_source_is_named_and_replaced(sources, fetcher, spoilt, how, reason):
     bad = spoilt(sources[0], how)
     fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
-    fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed, match=reason) as failed:
         fetcher.fetch([bad], 10.0)
     assert "\n" not in str(failed.value)
     assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
-def test_chunks_fetched_before_a_failure_are_kept(sources, spoilt, after_chunks):
-    fetcher, arrived = Fetcher(TOKEN, EXPECTED), threading.Event()
+def test_chunks_fetched_before_a_failure_are_kept(sources, fetcher, spoilt, after_chunks):
+    arrived = threading.Event()
     after_chunks(lambda received: arrived.set() if received >= 3 * CHUNK_BYTES else None)
 
     def four_chunks(content: bytes, number: int) -> bytes | None:
@@ -209,14 +214,14 @@ def test_the_timeout_is_kept(sources, spoilt):
         fetch([spoilt(sources[0], slow(0.3))], TOKEN, EXPECTED, 0.5)
 
 
-def test_a_fetch_waits_for_the_end_of_a_round(make_server):
+def test_a_fetch_waits_for_the_end_of_a_round(make_server, fetcher):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
     server.outer.publish(Snapshot(1, 4, STATE))
     server.outer.expect(60.0)
-    fetcher = Fetcher(TOKEN, EXPECTED)
     before = fetcher.fetch([server.address], 10.0)
     assert (before.offer.round, before.settled) == (4, False)
+    opened = [peer._connection.sock for peers in fetcher._links.values() for peer in peers]
     found = []
     joins = threading.Thread(
         target=lambda: found.append(fetcher.fetch([server.address], 10.0, manifest="/manifest/settled"))
@@ -228,6 +233,7 @@ def test_a_fetch_waits_for_the_end_of_a_round(make_server):
     assert (found[0].offer.round, found[0].settled) == (5, True)
     assert_is(found[0], after)
     assert found[0].received_bytes == STATE["half|0"].array.nbytes, "what has not changed is here"
+    assert opened == [peer._connection.sock for peers in fetcher._links.values() for peer in peers], "they stay open"
 
 
 def test_only_missing_chunks_are_fetched(sources):
@@ -324,7 +330,8 @@ def test_a_manifest_fits_into_the_expected_size(sources):
     ],
 )
 def test_manifests_that_are_not_as_expected(sources, change, reason):
-    offered = client.PeerClient(sources[0].address, TOKEN, 5.0).request("GET", "/manifest")
+    with closing(client.PeerClient(sources[0].address, TOKEN, 5.0)) as peer:
+        offered = peer.request("GET", "/manifest")
     assert read_manifest("it", offered, EXPECTED).round == 4
     change(offered)
     with pytest.raises(RequestRejected, match=reason):

@@ -14,6 +14,7 @@ from haliax import Axis
 
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.store import Checkpoints
+from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.protocol.headers import seed
@@ -25,11 +26,12 @@ from gregale.programs.island.saving import CheckpointStagger, IslandSaving, roun
 from gregale.programs.island.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.train.resume import Start
+from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS
 from gregale.storage import StoreError, write_bytes
 from gregale.storage.jsonl_reader import read_entries
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
-from gregale.tracking.callback import Pause
+from gregale.tracking.callback import Callbacks, Pause
 from gregale.training.state import StepReport
 from tests.mesh.support import layout_of
 from tests.methods.islands import Fleet, on_one_device
@@ -137,16 +139,22 @@ def test_a_missed_or_moved_turn_is_late_and_taken_once():
 
 
 class Controller:
-    """Gives the commands `orders`; `asked`: after how many steps the outer parameters were asked for."""
+    """Gives the commands `orders`.
+
+    - `asked`: after how many steps the outer parameters were asked for
+    - `waits`: the progress of the main thread while it waits for a command
+    """
 
     pace = SimpleNamespace(schedule=SCHEDULE)
 
     def __init__(self, outer: HostOuter):
         self.side = OuterSnapshot(seed(""), outer.now())
         self.orders, self.asked, self._steps = [], [], 0
+        self.progress, self.waits = Progress(), []
 
     def order(self, starved: bool) -> Any:
         del starved
+        self.waits.append(self.progress.current)
         return self.orders.pop(0) if self.orders else None
 
     def stepped(self) -> None:
@@ -187,7 +195,8 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
         setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
         resources: Any = SimpleNamespace(step=take, outer=member.host, controller=controller, seen=[0.0])
         nothing: Any = None
-        return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, nothing), controller
+        observers = Observers(Callbacks([]), nothing, controller.progress)
+        return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, observers), controller
 
     return make
 
@@ -235,6 +244,14 @@ def test_an_island_that_a_callback_ends_leaves_complete_with_the_outer_parameter
     assert steps.next_batch() is None
     assert (steps.ended, steps.complete, steps.stop_reason) == (True, True, "enough")
     assert not not_finite(steps.state.method)
+
+
+def test_only_the_wait_for_a_command_has_no_time_limit(island_steps):
+    steps, controller = island_steps([])
+    controller.progress.at(7, Phase.TRAINING)
+    steps.between()
+    assert controller.waits == [ThreadProgress(7, Phase.SYNCHRONISING, True, 1)]
+    assert controller.progress.current == ThreadProgress(7, Phase.TRAINING, False, 2)
 
 
 @pytest.mark.parametrize(("is_broken", "has_peers", "saves"), [(True, True, 0), (True, False, 1), (False, True, 1)])

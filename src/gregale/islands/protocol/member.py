@@ -105,9 +105,7 @@ class Member(MemberState):
         self._retry_at = self._now + self._some_pause()
 
     def _on_heartbeat(self, event: m.Heartbeat) -> None:
-        self._error, self._held_request = event.error, event.held
-        if not event.error:
-            self._heard_at = self._now
+        self._hear(event.error, event.held)
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self._reducing is None or self._reducing[0].key != event.key:
@@ -182,7 +180,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._heard_at, self._error, self._held_request = self._now, "", ""
+        self._hear()
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -244,6 +242,8 @@ class Member(MemberState):
     def _form(self, view: View, plan: FormGroup) -> None:
         if self._me in plan.ranks:
             self._seen, self._ballot = view.id, plan.ballot
+            if not self._is_group_current(plan.ballot):
+                self._do(m.DropGroup())
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
@@ -257,6 +257,7 @@ class Member(MemberState):
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
         self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
+        self._committed = prepared
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded
@@ -342,7 +343,7 @@ class Member(MemberState):
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
-            self._asked, self._asked_at = self._asked + 1, self._now
+            self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.RequestView(self.header, self._needed()))

@@ -14,6 +14,7 @@ from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
+SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -50,11 +51,10 @@ class MemberState:
         self._actions: list[m.Action] = []
         self._voter = False
         self._asked, self._waiting_for = 0, False  # number of the newest request; whether its answer is pending
-        self._asked_at = 0.0
-        self._seen_names: tuple[str, ...] = ()  # in the newest view
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
+        self._committed: PendingCommit | None = None  # the newest result
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
@@ -64,6 +64,7 @@ class MemberState:
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
+        self._answers_since = 0.0  # the end of its last silence
         self._held_request = ""  # what the coordinator waits for, by its last answer since the newest view
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
@@ -172,6 +173,16 @@ class MemberState:
         now = self._now - self._healing_since if self._healing and self._is_hold_due() else 0.0
         return self._hold_time_before + now
 
+    def _is_group_current(self, ballot: int) -> bool:
+        """Return whether the last group's streams are open in all its members: it made the state, and has not failed.
+
+        A member that was cut off does not know that the others have ended theirs.
+        """
+        made = self._committed
+        if made is None or ballot > 1:
+            return False
+        return (made.held.key, made.outer.generation) == (self.outer.last, self.outer.generation)
+
     @property
     def others(self) -> tuple[Peer, ...]:
         """The other members of the newest round in which this member took part."""
@@ -204,7 +215,6 @@ class MemberState:
         plan = decision.plan
         missing = tuple(peer.name for peer in decision.missing(self._group))
         self._plan = plan, (plan.names or missing) if isinstance(plan, Wait) else ()
-        self._seen_names = tuple(header.name for header in decision.headers.values())
 
     def _note_asks(self, decision: Decision) -> bool:
         """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""
@@ -213,25 +223,44 @@ class MemberState:
         self._asks |= {identity: max(number, self._asks.get(identity, 0)) for identity, number in asks.items()}
         return repeated
 
+    def _hear(self, error: str = "", held: str = "") -> None:
+        """Record an answer of the coordinator: `held` is what it waits for; or the `error` in place of an answer."""
+        self._error, self._held_request = error, held
+        if not error:
+            self._answers_since = self._now if self._is_coordinator_silent() else self._answers_since
+            self._heard_at = self._now
+
+    def _is_coordinator_silent(self) -> bool:
+        return self._now - self._heard_at > SILENT_BEATS * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT
+
+    def is_reason_known(self, since: float, seconds: float) -> bool:
+        """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a silence.
+
+        Otherwise `stall_reason` may be outdated: a silence begins, or this island has not caught up after one. A new
+        request is unknown until the next heartbeat.
+        """
+        answers = self._heard_at >= since and self._now - self._answers_since >= seconds
+        is_new = self._waiting_for and not self._held_request and not isinstance(self._plan[0], Wait)
+        return (answers and not is_new) or self._is_coordinator_silent()
+
     def stall_reason(self) -> str:
         """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
         exchange = self._exchange_reason()
         silence = self._now - self._heard_at
-        if self._error or silence > 2 * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT:
+        if self._is_coordinator_silent():
             silent = f"the coordinator has not answered for {silence:.0f} s{f' ({self._error})' * bool(self._error)}"
             return f"{silent}; {exchange}" if exchange else silent
         if exchange:
             return exchange
         plan, names = self._plan
-        if self._waiting_for and (self._held_request or not isinstance(plan, Wait)):
-            seconds, seen = self._now - self._asked_at, format_names(self._seen_names) or "none"
-            asked = f"this island requested a view {seconds:.1f} s ago; the islands of its last one: {seen}"
-            return f"{self._held_request or asked}{self._tries()}"
+        if self._waiting_for and self._held_request:
+            return f"{self._held_request}{self._tries()}"
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._held:
-            tries = self._tries()
-            return f"the result of round {self.outer.round} is not held by more than half of its islands yet{tries}"
+            names = format_names(peer.name for peer in self._held.form.members)
+            result = f"the result of round {self.outer.round} is not held by more than half of its islands"
+            return f"{result} ({names}) yet{self._tries()}"
         if self.handover.wanted:
             return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
         return ""
@@ -239,8 +268,11 @@ class MemberState:
     def _exchange_reason(self) -> str:
         """Return the exchange with peers that is in progress; empty if there is none."""
         if self._reducing:
-            names = [peer.name for peer in self._reducing[0].members]
-            return f"round {self.outer.round} is being reduced by {format_names(names)}{self._tries()}"
+            names = {peer.name for peer in self._reducing[0].members}
+            before = self._committed.form.members if self._committed else ()
+            absent = format_names({peer.name for peer in before} - names)
+            without = f", without {absent}" if absent else ""
+            return f"round {self.outer.round} is being reduced by {format_names(names)}{without}{self._tries()}"
         if self._healing:
             failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
             seconds = self._now - self._healing_since

@@ -11,6 +11,7 @@ ROUNDS = 15  # in the median
 LATE = 3  # times the median
 LEAST_SECONDS = 1.0  # shortest silence that is reported
 AGAIN = 2  # factor between the times of two lines
+SETTLED = 2  # median rounds after a silence of the coordinator, in which a line would blame the islands for it
 
 
 class Stalls:
@@ -30,10 +31,12 @@ class Stalls:
         self.line: str | None = None
         self.reason: str | None = None
 
-    def _late_seconds(self) -> float:
+    def _usual_seconds(self) -> float:
         timing = self._member.timing
-        usual = median(self._took) if self._took else timing.join_seconds + timing.reduce_seconds
-        return max(LATE * usual, LEAST_SECONDS)
+        return median(self._took) if self._took else timing.join_seconds + timing.reduce_seconds
+
+    def _late_seconds(self) -> float:
+        return max(LATE * self._usual_seconds(), LEAST_SECONDS)
 
     def went_on(self, now: float, outer: OuterRecord, is_healed: bool = False) -> str | None:
         """Record a committed or fetched state; return a line if it ends a stall."""
@@ -66,6 +69,8 @@ class Stalls:
             return None
         seconds = now - self._since
         if seconds < self._next:
+            return None
+        if not member.is_reason_known(self._since + self._next, SETTLED * self._usual_seconds()):
             return None
         self._next = AGAIN * seconds
         self.reason = self._why()

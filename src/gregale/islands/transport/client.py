@@ -107,23 +107,26 @@ class PeerClient:
         return stream
 
     def connect(self) -> None:
-        """Open the connection ahead of its first request. Raises PeerUnreachable."""
+        """Open the connection ahead of its next request, if it is not open. Raises PeerUnreachable."""
         try:
-            self._connection.connect()
+            self._open()
         except OSError as error:
             raise self._unreachable(error) from None
-        self._used = time.monotonic()
 
     def close(self) -> None:
         self._connection.close()
         if self._response is not None:
             self._response.close()  # it keeps the socket until it has been read
 
-    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
+    def _open(self) -> None:
         if time.monotonic() - self._used > IDLE_SECONDS:
-            self._connection.close()  # a server closes an idle connection; the next request opens another
+            self._connection.close()  # a server closes an idle connection
         if self._connection.sock is None:
             self._connection.connect()
+            self._used = time.monotonic()
+
+    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
+        self._open()
         opened: Any = self._connection.sock  # `connect` has set it
         opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
         fields = f"{RECIPIENT}: {self._recipient}\r\nContent-Length: {len(body)}"

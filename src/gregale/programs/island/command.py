@@ -14,6 +14,7 @@ from gregale.checkpoint.multihost import first_message, messages_of_all
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
 from gregale.distributed.agreement import format_term, to_text
+from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
@@ -137,8 +138,9 @@ def train(run: PreparedRun, token: bytes) -> int:
             console.begin(config.steps, start.step)
             status.callbacks = stack.enter_context(open_trackers(config.trackers, setup.callbacks, info, console))
             status.state = "joining"
-            observers = Observers(Callbacks([status], flush=status.callbacks.flush), console.message)
-            steps = IslandSteps(setup, resources, corpus.train, start, stop, observers.spent)
+            callbacks = Callbacks([status], flush=status.callbacks.flush)
+            observers = Observers(callbacks, console.message, run.progress)
+            steps = IslandSteps(setup, resources, corpus.train, start, stop, observers)
             counts = (
                 Traffic(setup, start.step, start.replica_bytes),
                 DataPosition(config.batch, start.step, start.examples),
@@ -148,6 +150,7 @@ def train(run: PreparedRun, token: bytes) -> int:
             Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
             status.state = "complete" if steps.complete else "left"
         run.checkpoints.wait()
+    run.progress.at(steps.step, Phase.ENDING)
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
     return run.exit_code(steps, evaluation.latest, stop, left)
 

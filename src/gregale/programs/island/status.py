@@ -6,7 +6,7 @@ from typing import Any
 from gregale.islands.driver import Driver
 from gregale.islands.protocol.messages import RoundDue
 from gregale.islands.transport.client import RequestRejected
-from gregale.tracking.callback import Callback, Callbacks, Metrics
+from gregale.tracking.callback import Callback, Callbacks, Metrics, finite
 
 
 class StatusTracker(Callback):
@@ -71,11 +71,11 @@ class StatusTracker(Callback):
         return self._driver.waiting_seconds + self._driver.healing_seconds if self._driver is not None else 0.0
 
     def status(self) -> dict[str, Any]:
-        """Return the newest metrics, with the names of the members."""
+        """Return the newest metrics that are finite, with the names of the members."""
         fixed = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
         driver = self._driver
         members, stalled = (list(driver.members), driver.stalls.line) if driver is not None else ([], None)
-        return {**fixed, **self.fleet_metrics(), "members": members, "stalled": stalled, **self._values}
+        return {**fixed, **self.fleet_metrics(), "members": members, "stalled": stalled, **finite(self._values)}
 
     def on_message(self, message: dict) -> dict:
         """Handle a peer's message; raise RequestRejected for one that this version does not know."""

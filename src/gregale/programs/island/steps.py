@@ -17,19 +17,20 @@ from gregale.checkpoint.finite import not_finite
 from gregale.communication import shards
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
+from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
+from gregale.islands import trainer_command as commands
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
-from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.resume import Start
-from gregale.programs.train.step_log import PhaseTimer
+from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
 from gregale.storage import StoragePath
 from gregale.storage.jsonl_writer import FileJsonlWriter, ObjectJsonlWriter
@@ -95,12 +96,12 @@ class IslandSteps(Steps):
         examples: Examples | ReplicaExamples,
         start: Start,
         stop: StopRequest,
-        spent: PhaseTimer,
+        observers: Observers,
     ):
         assert isinstance(setup.method, Island)
         self.method = self._island = setup.method
         self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
-        self.stop, self._spent = stop, spent
+        self.stop, self._observers = stop, observers
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
@@ -109,7 +110,7 @@ class IslandSteps(Steps):
         self.arrived: int | None = None
         self.save_offset = 0.0
         self._is_leaving = False
-        self._finish: Finish | None = None
+        self._finish: commands.Finish | None = None
 
     @property
     def ended(self) -> bool:
@@ -127,7 +128,7 @@ class IslandSteps(Steps):
                 self._controller.leave()
                 self.between()
                 continue
-            with self._spent.on("data_seconds"):
+            with self._observers.spent.on("data_seconds"):
                 batch = next(self._examples, None)
             if batch is not None:
                 return batch
@@ -160,23 +161,27 @@ class IslandSteps(Steps):
 
         - `starved`: no data is leased, so it executes commands until there is data
         """
-        while (order := self._controller.order(starved)) is not None:
+        while (order := self._order(starved)) is not None:
             match order:
-                case SendMessage(number):
+                case commands.SendMessage(number):
                     self._depart(self.state, number)
-                case ApplyRound(number, weight, save_offset):
+                case commands.ApplyRound(number, weight, save_offset):
                     self.save_offset = save_offset
                     self.state = self._arrive(self.state, number, weight)
-                case LoadOuterState(number, inherits):
+                case commands.LoadOuterState(number, inherits):
                     inner = self._controller.inherited() if inherits else None
                     self.state = self._with_outer_parameters(self.state, inner)
                     self._seen, self._errors, self._report = jnp.zeros_like(self._seen), {}, None
                     self.arrived = number - 1
-                case CopyInnerState():
+                case commands.CopyInnerState():
                     self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
-                case Finish():
+                case commands.Finish():
                     self._finish = order
                     return
+
+    def _order(self, starved: bool) -> commands.TrainerCommand | None:
+        with self._observers.progress.waiting(Phase.SYNCHRONISING):
+            return self._controller.order(starved)
 
     def __enter__(self) -> "IslandSteps":
         self.between()
@@ -226,9 +231,9 @@ class IslandSteps(Steps):
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 
-def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> Down:
+def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
     size = float(norm)
-    return Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+    return commands.Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
 
 
 @partial(jax.jit, donate_argnums=0)

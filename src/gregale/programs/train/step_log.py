@@ -137,7 +137,7 @@ class Observers:
 
     callbacks: Callbacks
     report: Callable[[str], None]
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
     spent: PhaseTimer = field(default_factory=PhaseTimer)
 
 
