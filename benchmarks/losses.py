@@ -116,7 +116,7 @@ def of_matmul(rate: float) -> Iterable[Setting]:
 
 def of_experts() -> Iterable[Setting]:
     experts = tuple(f"--model.experts.{each}" for each in ("count=16", "active=2", "width=96"))
-    streaming = diloco(StreamingDilocoConfig(period=30, warmup_steps=100), 0.2, 0.9)
+    streaming = diloco(StreamingDilocoConfig(period=30, fragments=3, warmup_steps=300), 0.2, 0.9)
     for name, sync in {"PSDP": PsdpConfig(), "streaming DiLoCo": streaming}.items():
         reference, optimizer = f"{name}, dense", AdamWConfig(learning_rate=4e-3)
         yield Setting(reference, reference, sync, optimizer)
