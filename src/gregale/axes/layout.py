@@ -26,6 +26,7 @@ MODEL = "model"
 EMBED = "embed"
 LAYERS = "layers"
 EXPERTS = "experts"
+SHARED_GATE = "shared_gate"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
-from gregale.axes.layout import EMBED, EXPERTS, Layout, unmapped_if_one
+from gregale.axes.layout import EMBED, EXPERTS, SHARED_GATE, Layout, unmapped_if_one
 from gregale.axes.parameters import Buffer
 from gregale.model.execution import Execution
 from gregale.model.kernels.grouped import GroupedProducts
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gregale.model.config import LlamaConfig
 
 MLP = "mlp"
-SharedGate = Axis("shared_gate", 1)
+SharedGate = Axis(SHARED_GATE, 1)
 GATE, UP = (EXPERTS, EMBED, MLP), (EXPERTS, EMBED, MLP)
 DOWN = (EXPERTS, MLP, EMBED)
 
