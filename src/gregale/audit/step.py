@@ -264,11 +264,16 @@ class StepShape(ParameterShape):
         """Return the size of a device's buffer for the gradient of a weight, over all layers.
 
         A buffer that is reduced over `replica` has the order of the weight's axes. If the last axis is split, a device
-        has few contiguous values of it, and pads them to whole lanes.
+        has few contiguous values of it, and pads them to whole lanes; not for experts, whose sums are scattered by the
+        model itself.
         """
         count, last = self.on_device(weight, self.layout.params), weight.axes[-1]
         shards = prod(self.mesh[axis] for axis in self.layout.mesh_axes((last,), self.layout.params))
-        if shards == 1 or self.split_by(weight, self.layout.opt_state) == self.split_by(weight, self.layout.params):
+        if (
+            shards == 1
+            or is_of_experts(weight)
+            or self.split_by(weight, self.layout.opt_state) == self.split_by(weight, self.layout.params)
+        ):
             return count
         width = last.size // shards
         return count // width * -(-width // lanes) * lanes
