@@ -7,16 +7,16 @@ traffic.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from haliax import NamedArray
 
+from gregale.audit.expert_traffic import sums_of_experts, sums_of_loads
 from gregale.audit.step import (
     Backend,
     ParameterShape,
     StepShape,
-    is_of_choice,
     is_of_experts,
     is_of_linear,
     is_of_router,
@@ -24,34 +24,16 @@ from gregale.audit.step import (
     layers_of,
     values,
 )
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, SHARED_GATE, is_layers
+from gregale.audit.transfer import Transfer
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
 SHARDS = (STAGE, CONTEXT, DATA)
 INTEGER, FLOAT32 = 4, 4
-Z_LOSS = "router_z_loss"
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
 RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective, or several equal ones, of a step.
-
-    - `purpose`: name of the payload.
-    - `kind`: the collective's name in the audit.
-    - `axes`: mesh axes that it crosses, in mesh order.
-    - `bytes`: payload on one device for one execution.
-    - `times`: executions in one step.
-    """
-
-    purpose: str
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    times: int = 1
 
 
 def expected_transfers(
@@ -65,7 +47,7 @@ def expected_transfers(
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
-    found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *_statistics(step)]
+    found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
@@ -78,32 +60,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
-        *_experts(step, backend),
-    ]
-
-
-def _statistics(step: StepShape) -> list[Transfer]:
-    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas."""
-    name, kind, routers = "loads of experts", "all-reduce", [each for each in step.weights if is_of_choice(each)]
-    if not routers:
-        return []
-    counts = sum(layers_of(each) * each.axes[-1].size for each in routers)
-    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts
-    size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
-    return [
-        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * (of_a_row + 1), step.microbatches),
-        Transfer(name, kind, (STAGE, DATA), size, step.microbatches),
-        Transfer(name, kind, (REPLICA,) if REPLICA in step.layout.params else (), size),
-    ]
-
-
-def _experts(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the transfers that layers with experts have in addition to others: sums over `model`."""
-    times = step.microbatches * step.layers_with_experts
-    more = more_sums_with_experts(step, backend) * activation_bytes(step, backend)
-    return [
-        Transfer("activations", "all-reduce", (MODEL,), more, times),
-        Transfer("weights of experts", "all-reduce", (MODEL,), step.pairs * FLOAT32, times),
+        *sums_of_experts(step, backend, activation_bytes(step, backend), step.remat in RECOMPUTED_SUMS),
     ]
 
 
@@ -266,22 +223,6 @@ def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     recomputed = 0 if step.remat not in RECOMPUTED_SUMS else 2 if step.norms_after else 1
     saved = step.splits_stream and recomputed > 0  # attention's output
     return 2 + recomputed - saved + backward
-
-
-def more_sums_with_experts(step: StepShape, backend: Backend) -> int:
-    """Return the sums over `model` of a layer with experts, less `sums_of_a_layer`.
-
-    The rule of the experts adds the gradients by gate and up on a device. A shared MLP has sums of its own; if it is
-    weighed or normalised, the backward pass needs its output.
-    """
-    stack = {weight.axes[0] for weight in step.weights if is_of_experts(weight)}
-    beside = [each for each in step.weights if each.axes[0] in stack and len(each.axes) == 3]
-    names = {axis.name for weight in beside for axis in weight.axes}
-    backward = 0 if backend.merges_sums else -1
-    if "mlp" not in names:
-        return backward
-    again = (SHARED_GATE in names or step.norms_after) and step.remat in RECOMPUTED_SUMS
-    return backward + 1 + again + (1 if backend.merges_sums else 2)
 
 
 def gathers_of_a_layer(step: StepShape) -> int:
