@@ -61,7 +61,7 @@ def dense_loop(self: Experts, x: NamedArray, mask: NamedArray | None, execution)
         out = out + c.scale * weights[..., e, None] * ((silu(tokens @ gate) * (tokens @ up)) @ down)
     if (shared := self.shared) is not None:
         gate, up, down = (each.weight.array for each in (shared.gate, shared.up, shared.down))
-        factor = 1 if self.shared_gate is None else jax.nn.sigmoid(tokens @ self.shared_gate.array)[..., None]
+        factor = 1 if self.shared_gate is None else jax.nn.sigmoid(tokens @ self.shared_gate.array)
         out = out + factor * ((silu(tokens @ gate) * (tokens @ up)) @ down)
     found = NamedArray(out, ("batch", "position", "embed"))
     if mask is None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MLP = "mlp"
 SharedGate = Axis(SHARED_GATE, 1)
-GATE, UP = (EXPERTS, EMBED, MLP), (EXPERTS, EMBED, MLP)
-DOWN = (EXPERTS, MLP, EMBED)
+# Of weights in products. If `embed`, which the gather joins, were the last axis, XLA:TPU would copy what it gathers.
+MATRICES = (EXPERTS, EMBED, MLP)
 
 
 class Experts(eqx.Module):
@@ -96,7 +96,7 @@ class Experts(eqx.Module):
 
     def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
         x = x.rearrange((*TOKENS, EMBED))
-        weights = [w.rearrange(axes) for w, axes in zip((self.gate, self.up, self.down), (GATE, UP, DOWN), strict=True)]
+        weights = [each.rearrange(MATRICES) for each in (self.gate, self.up, self.down)]
         mixture = Mixture(x.axes, weights[0].axes, self.config.activation, execution.kernels.grouped, execution.layout)
         found = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
@@ -156,7 +156,7 @@ class Mixture:
         return self.layout.shard_map(unmapped_if_one(function), inputs, outputs)
 
     def weight_specs(self, mapping) -> tuple[PartitionSpec, ...]:
-        return tuple(self.layout.spec(axes, mapping) for axes in (GATE, UP, DOWN))
+        return (self.layout.spec(MATRICES, mapping),) * 3
 
     @property
     def token_spec(self) -> PartitionSpec:
@@ -206,7 +206,7 @@ def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
         rows = _of_tokens(order, experts.shape[-1], x)
         saved = Saved(order, *(product(rows, each, order.sizes) for each in (gate, up)))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
-        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes)
+        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes, transposed=True)
         out = _summed(order, out, x.shape[:2]).astype(x.dtype)
         return (jax.lax.psum(out, over) if over else out), saved
 
@@ -225,20 +225,16 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
         rows, by_rows = (_of_tokens(order, active, each) for each in (x, cotangent))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
         hidden, gated_gradients = jax.vjp(mixture.gated, saved.gate, saved.up)
-        by_hidden = products.product(by_rows, down, order.sizes, transposed=True)
+        by_hidden = products.product(by_rows, down, order.sizes)
         by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)[order.places]
         by_gate, by_up = gated_gradients(by_hidden * factors)
         by_x = sum(products.product(by, w, order.sizes, transposed=True) for by, w in ((by_gate, gate), (by_up, up)))
         by_x = _summed(order, by_x, x.shape[:2]).astype(x.dtype)
-        left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
+        left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
         gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
         by_weights = by_weights.reshape(weights.shape)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
-        axes = {axis.name: axis for axis in mixture.weights}
-        parts = [
-            scattered(gradient, [axes[name] for name in names], mixture.row_axes, layout)
-            for gradient, names in zip(gradients, (GATE, UP, DOWN), strict=True)
-        ]
+        parts = [scattered(gradient, mixture.weights, mixture.row_axes, layout) for gradient in gradients]
         return by_x, by_weights.astype(weights.dtype), *parts
 
     tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
