@@ -7,7 +7,17 @@ import pytest
 from gregale.audit.call_graph import walk
 from gregale.audit.chips import chip
 from gregale.audit.hlo import parse
-from gregale.audit.pallas_cost import PRODUCTS, TABLE, Kernel, Kernels, Pairs, kernel_of, quantising_of, visible
+from gregale.audit.pallas_cost import (
+    PRODUCTS,
+    TABLE,
+    Kernel,
+    Kernels,
+    Pairs,
+    grouped_of,
+    kernel_of,
+    quantising_of,
+    visible,
+)
 
 HEADS, HEAD_SIZE = 2, 128  # of the stored program's kernels of two blocks of 128, padded to a vector's lanes
 CHIP = replace(chip("v5e"), flops_per_second=1e12)
@@ -108,3 +118,30 @@ def test_a_kernel_that_quantises_moves_its_bytes_or_runs_its_bundles(name, numbe
     found = quantising_of(computation, computation.instructions["kernel"])
     assert found is not None
     assert Kernels(chip("v5e")).seconds(found) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "efficiency"), [("gmm", 1.09), ("tgmm", 1.33)])
+def test_experts_multiply_each_visited_block(name, efficiency):
+    """1,024 rows are eight blocks of 128; four groups visit three of them twice."""
+    shapes = {"gmm": ("bf16[1024,64]", "bf16[4,256,64]"), "tgmm": ("bf16[4,256,64]", "bf16[1024,64]")}
+    out, last = shapes[name]
+    name = f"jit(step)/shard_map/jit({name})/pallas_call"
+    text = f"""HloModule m
+
+ENTRY %main {{
+  %a = s32[] parameter(0)
+  %b = s32[5]{{0}} parameter(1)
+  %c = s32[11]{{0}} parameter(2)
+  %x = bf16[1024,256]{{1,0}} parameter(3)
+  %y = {last} parameter(4)
+  ROOT %kernel = {out} custom-call(%a, %b, %c, %c, %a, %x, %y), custom_call_target="x", metadata={{op_name="{name}"}}
+}}
+"""
+    computation = parse(text).computations["main"]
+    found = grouped_of(computation, computation.instructions["kernel"])
+    assert found is not None
+    assert found.flops == pytest.approx(2 * 11 * 128 * 256 * 64 * efficiency)
+    assert Kernels(CHIP).seconds(found) == found.flops / 1e12
+    slow = replace(CHIP, memory_bytes_per_second=1e6)
+    assert Kernels(slow).seconds(found) == found.bytes / 1e6
+    assert found.bytes == 2 * (1024 * 256 + 1024 * 64 + 4 * 256 * 64) + 4 * (1 + 5 + 11 + 11 + 1)

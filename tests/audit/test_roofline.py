@@ -7,6 +7,7 @@ import pytest
 from gregale.audit.chips import chip
 from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
 from gregale.model.execution import execution
+from gregale.model.experts_config import ExpertsConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.runs.config import BatchConfig
 from tests.audit.steps import flops_of, small_setup, small_step
@@ -70,6 +71,24 @@ def test_flops_by_hand():
     assert model_flops_per_token(step, full=True) == 6 * weights + 12 * 3 * 32 * 16
     windowed = replace(step, windows=(4,))
     assert model_flops_per_token(windowed) == 6 * weights + 12 * 3 * 32 * (1 + 2 + 3 + 4 * 13) / 16
+
+
+def test_a_token_is_multiplied_by_its_own_experts_alone():
+    """Two of eight, an MLP beside them, and a router of eight columns; memory holds all."""
+    experts = ExpertsConfig(8, 2, width=16, shared=24)
+    step = small_step((2, 2, 2), compute={"remat": "full"}, model={"experts": experts})
+    attention, beside = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32, 8 * 32 + 3 * 32 * 24
+    rest, expert = attention + beside, 3 * 32 * 16
+    assert step.parameters == 3 * (rest + 8 * expert) + 2 * 32 * 320 + 32
+    assert step.active_parameters == step.parameters - 3 * 6 * expert
+    once = 6 * (step.active_parameters - 32 * 320) + 12 * 3 * 32 * (1 + 16) / 2
+    assert model_flops_per_token(step) == once
+    recomputed = 2 * 3 * (rest + 2 * expert - 32 * 24 - 2 * 16 * 32)  # without products by down
+    masked = 12 * 3 * 32 * (16 - 17 / 2) + 4 * 3 * 32 * 16
+    work = work_of(step, 0, {})
+    tokens = step.rows * step.positions / 8
+    padding = 6 * (320 * 32 + 32) * (step.loss_blocks.tokens / step.tokens - 1)
+    assert work.flops == pytest.approx((once + masked + recomputed + padding) * tokens)
 
 
 @pytest.mark.parametrize(

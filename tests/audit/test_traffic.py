@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
+from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import set_up
@@ -23,6 +24,7 @@ from tests.audit.warnings import captured_compiler_warnings
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
 
+EXPERTS = ExpertsConfig(8, 2, width=16, balance=BalanceConfig(loss=0.1, z_loss=0.01, bias=True))
 MUON = {"optimizer": MuonConfig(iterations=1)}
 QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 OVER_HEADS = {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"}
@@ -41,6 +43,14 @@ SPREAD = {
         OVER_HEADS,
     ),
     "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "full", "unroll": 3}),
+    "experts, a weighed MLP beside them, and layers without": (
+        *((2, 2, 2), 2, {"dtype": "bfloat16", "remat": "full"}),
+        {"experts": replace(EXPERTS, shared=24, shared_gate=True), "layers": 6, "dense_layers": 3},
+    ),
+    "experts, norms after, 8 bits": (
+        *((2, 2, 2), 1, {"remat": "context", "matmul": "int8"}),
+        {"experts": replace(EXPERTS, shared=24), "norms": "after"},
+    ),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),

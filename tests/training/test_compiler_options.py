@@ -32,6 +32,7 @@ def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, ki
     assert compiler_options(given, mesh) == given, "what is given goes first"
     check_compiler_options(compiler_options({name: value}, mesh) or {}, mesh)
     assert sums_behind(compiler_options({}, mesh) or {})
+    assert (compiler_options({}, mesh, experts=True) or {})["xla_tpu_enable_ici_ar_pipelining"] is False
     assert not sums_behind(given)
     assert not sums_behind({})
     with pytest.raises(

@@ -21,6 +21,7 @@ def kind_of(step: StepShape) -> str:
     """Return the properties that closed forms treat apart: policy, gather, numbers, attention, windows, mesh."""
     words = [step.remat, "per_step" if step.per_step else "per_layer", step.matmul]
     words += ["scores" if step.scores else "kernel", f"{len(set(step.windows))} windows"]
+    words += ["experts"] * (step.active > 0)
     return " ".join(words + [axis for axis, size in step.mesh.items() if size > 1 and axis not in ("replica", "data")])
 
 

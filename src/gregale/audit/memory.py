@@ -13,6 +13,8 @@ FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
+PAIR_ARRAYS = 2  # of the stream's width, for (token, expert) pairs: what experts take, and gradients of what they give
+EXPERT_ARRAYS = 3  # of the experts' width; the kernels' rule needs few at one time (both fitted to compiled peaks)
 NARROW_MLP_ARRAYS, INTEGER_ARRAYS = (
     3,
     5,
@@ -201,6 +203,8 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
     mlp = a_value * step.tokens * step.mlp
+    if step.active:
+        mlp = width * (EXPERT_ARRAYS * step.tokens * step.mlp + PAIR_ARRAYS * step.pairs * step.embed)
     return width * _stream_values(step, backend) + max(attention, mlp)
 
 

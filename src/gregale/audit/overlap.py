@@ -18,7 +18,7 @@ from gregale.audit.device_axes import INSIDE
 from gregale.audit.hlo import Computation, Instruction, Module, parse
 from gregale.audit.links import Grid
 from gregale.audit.loops import Frame, read_loop
-from gregale.audit.pallas_cost import Kernels, kernel_of, quantising_of
+from gregale.audit.pallas_cost import Kernels, grouped_of, kernel_of, quantising_of
 
 # Seconds of published measurements over this clock's, their geometric mean: docs/tpu.md has the table, which
 # `benchmarks/calibration.py` makes. The clock has no latencies, no stalls of memory, no input and no jitter.
@@ -180,8 +180,9 @@ class _Timed:
             case _:
                 self._communicate(run, instruction)
                 self._copy(run, frame.computation, instruction)
-                kernel = kernel_of(frame.computation, instruction)
-                if timed := kernel or quantising_of(frame.computation, instruction):
+                at = frame.computation, instruction
+                kernel = kernel_of(*at)
+                if timed := kernel or quantising_of(*at) or grouped_of(*at):
                     run.kernels += (seconds := self.rates.kernels.seconds(timed))
                     run.seconds += seconds
                 if kernel:

@@ -1,11 +1,12 @@
-"""Provides the time of Pallas kernels, which the TPU compiler does not estimate: of attention and of quantisation.
+"""Provides the time of Pallas kernels, which the TPU compiler does not estimate: attention, quantisation, experts.
 
 `Kernels(chip, devices_a_chip).seconds(kernel_of(computation, instruction))` recognises kernels by name. A kernel is a
 loop over pairs of blocks, of queries and of keys; its metadata count them. `kernel_cycles.json` has the cycles of a
 step, of an outer block, and of a pair of each kind, for each chip, block size and head size.
 `benchmarks/kernel_cycles.py` takes them from the compiler's bundles. A kernel that is not in the table counts as the
 products of its pairs at the chip's peak. `quantising_of` recognises the kernels that quantise an array: they take the
-time of their bytes in memory, or of their bundles if that is more.
+time of their bytes in memory, or of their bundles if that is more. `grouped_of` recognises the products of experts:
+they multiply each block of rows once for each expert that has some of them.
 """
 
 import json
@@ -35,6 +36,9 @@ BUNDLES = {
     "gated_gradient_columns": 12.5,
 }
 _QUANTISING = re.compile("|".join(BUNDLES))
+# Bundles of megablox's kernels over the time of the matrix units, for 2,048 x 768 on a v5e: `tgmm` adds blocks up.
+GROUPED = {"gmm": 1.09, "tgmm": 1.33}
+_GROUPED = re.compile(r"jit\((t?gmm)\)/pallas_call")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ class Quantising:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """A kernel that multiplies rows by the matrices of their groups: FLOPs over its efficiency, and bytes it moves."""
+
+    flops: float
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Kernels:
     """The kernels of a device."""
 
@@ -102,8 +114,12 @@ class Kernels:
         ratio = kernel.block / nearest
         return [step, ratio * outer, *(ratio**2 * pair for pair in pairs)]
 
-    def seconds(self, kernel: Kernel | Quantising) -> float:
+    def seconds(self, kernel: Kernel | Quantising | Grouped) -> float:
         """Return the seconds of one run."""
+        if isinstance(kernel, Grouped):
+            chip = self.chip
+            bounds = kernel.flops / chip.flops_per_second, kernel.bytes / chip.memory_bytes_per_second
+            return max(bounds) * self.devices_a_chip
         if isinstance(kernel, Quantising):
             moving = kernel.bytes * self.devices_a_chip / self.chip.memory_bytes_per_second
             return max(moving, kernel.bundles / (self.chip.cycles_per_second or inf))
@@ -146,6 +162,23 @@ def quantising_of(computation: Computation, instruction: Instruction) -> Quantis
     numbers, *_ = instruction.shapes
     moved = (*computation.operand_shapes(instruction), *instruction.shapes)
     return Quantising(BUNDLES[found[0]] * prod(numbers.sizes) / 1024, sum(shape.bytes for shape in moved))
+
+
+def grouped_of(computation: Computation, instruction: Instruction) -> Grouped | None:
+    """Return the kernel of experts that an instruction calls; None for other instructions.
+
+    Its third operand has a number for each visit of a block of rows: there are as many as blocks, and at most one more
+    for each group but the first.
+    """
+    found = _GROUPED.search(instruction.op_name)
+    if instruction.opcode != "custom-call" or found is None:
+        return None
+    operands = computation.operand_shapes(instruction)
+    moved = (*operands, *instruction.shapes)
+    groups, inputs, outputs = next(shape.sizes for shape in moved if len(shape.sizes) == 3)
+    rows, visits = next(shape.sizes[0] for shape in operands if len(shape.sizes) == 2), operands[2].sizes[0]
+    visited = rows * visits / (visits - groups + 1)
+    return Grouped(2 * visited * inputs * outputs * GROUPED[found[1]], sum(shape.bytes for shape in moved))
 
 
 @cache

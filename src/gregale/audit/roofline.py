@@ -76,7 +76,8 @@ class Roofline:
 def model_flops_per_token(step: StepShape, full: bool = False) -> float:
     """Return `6 * N + 12 * layers * heads * head_size * keys`: forward and backward pass for one token.
 
-    N are the weights of products, so without the embedding unless it is also the head. `keys` are those that the mask
+    N are the weights of products, so without the embedding unless it is also the head, and with a token's own experts
+    alone. `keys` are those that the mask
     leaves a query on average: about half of the positions for a causal mask.
 
     - `full`: count all positions as keys
@@ -118,11 +119,11 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
 def _multiplied(step: StepShape) -> int:
     """Return the number of weights in products: without an embedding that is not the head."""
     tables = [weight for weight in step.single() if has_vocabulary(weight)]
-    return step.parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
+    return step.active_parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
 
 
 def _stacked(step: StepShape) -> int:
-    return sum(values(weight.axes) for weight in step.stacked())
+    return sum(map(step.active_values, step.stacked()))
 
 
 def _for_a_key(step: StepShape) -> int:
@@ -140,7 +141,7 @@ def _again(step: StepShape, attention: float) -> float:
     scores = attention / 2 if step.scores else 0
     unneeded = ["mlp"] * (not step.norms_after) + ["head_size"] * step.splits_stream
     last = [weight for weight in step.stacked() if weight.axes[-1].name == "embed" and weight.axes[-2].name in unneeded]
-    products = FORWARD * (_stacked(step) - sum(values(weight.axes) for weight in last))
+    products = FORWARD * (_stacked(step) - sum(map(step.active_values, last)))
     match step.remat:
         case "none":
             return 0

@@ -6,7 +6,7 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import CONTEXT, REPLICA, AxisMapping, Layout, is_layers
+from gregale.axes.layout import CONTEXT, EXPERTS, REPLICA, ROUTER, SHARED_GATE, AxisMapping, Layout, is_layers
 from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
@@ -127,6 +127,8 @@ class StepShape(ParameterShape):
     - `pipeline`: pipeline of the layers; None: they are scanned
     - `matmul`: numbers of the layers' products (`compute.matmul`)
     - `fuses_logits`: logits are in memory only as a group's exponentials (`Execution.fused_logits`, a whole vocabulary)
+    - `active`: experts of a token; 0 for layers without experts
+    - `balance_terms`: names of the terms of the loss that balance experts
     """
 
     layers: int
@@ -147,6 +149,8 @@ class StepShape(ParameterShape):
     pipeline: PipelineShape | None = None
     matmul: str = "dtype"
     fuses_logits: bool = False
+    active: int = 0
+    balance_terms: Sequence[str] = ()
 
     @property
     def tokens(self) -> int:
@@ -191,9 +195,36 @@ class StepShape(ParameterShape):
 
     @property
     def mlp(self) -> int:
-        """Return the width of the feed-forward layer on one device; the mean, if layers differ."""
-        widths = {each.axes[0]: axis.size for each in self.stacked() for axis in each.axes if axis.name == "mlp"}
-        return sum(Layers.size * width for Layers, width in widths.items()) // (self.layers * self.mesh["model"])
+        """Return a token's values of the feed-forward layer on one device, of all its experts; the mean, if layers
+        differ."""
+        inner = {
+            (each.axes[0], is_of_experts(each)): axis.size
+            for each in self.stacked()
+            for axis in each.axes
+            if axis.name == "mlp"
+        }
+        found = sum(Layers.size * width * (self.active if of else 1) for (Layers, of), width in inner.items())
+        return found // (self.layers * self.mesh["model"])
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the number of values that a token is multiplied with, or looked up in: all weights but of the experts
+        that it does not pass through."""
+        return sum(map(self.active_values, self.weights))
+
+    def active_values(self, weight: NamedArray) -> int:
+        """Return the values of a weight in all layers that take part in the computation of one token."""
+        count = values(weight.axes)
+        return count * self.active // weight.resolve_axis(EXPERTS).size if is_of_experts(weight) else count
+
+    @property
+    def layers_with_experts(self) -> int:
+        return max((layers_of(each) for each in self.weights if is_of_experts(each)), default=0)
+
+    @property
+    def pairs(self) -> int:
+        """Return the (token, expert) pairs of one microbatch on one device."""
+        return self.tokens * self.active
 
     def _size(self, name: str) -> int:
         return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)
@@ -233,11 +264,16 @@ class StepShape(ParameterShape):
         """Return the size of a device's buffer for the gradient of a weight, over all layers.
 
         A buffer that is reduced over `replica` has the order of the weight's axes. If the last axis is split, a device
-        has few contiguous values of it, and pads them to whole lanes.
+        has few contiguous values of it, and pads them to whole lanes; not for experts, whose sums are scattered by the
+        model itself.
         """
         count, last = self.on_device(weight, self.layout.params), weight.axes[-1]
         shards = prod(self.mesh[axis] for axis in self.layout.mesh_axes((last,), self.layout.params))
-        if shards == 1 or self.split_by(weight, self.layout.opt_state) == self.split_by(weight, self.layout.params):
+        if (
+            shards == 1
+            or is_of_experts(weight)
+            or self.split_by(weight, self.layout.opt_state) == self.split_by(weight, self.layout.params)
+        ):
             return count
         width = last.size // shards
         return count // width * -(-width // lanes) * lanes
@@ -252,6 +288,26 @@ def values(axes: Sequence[Axis]) -> int:
 
 def has_vocabulary(weight: NamedArray) -> bool:
     return any(axis.name == "vocab" for axis in weight.axes)
+
+
+def is_of_experts(weight: NamedArray) -> bool:
+    """Return whether a weight has a matrix for each expert."""
+    return len(weight.axes) == 4 and any(axis.name == EXPERTS for axis in weight.axes)
+
+
+def is_of_router(weight: NamedArray) -> bool:
+    """Return whether a weight gives numbers of a token that weigh experts, or the MLP beside them."""
+    return is_of_choice(weight) or weight.axes[-1].name == SHARED_GATE
+
+
+def is_of_choice(weight: NamedArray) -> bool:
+    """Return whether a weight gives a token's logits of the experts."""
+    return weight.axes[-1].name == ROUTER
+
+
+def is_of_linear(weight: NamedArray) -> bool:
+    """Return whether a weight is the matrix of a layer that `compute.matmul` is for."""
+    return is_stacked(weight) and len(weight.axes) > 2 and not is_of_experts(weight) and not is_of_router(weight)
 
 
 def is_stacked(weight: NamedArray) -> bool:

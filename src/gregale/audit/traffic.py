@@ -7,12 +7,24 @@ traffic.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, ParameterShape, StepShape, is_stacked, layers_of, values
+from gregale.audit.expert_traffic import sums_of_experts, sums_of_loads
+from gregale.audit.step import (
+    Backend,
+    ParameterShape,
+    StepShape,
+    is_of_experts,
+    is_of_linear,
+    is_of_router,
+    is_stacked,
+    layers_of,
+    values,
+)
+from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
@@ -22,24 +34,6 @@ INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
 RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective, or several equal ones, of a step.
-
-    - `purpose`: name of the payload.
-    - `kind`: the collective's name in the audit.
-    - `axes`: mesh axes that it crosses, in mesh order.
-    - `bytes`: payload on one device for one execution.
-    - `times`: executions in one step.
-    """
-
-    purpose: str
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    times: int = 1
 
 
 def expected_transfers(
@@ -53,7 +47,7 @@ def expected_transfers(
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
-    found += _summed_over_tokens("weight", FLOAT32, step.microbatches)
+    found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
@@ -66,6 +60,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
+        *sums_of_experts(step, backend, activation_bytes(step, backend), step.remat in RECOMPUTED_SUMS),
     ]
 
 
@@ -151,7 +146,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
     for weight in weights:
         if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
             continue
-        eight_bits = step.matmul != "dtype" and is_stacked(weight) and len(weight.axes) > 2 and not step.per_step
+        eight_bits = step.matmul != "dtype" and is_of_linear(weight) and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
@@ -186,7 +181,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         times = step.microbatches * layers_of(weight)
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
-        if table:
+        if table or is_of_experts(weight) or is_of_router(weight):
             found += _scattered(step, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))

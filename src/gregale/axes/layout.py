@@ -27,6 +27,7 @@ EMBED = "embed"
 LAYERS = "layers"
 EXPERTS = "experts"  # of the weights of experts
 ROUTER = "router"  # a value for each expert, wherever its weights lie
+SHARED_GATE = "shared_gate"
 
 
 @dataclass(frozen=True)

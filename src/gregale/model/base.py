@@ -41,6 +41,8 @@ class DecoderSizes(NamedTuple):
     - `windows`: of each layer, the keys that a query sees at most; None: all earlier ones
     - `norms_after`: the outputs of both halves of a layer are normalised
     - `norms_over_heads`: queries are normalised over all heads together, and keys
+    - `active`: experts of a token; 0 for layers without experts
+    - `balance_terms`: names of the terms of the loss that balance experts
     """
 
     layers: int
@@ -50,6 +52,8 @@ class DecoderSizes(NamedTuple):
     windows: Sequence[int | None]
     norms_after: bool = False
     norms_over_heads: bool = False
+    active: int = 0
+    balance_terms: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

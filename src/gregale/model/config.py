@@ -115,8 +115,6 @@ class LlamaConfig(Sizes):
         return Llama.init(self, Vocab, key)
 
     def closed_form_sizes(self) -> DecoderSizes | None:
-        if self.experts is not None:
-            return None
         kinds = self.kinds
         return DecoderSizes(
             layers=self.layers,
@@ -126,6 +124,8 @@ class LlamaConfig(Sizes):
             windows=[kinds[kind].window for kind in self.kind_numbers],
             norms_after=self.norms != "before",
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
+            active=0 if self.experts is None else self.experts.active,
+            balance_terms=() if self.experts is None else self.experts.balance.terms,
         )
 
     @property

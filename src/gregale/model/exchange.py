@@ -31,6 +31,8 @@ class Sent(NamedTuple):
 class Exchange:
     """The computation of one device inside of `jax.shard_map`; outputs are addends over the mesh axes of `mlp`.
 
+    `gate`, `up` and `down` are [experts, embed, mlp] each.
+
     - `axes`: the mesh axes that split the experts
     - `devices`: their product
     - `group`: mesh axes whose devices have the same number of rounds
@@ -50,7 +52,7 @@ class Exchange:
         def one(number) -> jax.Array:
             sent = route.sent(number, weights, x)
             hidden = self.gated(*(product(sent.rows[0], each, sent.sizes) for each in (gate, up)))
-            out = product(hidden * sent.factors.astype(hidden.dtype), down, sent.sizes)
+            out = product(hidden * sent.factors.astype(hidden.dtype), down, sent.sizes, transposed=True)
             return route.summed(route.returned(number, out, sent), x.shape)
 
         return route.over_rounds(one)
@@ -64,13 +66,13 @@ class Exchange:
             (rows, by_rows), factors = sent.rows, sent.factors.astype(x.dtype)
             pair = [products.product(rows, each, sent.sizes) for each in (gate, up)]
             hidden, gated_gradients = jax.vjp(self.gated, *pair)
-            by_hidden = products.product(by_rows, down, sent.sizes, transposed=True)
+            by_hidden = products.product(by_rows, down, sent.sizes)
             by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1, keepdims=True)
             by_gate, by_up = gated_gradients(by_hidden * factors)
             of_gate, of_up = (
                 products.product(by, each, sent.sizes, transposed=True) for by, each in ((by_gate, gate), (by_up, up))
             )
-            left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
+            left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
             gradients = [products.weight_gradients(*each, sent.sizes) for each in left_right]
             by_x = route.summed(route.returned(number, of_gate + of_up, sent), x.shape)
             return by_x, route.returned(number, by_weights, sent).reshape(weights.shape), gradients

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
-from gregale.axes.layout import EMBED, EXPERTS, ROUTER, Layout, unmapped_if_one
+from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unmapped_if_one
 from gregale.axes.parameters import Buffer
 from gregale.model.exchange import Exchange
 from gregale.model.execution import Execution
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from gregale.model.config import LlamaConfig
 
 MLP = "mlp"
-SharedGate = Axis("shared_gate", 1)
-GATE, UP = (EXPERTS, EMBED, MLP), (EXPERTS, EMBED, MLP)
-DOWN = (EXPERTS, MLP, EMBED)
+SharedGate = Axis(SHARED_GATE, 1)
+# Of weights in products. If `embed`, which the gather joins, were the last axis, XLA:TPU would copy what it gathers.
+MATRICES = (EXPERTS, EMBED, MLP)
 
 
 class Experts(eqx.Module):
@@ -100,7 +100,7 @@ class Experts(eqx.Module):
 
     def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
         x = x.rearrange((*TOKENS, EMBED))
-        weights = [w.rearrange(axes) for w, axes in zip((self.gate, self.up, self.down), (GATE, UP, DOWN), strict=True)]
+        weights = [each.rearrange(MATRICES) for each in (self.gate, self.up, self.down)]
         mixture = Mixture(x.axes, weights[0].axes, self.config.activation, execution.kernels.grouped, execution.layout)
         found: Any = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
@@ -164,12 +164,8 @@ class Mixture:
 
     def scattered(self, gradients: Iterable[jax.Array]) -> list[jax.Array]:
         """Return the sums of gradients by gate, up and down over tokens, as shards of `params`."""
-        axes = {axis.name: axis for axis in self.weights}
         over = [name for name in self.row_axes if name not in self.expert_axes]
-        return [
-            scattered(gradient, [axes[name] for name in names], over, self.layout)
-            for gradient, names in zip(gradients, (GATE, UP, DOWN), strict=True)
-        ]
+        return [scattered(gradient, self.weights, over, self.layout) for gradient in gradients]
 
     @property
     def mlp_axes(self) -> tuple[str, ...]:
@@ -179,7 +175,7 @@ class Mixture:
         return self.layout.shard_map(unmapped_if_one(function), inputs, outputs)
 
     def weight_specs(self, mapping) -> tuple[PartitionSpec, ...]:
-        return tuple(self.layout.spec(axes, mapping) for axes in (GATE, UP, DOWN))
+        return (self.layout.spec(MATRICES, mapping),) * 3
 
     @property
     def token_spec(self) -> PartitionSpec:
@@ -231,7 +227,7 @@ def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
         rows = _of_tokens(order, experts.shape[-1], x)
         saved = Saved(order, *(product(rows, each, order.sizes) for each in (gate, up)))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
-        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes)
+        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes, transposed=True)
         out = _summed(order, out, x.shape[:2]).astype(x.dtype)
         return (jax.lax.psum(out, over) if over else out), saved
 
@@ -252,14 +248,14 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
         rows, by_rows = (_of_tokens(order, active, each) for each in (x, cotangent))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
         hidden, gated_gradients = jax.vjp(mixture.gated, saved.gate, saved.up)
-        by_hidden = products.product(by_rows, down, order.sizes, transposed=True)
+        by_hidden = products.product(by_rows, down, order.sizes)
         by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)[order.places]
         by_gate, by_up = gated_gradients(by_hidden * factors)
         of_gate, of_up = (
             products.product(by, weight, order.sizes, transposed=True) for by, weight in ((by_gate, gate), (by_up, up))
         )
         by_x = _summed(order, of_gate + of_up, x.shape[:2]).astype(x.dtype)
-        left_right = ((rows, by_gate), (rows, by_up), (hidden * factors, by_rows))
+        left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
         gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
         by_weights = by_weights.reshape(weights.shape)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)

@@ -12,6 +12,7 @@ from gregale.settings import Range, Settings, above, at_least, setting, whole
 
 SCORES = ("softmax", "sigmoid")
 ROUTERS = ("dtype", "float32")
+BALANCE, Z = "balance_loss", "router_z_loss"  # terms of the loss
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class BalanceConfig(Settings):
         aliases=("routed_bias_update_rate", "moe_router_bias_update_rate"),
         by_topic=True,
     )
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Return the names of the terms in the loss."""
+        coefficients = {BALANCE: self.loss, Z: self.z_loss}
+        return tuple(name for name, coefficient in coefficients.items() if coefficient)
 
 
 @dataclass(frozen=True)

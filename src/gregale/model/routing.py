@@ -11,10 +11,10 @@ from haliax import Axis, NamedArray
 from gregale.axes.gather import scattered
 from gregale.axes.layout import BATCH, EMBED, POSITION, ROUTER, unmapped_if_one
 from gregale.model.execution import Execution
-from gregale.model.experts_config import ExpertsConfig
+from gregale.model.experts_config import BALANCE, ExpertsConfig, Z
 from gregale.model.losses import Losses
 
-LOAD, BALANCE, Z = "load", "balance_loss", "router_z_loss"
+LOAD = "load"
 IMBALANCE = "expert_imbalance"  # the balance loss over `active`: 1 for equal numbers of tokens
 TOKENS = (BATCH, POSITION)
 

@@ -23,10 +23,11 @@ _ASYNC_GATHERS = (
     _GATHERS_STAY,
 )
 # Overlap the sum of a layer's gradients with the backward pass of the layer below: pipeline the loop by one layer.
+_PIPELINED_SUMS = "xla_tpu_enable_ici_ar_pipelining"
 _ASYNC_SUMS = (
     "xla_enable_async_all_reduce",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
-    "xla_tpu_enable_ici_ar_pipelining",
+    _PIPELINED_SUMS,
 )
 # Bytes up to which sums are merged. The compiler's own merges all gradients of attention into one that it waits for.
 _MERGED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
@@ -59,16 +60,21 @@ GPUS = "NVIDIA "
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | None:
+def compiler_options(given: CompilerOptions, mesh: Mesh, experts: bool = False) -> CompilerOptions | None:
     """Return the options for the devices of a mesh; `given` options override the defaults. None if there are none.
 
     Options of another platform (`xla_tpu_...` on a CPU) are ignored, so that a run can be sampled elsewhere.
+
+    - `experts`: layers have experts. Sums of their gradients that are pipelined by a layer do not fit in a TPU's vector
+      memory: the compiler rejects the program. Without that it sums and scatters most of them in one step.
     """
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", "")
     defaults = GPU_DEFAULTS if kind.startswith(GPUS) else DEFAULTS.get(kind, {})
     others = tuple(f"xla_{platform}_" for platform in PLATFORMS if platform != device.platform)
     own = {name: value for name, value in given.items() if not name.startswith(others)}
+    if experts and _PIPELINED_SUMS in defaults:
+        defaults = {**defaults, _PIPELINED_SUMS: False}
     return {**defaults, **own} or None
 
 

@@ -61,6 +61,7 @@ def report_of(
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
+        "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
         "flops_per_token_full_attention": with_all_pairs,

@@ -71,6 +71,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         raise UserError(f"{lacking(setup)}.")
     compute = config.compute
     run = execution(compute, setup.layout, config.model)
+    options = compiler_options(compute.compiler_options, setup.layout.mesh, config.model.experts is not None)
     pipeline, schedule, shape = config.pipeline, setup.schedule(), None
     if pipeline is not None and schedule is not None:
         shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
@@ -83,7 +84,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         unrolled=run.unroll >= sizes.layers,
         scores=run.kernels.attention == "xla",
         rules=run.kernels.rules,
-        sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
+        sums_behind=sums_behind(options or {}),
         splits_stream=shape is None and run.splits(config.batch.sequence_length),
         pipeline=shape,
         matmul=compute.matmul,

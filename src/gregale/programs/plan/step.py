@@ -175,9 +175,10 @@ class Plan:
         return sent
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
-        """Return the timed run of a program by the compiler's cycle estimates; None without estimates."""
+        """Return the timed run of a program by the compiler's cycle estimates; None without those of its whole code."""
         target, cycles = self.target, self.target.chip.cycles_per_second
-        if target.simulated or cycles is None:
+        without_code = self.until == MEMORY or program.shortage is not None
+        if target.simulated or cycles is None or without_code:
             return None
         kernels = Kernels(target.chip, target.devices_a_chip)
         links = link_rates(target.chip, target.devices_a_chip, between_bytes_per_second)

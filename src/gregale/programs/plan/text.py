@@ -68,8 +68,10 @@ def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
     kernels = report["kernels"]
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
+    active = report["active_parameters"]
+    of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
     console.print(
-        f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
+        f"{report['name']}: {report['parameters']:,} parameters{of_a_token} on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{_flops(report)}\n"
         f"Rules of differentiation: {others}"

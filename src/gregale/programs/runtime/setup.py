@@ -83,7 +83,7 @@ class Setup:
     def compiler_options(self) -> CompilerOptions | None:
         """Return the options of all compilations; raise `UserError` for options that the compiler rejects."""
         given, mesh = self.config.compute.compiler_options, self.layout.mesh
-        options = compiler_options(given, mesh)
+        options = compiler_options(given, mesh, self.config.model.experts is not None)
         if given and options:
             check_compiler_options(options, mesh)
         return options
@@ -191,7 +191,7 @@ def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
 
 def parts_of(config: TrainConfig, model, layout: Layout, callbacks: Sequence[Callback]) -> MethodContext:
     """Return the context from which the configuration builds its methods."""
-    options = compiler_options(config.compute.compiler_options, layout.mesh)
+    options = compiler_options(config.compute.compiler_options, layout.mesh, config.model.experts is not None)
     psdp = partial(psdp_on, config, model, callbacks)
     return MethodContext(layout, psdp, config.reduce, config.steps, config.seed, options)
 

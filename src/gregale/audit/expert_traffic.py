@@ -1,0 +1,56 @@
+"""Provides the bytes that layers with experts send in addition to others, in closed form.
+
+Their weights and gradients count as those of other layers (`gregale.audit.traffic`).
+"""
+
+from gregale.audit.step import Backend, StepShape, is_of_choice, is_of_experts, layers_of
+from gregale.audit.transfer import Transfer
+from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
+
+FLOAT32 = 4
+Z_LOSS = "router_z_loss"
+
+
+def sums_of_loads(step: StepShape) -> list[Transfer]:
+    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas."""
+    name, kind, routers = "loads of experts", "all-reduce", [each for each in step.weights if is_of_choice(each)]
+    if not routers:
+        return []
+    counts = sum(layers_of(each) * each.axes[-1].size for each in routers)
+    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts
+    size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
+    return [
+        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * (of_a_row + 1), step.microbatches),
+        Transfer(name, kind, ("stage", "data"), size, step.microbatches),
+        Transfer(name, kind, (REPLICA,) if REPLICA in step.layout.params else (), size),
+    ]
+
+
+def sums_of_experts(step: StepShape, backend: Backend, activations: int, recomputes: bool) -> list[Transfer]:
+    """Return the sums over `model` of layers with experts: outputs, gradients, and those of the experts' weights.
+
+    - `activations`: bytes of a microbatch's activations
+    - `recomputes`: the backward pass computes a layer's sums again
+    """
+    times = step.microbatches * step.layers_with_experts
+    more = _more_sums(step, backend, recomputes) * activations
+    return [
+        Transfer("activations", "all-reduce", (MODEL,), more, times),
+        Transfer("weights of experts", "all-reduce", (MODEL,), step.pairs * FLOAT32, times),
+    ]
+
+
+def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
+    """Return the number of sums of activations, less those of a layer with an MLP.
+
+    The rule of the experts adds the gradients by gate and up on a device. A shared MLP has sums of its own; if it is
+    weighed or normalised, the backward pass needs its output.
+    """
+    stack = {weight.axes[0] for weight in step.weights if is_of_experts(weight)}
+    beside = [each for each in step.weights if each.axes[0] in stack and len(each.axes) == 3]
+    names = {axis.name for weight in beside for axis in weight.axes}
+    backward = 0 if backend.merges_sums else -1
+    if "mlp" not in names:
+        return backward
+    again = (SHARED_GATE in names or step.norms_after) and recomputes
+    return backward + 1 + again + (1 if backend.merges_sums else 2)
