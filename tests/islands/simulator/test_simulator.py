@@ -101,6 +101,7 @@ def test_a_planted_mistake_is_found(planted, first):
     "number",
     [
         pytest.param(120572, id="a request that has a view is repeated after a silence"),
+        pytest.param(124983, id="a message is on its way when another state of its round is installed"),
     ],
 )
 def test_a_schedule_that_broke_an_invariant_breaks_none(number):
