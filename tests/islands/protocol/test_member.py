@@ -7,7 +7,7 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Header, View, seed
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, View, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.membership import Membership
@@ -184,6 +184,21 @@ def test_a_member_with_a_different_state_heals_with_a_warning():
     actions = c.handle(view(a, b, c))
     assert only(actions, m.LogLine).loud
     assert only(actions, m.Heal).digest == a.outer.fingerprint()
+
+
+def test_a_message_on_its_way_is_obsolete_once_another_state_of_the_same_round_is_installed():
+    """The round is due in the other state, too, before the message is on the host."""
+    a, b = begun(member("a"), member("b"))
+    a.handle(m.RoundDue())
+    other = replace(b.outer, generation=Generation(9, "other"), digest="d9")
+    header = replace(b.header, generation=other.generation, digest=other.fingerprint(), asked=5)
+    a.handle(m.RoundDue(9))  # it asks for a view
+    count = a.handover.depart()
+    only(a.handle(m.ViewReceived(View(1, (a.header, header)))), m.Heal)
+    only(a.handle(m.Healed(other)), m.Install)
+    a.handle(m.RoundDue())
+    assert a.handover.wanted
+    assert a.handover.count != count
 
 
 def test_an_unanswered_request_is_repeated_and_its_member_is_no_witness():

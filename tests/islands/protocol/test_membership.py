@@ -177,6 +177,21 @@ def test_a_replaced_request_is_in_no_later_view():
     assert seen(fleet.ask("b")) == ["a4s", "b1s"]
 
 
+def test_a_request_that_has_ended_is_in_no_view_after_a_silence_of_its_process():
+    """A stopped process repeats it when it goes on; or the network brings it late."""
+    fleet = Fleet("a", "b")
+    fleet.ask("a")
+    assert seen(fleet.ask("b")) == ["a1s", "b1s"]
+    del fleet.beating["a"]
+    fleet.at(2 * HEARTBEAT_SECONDS)
+    assert fleet.membership.healthy == {"b": "s"}
+    fleet.beating["a"], fleet.running = "s", "ab"
+    [repeated] = fleet.ask("a")
+    assert repeated.view is None
+    assert fleet.ask("b", 2) == []
+    assert seen(fleet.ask("a", 2)) == ["a2s", "b2s"]
+
+
 def test_a_second_process_of_a_name_is_refused_while_the_first_sends_heartbeats():
     fleet = Fleet("a")
     assert fleet.ask("a", session="twin") == []

@@ -176,6 +176,19 @@ def test_a_message_for_a_decided_round_leaves_the_next_one_wanted(side):
     assert side.take(1) == SendMessage(1)
 
 
+def test_a_message_that_departs_while_another_state_arrives_is_obsolete(side):
+    """The trainer has the command already when a thread installs the state, which is of the same round."""
+    side.handover.want()
+    assert side.take(0) == SendMessage(0)
+    side.handover.state_replaced()
+    side.round_decided(LoadOuterState(0), 0.0)
+    side.handover.want()
+    assert side.message_sent(0, 0, 0.0) != side.handover.count
+    assert side.handover.wanted
+    assert side.arrival(is_last=False) == LoadOuterState(0)
+    assert side.take(0) == SendMessage(0)
+
+
 def test_a_peers_state_replaces_queued_rounds_and_resets_the_steps(side):
     side.steps(5)
     side.commits(0)

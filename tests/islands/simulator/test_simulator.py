@@ -97,6 +97,17 @@ def test_a_planted_mistake_is_found(planted, first):
         run_until_found()
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(120572, id="a request that has a view is repeated after a silence"),
+        pytest.param(124983, id="a message is on its way when another state of its round is installed"),
+    ],
+)
+def test_a_schedule_that_broke_an_invariant_breaks_none(number):
+    outcome_of(number)
+
+
 def test_a_schedule_depends_on_its_number_alone():
     one, other = [], []
     run(17, trace=one)

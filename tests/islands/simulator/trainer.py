@@ -17,6 +17,7 @@ class Trainer:
     - `node`: the `Node` of the process
     - `side`: what is real of it
     - `message`: names the content of the newest message
+    - `base`: the digest of the state that the message changes
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
@@ -29,7 +30,7 @@ class Trainer:
         self._outer = node.member.outer  # at the last command
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
-        self.message = ""
+        self.message = self.base = ""
         self.factor: float | None = 1.0
 
     def leased(self, outer: OuterRecord, holder: str) -> None:
@@ -112,9 +113,10 @@ class Trainer:
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
         shot = m.MessageReady(number, weight, used, self._step_seconds, self._is_final, norm)
-        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot))
+        base = node.world.states[node.identity].digest
+        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot, base))
 
-    def _down(self, count: int, shot: m.MessageReady) -> None:
+    def _down(self, count: int, shot: m.MessageReady, base: str) -> None:
         if count == self._node.member.handover.count:
-            self.message = f"{self._node.identity} {count}"
+            self.base, self.message = base, f"{self._node.identity} {count}"
             self._node.tell(shot)

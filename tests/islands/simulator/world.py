@@ -340,6 +340,8 @@ class World:
             raise BrokenError(
                 f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}"
             )
+        if any(own) and node.trainer.base != state:
+            raise BrokenError(f"{node.name} sends a message that changes another state than that of {action.key}")
         there[node.name] = message if any(own) else ""
         if len(there) == len(action.members):
             for name in sorted(there):

@@ -25,7 +25,8 @@ view begins the same one. It begins with the newest result that one of the membe
 
 A view without all voters is requested once more: it may lack live members that were about to send a request.
 
-The coordinator (`membership`) also guarantees that a view has one header for each name. A restarted coordinator begins
+The coordinator (`membership`) also guarantees that a view has one header for each name, and none of a request that has
+ended: a later one of the member may have broken its promise. A restarted coordinator begins
 with an id that no member has seen, so no earlier id makes a witness.
 
 The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more

@@ -13,7 +13,7 @@ class Handover:
     - `old`: the island has made another round of steps since the handover, so a new message contains more
     - `starved`: the trainer makes no steps, because no data is leased to it
     - `snapshot`: the available message
-    - `count`: the number of messages handed over so far, in all rounds
+    - `count`: the number of the newest message, in all rounds; another number once that message is obsolete
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,11 @@ class Handover:
         """Begin an interval in which nothing is due: the round is decided, or the state was replaced."""
         self.due = self.own = self.old = self._is_on_its_way = False
         self.snapshot: MessageReady | None = None
+
+    def state_replaced(self) -> None:
+        """Make a message on its way obsolete: it changes a state that this island no longer has."""
+        self.forget()
+        self.count += 1
 
     def want(self) -> None:
         """Request a message, replacing the available one."""

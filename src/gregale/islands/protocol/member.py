@@ -148,6 +148,7 @@ class Member(MemberState):
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
         self._drop_round()
+        self.handover.state_replaced()
         self.outer, self._voter, self._seen, self._from_checkpoint = outer, False, 0, wanted.from_checkpoint
         self.holder = self.identity.session
         self._vain_heals, self._heal_failed = self._vain_heals + 1, ""

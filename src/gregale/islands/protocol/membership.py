@@ -1,10 +1,12 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
 A name belongs to a session of a process, the oldest that is *healthy*: it sent a heartbeat or a request within its
-`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time. A
-request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
-leaves. If it is repeated, it gets its view again. Every view has all pending requests. A tick forms a view if at least
-`needed` names have a request, in two cases:
+`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time.
+
+A request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
+leaves. A request that has ended is in no later view, because its header may be outdated. If it is repeated, it gets its
+view again, and is dropped if its session was silent in between. Every view has all pending requests. A tick forms a
+view if at least `needed` names have a request, in two cases:
 
 - fast: all names of the last view have one;
 - slow: more than half of the healthy names have one, and either all healthy names have one or that was so for
@@ -67,8 +69,7 @@ class Session:
     heartbeat_seconds: float
     runs: bool = False
     ask: Ask | None = None  # its pending request
-    newest: int = -1  # number of its newest request that a view answered
-    view: Formed | None = None  # that view
+    view: Formed | None = None  # of its newest request, once a view has answered it
 
 
 class Membership:
@@ -78,6 +79,7 @@ class Membership:
         self._id = first_id - 1
         self._sessions: dict[str, dict[str, Session]] = {}  # by name, then by session, the oldest first
         self._owners: dict[str, Session] = {}  # the first ones, by name
+        self._newest: dict[tuple[str, str], int] = {}  # numbers of requests, by name and session; kept for ever
         self._answers: list[Answer] = []
         self._enough_since: float | None = None  # when more than half of the names had a request for a view
         self._started, self._stopped = math.inf, 0.0  # when it began to listen; `stopped` of the last tick
@@ -137,13 +139,13 @@ class Membership:
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
         session = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
-        if ask.number == session.newest and not session.ask:  # the member has not received the view
-            self._answers.append(Answer(ask, session.view))
-        elif ask.number <= session.newest or (session.ask and ask.number < session.ask.number):
-            self._answers.append(Answer(ask))
-        else:
+        key = ask.name, ask.session
+        newest = self._newest.get(key, -1)
+        if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
-            session.ask = ask
+            session.ask, self._newest[key] = ask, ask.number
+        else:  # the newest one gets its view again: the member has not received it
+            self._answers.append(Answer(ask, session.view if ask.number == newest else None))
 
     def leave(self, name: str, session: str) -> None:
         """Record the end of a process; the next oldest of the name becomes the owner."""
@@ -212,7 +214,7 @@ class Membership:
         view = Formed(self._id, tuple(pending[name] for name in sorted(names)))
         for ask in view.asks:
             owner = self._owners[ask.name]
-            owner.newest, owner.view, owner.ask = ask.number, view, None
+            owner.view, owner.ask = view, None
         return view
 
 

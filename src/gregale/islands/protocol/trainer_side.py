@@ -56,11 +56,12 @@ class TrainerSide:
     def message_sent(self, number: int, current: int, now: float) -> int:
         """Record the handover of the message of round `number`, while round `current` is in progress.
 
-        Returns the message's number; `Handover.count` differs from it once the message is obsolete.
+        Returns the message's number; `Handover.count` differs from it once the message is obsolete. It is obsolete at
+        once if the round was decided, or the state replaced, after the trainer got the command.
         """
         self._before, self._since = self.undecided_steps, 0
-        if number != current:
-            return 0
+        if number != current or self._arrivals:
+            return -1
         self._begin(now)
         return self._handover.depart()
 
