@@ -92,7 +92,7 @@ class Route:
         self.each = min(-(-even // MULTIPLE) * MULTIPLE, pairs)
         self.device = self.flat // self.own
         self.order = jnp.argsort(self.flat, stable=True).astype(jnp.int32)
-        self.places = _inverse(self.order)
+        self.places = inverse(self.order)
         self.counts = (self.device[:, None] == jnp.arange(devices)).sum(0, dtype=jnp.int32)
         self.starts = jnp.cumsum(self.counts) - self.counts
         self.rounds = jax.lax.pmax(-(-self.counts.max() // self.each), exchange.group)
@@ -111,7 +111,7 @@ class Route:
 
     def returned(self, number, found: jax.Array, sent: Sent) -> jax.Array:
         """Send rows back to their tokens: [pairs, n], zeros for pairs of other rounds."""
-        arrived = found[_inverse(sent.order)].reshape(self.exchange.devices, self.each, -1)
+        arrived = found[inverse(sent.order)].reshape(self.exchange.devices, self.each, -1)
         back = self._across(arrived).reshape(-1, arrived.shape[-1])
         place = self.places - self.starts[self.device]
         slot, here = self.device * self.each + place % self.each, place // self.each == number
@@ -134,6 +134,7 @@ class Route:
         return jax.lax.all_to_all(parts, self.exchange.axes, 0, 0)
 
 
-def _inverse(order: jax.Array) -> jax.Array:
+def inverse(order: jax.Array) -> jax.Array:
+    """Return the place of each number in an order."""
     numbers = jnp.arange(order.size, dtype=jnp.int32)
     return jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)

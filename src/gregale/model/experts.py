@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from gregale.axes.gather import scattered
 from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unmapped_if_one
 from gregale.axes.parameters import Buffer
-from gregale.model.exchange import Exchange
+from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
 from gregale.model.kernels.grouped import GroupedProducts
 from gregale.model.kernels.reference import ACTIVATIONS
@@ -190,9 +190,7 @@ class Mixture:
     def order(self, experts: jax.Array) -> Order:
         flat, count = experts.reshape(-1), self.weights[0].size
         pairs = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        numbers = jnp.arange(flat.size, dtype=jnp.int32)
-        places = jnp.zeros_like(numbers).at[pairs].set(numbers, unique_indices=True)
-        return Order(pairs, places, (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32))
+        return Order(pairs, inverse(pairs), (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32))
 
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return ACTIVATIONS[self.activation](gate) * up

@@ -121,9 +121,11 @@ class ConnectionPool:
         self.has_met = False
         self._address, self._token = address, token
         self._kept: deque[PeerClient] = deque()
+        self._closings = 0
 
     def request(self, message: dict, wait_seconds: float) -> dict:
         """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
+        closings = self._closings
         try:
             peer = self._kept.popleft()
         except IndexError:
@@ -135,11 +137,15 @@ class ConnectionPool:
             self.close()  # the coordinator may have started again, which breaks the others too
             raise self._failure(error) from None
         self.has_met = True
-        self._kept.append(peer)
+        if closings == self._closings:
+            self._kept.append(peer)
+        else:
+            peer.close()
         return reply
 
     def close(self) -> None:
-        """Close the connections that no request uses."""
+        """Close the connections that no request uses; the others are closed with their requests."""
+        self._closings += 1
         with suppress(IndexError):
             while True:
                 self._kept.popleft().close()
