@@ -103,7 +103,7 @@ def routing_sums(
 def losses_with(config: ExpertsConfig, loss: jax.Array, weight: jax.Array, sums: dict[str, NamedArray]) -> Losses:
     """Return the losses of a batch with the terms of its layers' experts.
 
-    - `sums`: `routing_sums`, each with an axis of layers; none for held-out text
+    - `sums`: `routing_sums`, each with an axis of layers, or those of all rows; none for held-out text
     """
     if not sums:
         return Losses(loss, weight)
@@ -115,7 +115,8 @@ def losses_with(config: ExpertsConfig, loss: jax.Array, weight: jax.Array, sums:
     coefficients = {BALANCE: config.balance.loss, Z: config.balance.z_loss}
     auxiliary = {name: by * over_rows(name) for name, by in coefficients.items() if by}
     metrics = {IMBALANCE: over_rows(BALANCE) / config.active}
-    return Losses(loss, weight, auxiliary, metrics, {LOAD: hax.sum(sums[LOAD], BATCH)})
+    load = sums[LOAD]
+    return Losses(loss, weight, auxiliary, metrics, {LOAD: hax.sum(load, BATCH) if load.has_axis(BATCH) else load})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Layout
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
 from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
@@ -230,10 +230,10 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
-        if config.model.experts is not None:
+        if layout.mesh_axes((EXPERTS,), layout.compute):
             raise UserError(
-                "pipeline: model.experts needs sums of each layer for its balance and its loads, and its stages do not "
-                "carry them. Remove pipeline and mesh.stage: experts' weights are split over mesh.data and mesh.model."
+                "pipeline: mapping.compute.experts splits the experts, and a stage has the experts of its layers "
+                "gathered. Remove mapping.compute.experts, or pipeline and mesh.stage."
             )
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
