@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,8 +172,10 @@ class _Run:
         - `found`: [repeat, M, stage, data, layer, ...], of every iteration; `in_drain`: [iteration, stage, ...]
         """
         whole = jnp.concatenate([found.array.reshape(-1, *found.array.shape[2:]), in_drain.array])
-        array = jnp.einsum("trs,tsd...->rs...", self.schedule.uses.astype(np.float32), whole)
-        return NamedArray(array, (REPEAT, STAGE, *in_drain.axis_names[2:]))
+        of_devices = jnp.einsum("trs,tsd...->rsd...", self.schedule.uses.astype(np.float32), whole)
+        names = (REPEAT, STAGE, DATA, *in_drain.axis_names[2:])
+        layout = self.stages.layout
+        return hax.sum(layout.constrain(NamedArray(of_devices, names), layout.compute), DATA)
 
     def _summed_transpose(self, t: jax.Array, ct: NamedArray) -> NamedArray:
         """Return the cotangent of iteration t's sums on each device, [stage, layer, ...]; 0 for stages that idle."""
