@@ -46,8 +46,11 @@ def expected_transfers(
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
-    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
+    terms = FLOAT32 * (1 + step.z_loss)
+    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
+    if step.z_loss and REPLICA in step.layout.params:
+        found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
