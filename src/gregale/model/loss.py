@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def losses_of_head(
     fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
     head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
     arrays = hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array
-    total, z_loss = _loss(head_loss, *arrays)
+    total, z_loss = cast(tuple[jax.Array, jax.Array], _loss(head_loss, *arrays))
     return total - z_loss, z_loss
 
 
