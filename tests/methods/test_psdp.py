@@ -83,8 +83,7 @@ def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
 
 def test_microbatches_devices_and_whole_batches_without_a_target_give_no_nan():
     """Of 8 parts (replica 2 x data 2 x 2 microbatches) one has targets, then none."""
-    x, y, _ = next(batches())
-    line = new_line()
+    (x, y, _), line = next(batches()), new_line()
     optimizer = SgdConfig(learning_rate=0.1, momentum=0, schedule=ConstantSchedule(), clip_norm=None)
     method = Psdp(line, loss, optimizer.build(eqx.filter(line, eqx.is_inexact_array), STEPS), layout_of(2, 2, 1), 2)
     step, state = jax.jit(method.step), jax.jit(method.init)()

@@ -78,21 +78,6 @@ def rows_of(stream: DocumentStream, sequence_length: int, packing: Packing, *, e
     return PackedRows(stream, sequence_length, packing, evaluates=evaluates)
 
 
-class Joined(Sequence[ExampleBatch]):
-    """The rows of several streams, one after the other."""
-
-    def __init__(self, parts: Sequence[Rows]):
-        self._parts = parts
-        self._firsts = np.cumsum([0, *map(len, parts)])
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, index):
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._parts[number][index - self._firsts[number]]
-
-
 def window_count(stream: DocumentStream, sequence_length: int) -> int:
     """Return how many windows of L + 1 tokens at a stride of L fit in a stream: floor((tokens - 1) / L)."""
     return max(0, len(stream) - 1) // sequence_length
@@ -201,7 +186,7 @@ def held_out_examples(sources: Mapping[str, Rows]) -> Examples:
             f"held-out tokens are: {found}. Shorten the sequences, give more text, or set data.held_out to 0 "
             "(data.validation can name other text to evaluate on)."
         )
-    return in_order(Joined(list(sources.values())), first.sequence_length)
+    return in_order(list(sources.values()))
 
 
 def validation_examples(rows: Rows) -> Examples:
@@ -211,11 +196,12 @@ def validation_examples(rows: Rows) -> Examples:
             f"too little text to evaluate on. {rows.needs}, and there are {len(rows.stream)}. Give more text, or train "
             "with shorter sequences."
         )
-    return in_order(rows, rows.sequence_length)
+    return in_order([rows])
 
 
-def in_order(rows: Sequence[ExampleBatch], sequence_length: int) -> Examples:
-    """Return every row once, in order."""
+def in_order(parts: Sequence[Rows]) -> Examples:
+    """Return every row of some streams once, in order."""
     import grain
 
-    return Examples(grain.MapDataset.source(rows), sequence_length)
+    datasets = [grain.MapDataset.source(rows) for rows in parts if len(rows)]
+    return Examples(grain.MapDataset.concatenate(datasets), parts[0].sequence_length)

@@ -11,14 +11,7 @@ from gregale.atomic_files import user_cache
 from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
-from gregale.data.examples import (
-    Examples,
-    Rows,
-    held_out_examples,
-    rows_of,
-    training_examples,
-    validation_examples,
-)
+from gregale.data.examples import Examples, Rows, held_out_examples, rows_of, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, replica_examples
 from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent

@@ -90,17 +90,11 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
         CONCAT,
         "documents in rows: concat cuts them, fit packs whole ones, pad has one a row",
         choices=PACKINGS,
-        aliases=("sample_packing", "pack_sequences"),
         fixed=ORDER,
         by_topic=True,
     )
     long_documents: str | None = setting(
-        None,
-        "longer than a row of fit or pad; null: refuse",
-        choices=LONG_DOCUMENTS,
-        aliases=("truncation_side", "truncation_mode"),
-        fixed=ORDER,
-        by_topic=True,
+        None, "longer than a row of fit or pad; null: refuse", choices=LONG_DOCUMENTS, fixed=ORDER, by_topic=True
     )
 
     def __post_init__(self):

@@ -42,9 +42,8 @@ class EvaluationText(NamedTuple):
 
 def evaluation_text(corpus: Corpus, config: TrainConfig) -> EvaluationText:
     """Return the evaluation text of a run's corpus; raise `UserError` if it is too short for one of the lengths."""
-    streams, group = corpus.held_out_streams, SOURCES
-    if corpus.held_out is None:
-        streams, group = corpus.validation_streams, VALIDATION
+    held_out = corpus.held_out is not None
+    streams, group = (corpus.held_out_streams, SOURCES) if held_out else (corpus.validation_streams, VALIDATION)
     lengths = {}
     for length in dict.fromkeys(config.evaluation.sequence_lengths if streams else []):
         with naming("evaluation.sequence_lengths"):
