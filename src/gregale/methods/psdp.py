@@ -37,6 +37,11 @@ def added(parameters: Tree, updates: Tree) -> Tree:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
 
 
+def divisor_of(weight: jax.Array) -> jax.Array:
+    """Return the number that sums are divided by: 1 for a batch without a target, whose sums are 0."""
+    return jnp.where(weight == 0, 1, weight)
+
+
 @dataclass(frozen=True)
 class Psdp(Method):
     """The PSDP step for any Equinox module and any loss (docs/design.md, "A PSDP step").
@@ -127,8 +132,9 @@ class Psdp(Method):
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
         sums, reducer = self.sums(ready, batch, state.buffers), self.reducer
         weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
-        loss, named = loss / weight, {name: each / weight for name, each in zip(sums.named, named, strict=True)}
-        reduced, error = reducer.reduce(sums.gradients, weight, state.error)
+        divisor = divisor_of(weight)
+        loss, named = loss / divisor, {name: each / divisor for name, each in zip(sums.named, named, strict=True)}
+        reduced, error = reducer.reduce(sums.gradients, divisor, state.error)
         grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)._replace(buffers=self._next_buffers(state, sums, weight))
@@ -189,7 +195,7 @@ class Psdp(Method):
         assert isinstance(reducer, QuantisedReducer)
         sums = self.sums(self.ready(state), batch, state.buffers)
         (weight,) = reducer.totals(sums.weight)
-        return reducer.measure(sums.gradients, weight, state.error)
+        return reducer.measure(sums.gradients, divisor_of(weight), state.error)
 
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
         del step
