@@ -19,6 +19,7 @@ from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, 
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Method, PsdpState, StepMetrics
+from gregale.methods.spikes import Limits, SpikesConfig
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
@@ -60,6 +61,7 @@ class Psdp(Method):
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
+    - `spikes`: steps that are left out as spikes; None: none
     - `first_layers`: number n of layers for whose passes the transfers over `replica` of all later layers do not wait:
       the loss scans the first n apart (`Execution.first_layers`), and `reduce` is exact. 0: transfers follow the passes
     """
@@ -72,6 +74,7 @@ class Psdp(Method):
     prepare: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
+    spikes: SpikesConfig | None = None
     measure: Probe = field(default=lambda model, batch: {})
     update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
         default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
@@ -112,15 +115,19 @@ class Psdp(Method):
             buffers=layout.shardings(state.buffers, layout.compute),
         )
 
-    def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
+    def step(self, state: PsdpState, batch: Tree, limits: Limits | None = None) -> tuple[PsdpState, StepMetrics]:
         """Run one step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch.
 
-        A step whose loss or gradient is not finite does not change the state.
+        A step whose loss or gradient is not finite, or above its limit, does not change the state.
         """
         ready = self.ready(state)
         moved, _, metrics = self._moved(state, ready, batch)
         own = self.measure(self.model_with(joined_layers(ready), state.buffers), batch)
-        return select(metrics.finite, moved, state), metrics._replace(callbacks=own)
+        metrics, counts = metrics._replace(callbacks=own), metrics.finite
+        if limits is not None:
+            spike = counts & ((metrics.loss > limits.loss) | (metrics.grad_norm > limits.norm))
+            metrics, counts = metrics._replace(spike=spike), counts & ~spike
+        return select(counts, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         ready = self.ready(state)

@@ -25,11 +25,11 @@ SHOWN = 4  # names in a message
 class GroupConfig(Settings):
     """Parameters by their names, as `inspect.by_array` shows them: `embedding`, `layer.3.attention.query.weight`."""
 
-    match: str = setting("*", "names: `*` any characters, `|` between alternatives")
-    learning_rate: float = setting(
-        1.0, "factor of the learning rate", range=at_least(0), aliases=("lr_mult", "lr_scale")
+    match: str = setting("*", "names: `*` any characters, `|` between alternatives", by_topic=True)
+    learning_rate: float = setting(1.0, "factor of the learning rate", range=at_least(0), by_topic=True)
+    weight_decay: float | None = setting(
+        None, "in place of the optimizer's; null: the same", range=at_least(0), by_topic=True
     )
-    weight_decay: float | None = setting(None, "in place of the optimizer's; null: the same", range=at_least(0))
 
     def has(self, name: str) -> bool:
         return any(re.match(translate(each.strip()), name) for each in self.match.split("|"))

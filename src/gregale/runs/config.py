@@ -11,6 +11,7 @@ from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
+from gregale.methods.spikes import SpikesConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
@@ -129,6 +130,7 @@ class TrainConfig(Settings):
         range=whole(1),
         aliases=("logging_steps", "log_steps"),
     )
+    skip_spikes: SpikesConfig | None = setting(None, "steps far above the last ones that change nothing; null: none")
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
