@@ -130,7 +130,9 @@ class TrainConfig(Settings):
         range=whole(1),
         aliases=("logging_steps", "log_steps"),
     )
-    skip_spikes: SpikesConfig | None = setting(None, "steps far above the last ones that change nothing; null: none")
+    skip_spikes: SpikesConfig | None = setting(
+        None, "steps far above the last ones that change nothing; null: none", by_topic=True
+    )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
