@@ -48,6 +48,8 @@ class DataConfig(Settings):
         for key in (SOURCES, VALIDATION):
             if "" in getattr(self, key):
                 raise KeyedError(key, "has a source whose name is empty", "; give it a name, for example `books`.")
+        if self.sources and not any(self.weights.values()):
+            raise KeyedError("sources", "has no weight above 0", "; give at least one source such a `weight`.")
         check_mixtures(self.replica_mixtures, self.sources)
         for group in (SOURCES, VALIDATION):
             for name, source in getattr(self, group).items():
@@ -66,6 +68,11 @@ class DataConfig(Settings):
     def packing_of(self, source: SourceConfig) -> Packing:
         """Return how the documents of a source become rows."""
         return Packing(source.packing, source.long_documents or REFUSE, self.cross_documents)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weights of the sources."""
+        return {name: source.weight for name, source in self.sources.items()}
 
     @property
     def evaluates(self) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -105,9 +105,12 @@ def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
 
 
 class Examples:
-    """An endless or finite sequence of `make_example` results of L tokens; `examples[i]` depends only on i."""
+    """An endless or finite sequence of `make_example` results of L tokens; `examples[i]` depends only on i.
 
-    def __init__(self, dataset: "grain.MapDataset", sequence_length: int):
+    - `dataset`: has a length and the example of every index below it
+    """
+
+    def __init__(self, dataset: "grain.MapDataset | Any", sequence_length: int):
         self._dataset = dataset
         self.sequence_length = sequence_length
 
@@ -163,12 +166,34 @@ def endless(dataset: "grain.MapDataset", name: str, seed: int | None) -> "grain.
 
 
 def mixed(datasets: Mapping[str, "grain.MapDataset"], weights: Mapping[str, float]) -> "grain.MapDataset":
-    """Return endless sources mixed evenly by weight; weights are rounded to hundredths of the smallest."""
+    """Return endless sources mixed evenly by their `shares`."""
     import grain
 
-    parents, own = list(datasets.values()), [weights[name] for name in datasets]
-    shares = [round(WEIGHT_STEPS * weight / min(own)) for weight in own]
-    return parents[0] if len(parents) == 1 else grain.MapDataset.mix(parents, shares)
+    own = shares({name: weights[name] for name in datasets})
+    parents = [datasets[name] for name in own]
+    return parents[0] if len(parents) == 1 else grain.MapDataset.mix(parents, list(own.values()))
+
+
+def shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return the weights above 0 in hundredths of the smallest one, rounded."""
+    own = {name: weight for name, weight in weights.items() if weight}
+    return {name: round(WEIGHT_STEPS * weight / min(own.values())) for name, weight in own.items()}
+
+
+class ExampleRange(Sequence[ExampleBatch]):
+    """The examples of a data set from `start` to `stop`.
+
+    A slice of grain would pass the epoch to the data set's own shuffle and have other examples in each epoch.
+    """
+
+    def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
+        self._dataset, self._start, self._stop = dataset, int(start), int(stop)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index):
+        return self._dataset[self._start + index]
 
 
 def shuffle_seed(seed: int, name: str) -> int:

@@ -2,15 +2,20 @@
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.data.examples import ExampleBatch, Examples, Rows, endless, mixed, shuffle_seed, stacked
+from gregale.data.examples import (
+    ExampleBatch,
+    ExampleRange,
+    Examples,
+    Rows,
+    endless,
+    mixed,
+    shuffle_seed,
+    stacked,
+)
 from gregale.errors import UserError
-
-if TYPE_CHECKING:
-    import grain
 
 Mixture = Mapping[str, float]
 """Weights of sources by name; a source that is left out, or has weight 0, is not drawn from."""
@@ -38,22 +43,6 @@ class ReplicaExamples:
         """
         begin, count = first // len(self.replicas), batch_size // len(self.replicas)
         return stacked([self.replicas[row // count][begin + row % count] for row in rows])
-
-
-class ExampleRange(Sequence[ExampleBatch]):
-    """The examples of a data set from `start` to `stop`.
-
-    A slice of grain would pass the epoch to the data set's own shuffle and have other examples in each epoch.
-    """
-
-    def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
-        self._dataset, self._start, self._stop = dataset, int(start), int(stop)
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, index):
-        return self._dataset[self._start + index]
 
 
 def replica_examples(sources: Mapping[str, Rows], mixtures: Sequence[Mixture], seed: int | None) -> ReplicaExamples:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
+from gregale.data.staged import Mixtures, sources_of, staged_examples
 from gregale.data.store import TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import make_tokenizer, naming
@@ -28,11 +29,7 @@ from gregale.storage import storage_path
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prepared data.
-
-    The fingerprint hashes the tokens, the tokenizer and the split, without validation sources. It is equal on all hosts
-    that read the same data, and when a job resumes.
-    """
+    """Prepared data."""
 
     train: Examples | ReplicaExamples  # endless, see `training_examples` and `replica_examples`
     held_out: Examples | None  # every held-out row once, in order; None if nothing is held out
@@ -43,8 +40,36 @@ class Corpus:
     held_out_streams: dict[str, DocumentStream]  # by source, the held-out tokens
     validation_streams: dict[str, DocumentStream]  # by validation source, all of its tokens
     stores: dict[str, TokenStore]  # by the key of its source: `sources.books`, `validation.news`
-    fingerprint: str
+    cuts: dict[str, int]  # by source with a held-out end, the index at which that end begins
+    held_out_share: float
+    seed: int | None  # of the order of examples; None: they are in order
     notes: tuple[str, ...]  # lines for the user, such as the number of skipped documents
+
+    @property
+    def fingerprint(self) -> str:
+        return self.fingerprint_of(self.train_rows)
+
+    def fingerprint_of(self, sources: Iterable[str]) -> str:
+        """Return a hash of the tokens of some sources, the tokenizer and the split, without validation sources.
+
+        It is equal on all hosts that read the same data, and when a job resumes.
+        """
+        checksums = {name: self.stores[f"{SOURCES}.{name}"].content for name in sources}
+        cuts = {name: cut for name, cut in self.cuts.items() if name in checksums}
+        # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
+        return json_sha256([checksums, self.tokenizer.fingerprint, self.held_out_share, *([cuts] if cuts else [])])
+
+    def fingerprint_after(self, mixtures: Mixtures) -> str:
+        """Return the fingerprint of a run with these mixtures: that of the sources from which it draws."""
+        return (
+            self.fingerprint if isinstance(self.train, ReplicaExamples) else self.fingerprint_of(sources_of(mixtures))
+        )
+
+    def training(self, mixtures: Mixtures) -> Examples | ReplicaExamples:
+        """Return the training examples of a run with these mixtures; mixtures of replicas do not change."""
+        if len(mixtures) < 2 or isinstance(self.train, ReplicaExamples):
+            return self.train
+        return staged_examples(self.train_rows, mixtures, self.seed)
 
     @property
     def training_tokens(self) -> int:
@@ -81,14 +106,13 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         with naming(f"data.{VALIDATION}.{name}"):
             validation_sets[name] = validation_examples(each)
     shuffle = seed if config.shuffle else None
-    checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
         train=(
             replica_examples(rows, config.replica_mixtures, shuffle)
             if config.replica_mixtures
-            else training_examples(rows, {name: each.weight for name, each in config.sources.items()}, shuffle)
+            else training_examples(rows, config.weights, shuffle)
         ),
         held_out=held_out_examples(held_out_rows) if config.held_out else None,
         validation=validation_sets,
@@ -98,8 +122,9 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         held_out_streams=held_out,
         validation_streams=validation,
         stores=by_key,
-        # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
-        fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
+        cuts=cuts,
+        held_out_share=config.held_out,
+        seed=shuffle,
         notes=(
             *(note for key, store in by_key.items() for note in notes_on(f"data.{key}", store)),
             *(f"data.{SOURCES}.{name}: {each.note}." for name, each in rows.items() if each.note),

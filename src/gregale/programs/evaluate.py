@@ -23,7 +23,7 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.programs.command import Command
 from gregale.programs.runtime import sliding_window
-from gregale.programs.runtime.checkpointed import recorded
+from gregale.programs.runtime.checkpointed import mixtures_of, recorded
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, format_losses
 from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
 from gregale.programs.runtime.tasks import evaluation_on, start_of, task_metrics
@@ -196,7 +196,8 @@ def own_corpus(trained: Trained, console: Console) -> Corpus:
     corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
     for note in corpus.notes:
         console.message(note)
-    if corpus.fingerprint != recorded(trained.metadata, "data"):
+    mixtures = mixtures_of(trained.metadata, config)
+    if corpus.fingerprint_after(mixtures) != recorded(trained.metadata, "data"):
         raise UserError(changed("data.sources", trained))
     for name, found in corpus.validation_fingerprints.items():
         if found != trained.metadata.get("validation", {}).get(name, found):

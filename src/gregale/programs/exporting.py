@@ -139,7 +139,7 @@ class Exported:
 def main(options: ExportOptions) -> int:
     """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
-    config = spread(run.read_config(), options)
+    config = spread(run.config_at(options.step), options)
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
         model = decoder_of(config)
@@ -304,7 +304,7 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
 
 def model_card(exported: Exported, metrics: Figures) -> str:
     """Return README.md: the hub's header, and a table of facts; `metrics`: of the run."""
-    config, step = exported.run.read_config(), exported.step
+    config, step = exported.run.config_at(exported.step), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
         f"{exported.dtype}",

@@ -29,7 +29,7 @@ class LoadedModel:
 
     def __init__(self, trained: Trained):
         self.run, self.step, self.model = trained.run.path, trained.step, trained.model
-        self.config = trained.run.read_config()
+        self.config = trained.run.config_at(trained.step)
         self.tokenizer = load_tokenizer(self.run)
         self._trained = trained
 

@@ -1,6 +1,8 @@
 """The configuration of a run, filled from the YAML file and the command line."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
@@ -16,6 +18,7 @@ from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
+from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
 from gregale.storage import is_url, storage_path
 from gregale.tracking.callback import CallbackConfig
@@ -108,6 +111,9 @@ class TrainConfig(Settings):
             "aliases": ("num_steps", "total_steps", "max_iters", "n_steps"),
         }
     )
+    stages: list[dict[str, Any]] = setting(
+        list, "changes of configuration, each `from` a step or a fraction of the run", by_topic=True
+    )
     seed: int = setting(
         0,
         "seed of weights and data order",
@@ -184,6 +190,19 @@ class TrainConfig(Settings):
             )
         check_each_once(self.trackers)
         self._check_evaluation()
+        if self.stages:
+            if self.islands.lighthouse is not None:
+                raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
+            _ = self.each_stage  # rejects invalid ones
+
+    @cached_property
+    def each_stage(self) -> tuple[Stage, ...]:
+        """The stages of the run, each with its whole configuration; without `stages` one."""
+        return stages_of(self)
+
+    def after(self, step: int) -> "TrainConfig":
+        """Return the configuration of the stage to which the step after `step` belongs."""
+        return self.each_stage[number_after(self.each_stage, step)].config
 
     @property
     def evaluates(self) -> bool:

@@ -62,6 +62,11 @@ def load(
     return decoder.decode(config_class, raw)
 
 
+def decoded(config_class: type[Config], raw: Mapping[str, Any]) -> Config:
+    """Return the configuration of plain values, as `load` does; its plugins have to be imported already."""
+    return Decoder(config_class, {}, _read_text).decode(config_class, dict(raw))
+
+
 def load_plugins(path: str | None, arguments: Sequence[str]) -> list[str]:
     """Import the plugins of a YAML file, or those of the argument `--plugins`, which replaces them; return their names.
 

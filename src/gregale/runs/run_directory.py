@@ -84,11 +84,25 @@ class RunDirectory(RunPaths):
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
         return load(TrainConfig, self.config)
 
-    def saved_config(self) -> TrainConfig | None:
-        """Return the configuration of the run whose checkpoints are in the directory; None if nothing is saved."""
-        if not self.config.is_file() or (self.recorded_checkpoint() is None and not committed_steps(self.checkpoints)):
-            return None
-        return self.read_config()
+    def config_at(self, step: int | None = None) -> TrainConfig:
+        """Return the configuration of the stage that made the checkpoint of a step.
+
+        - `step`: None: that of the newest checkpoint
+        """
+        config = self.read_config()
+        if config.stages and step is None:
+            step = self.newest_step()
+        return config.after(max(0, (step or 0) - 1))
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""
+        recorded = self.recorded_checkpoint()
+        steps = committed_steps(self.checkpoints) if recorded is None else [recorded]
+        return steps[-1] if steps else None
+
+    def saved_config(self, step: int | None = None) -> TrainConfig | None:
+        """Return `config_at(step)`; None if nothing is saved."""
+        return None if not self.config.is_file() or self.newest_step() is None else self.config_at(step)
 
     def check_compatible(self, config: TrainConfig) -> None:
         """Raise `UserError` for an imported model, or with the changed keys if the run cannot resume with `config`."""
@@ -99,7 +113,7 @@ class RunDirectory(RunPaths):
             )
         if (saved := self.saved_config()) is None:
             return
-        fixed = [change for change in changes(saved, config) if change.fixed]
+        fixed = [change for change in changes(saved, config.after(self.newest_step() or 0)) if change.fixed]
         if fixed:
             found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(

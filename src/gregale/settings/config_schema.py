@@ -14,7 +14,7 @@ from gregale.settings import Fixed, Range
 TYPE = draccus.CHOICE_TYPE_KEY
 REQUIRED = MISSING
 
-TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null"}
+TYPE_NAMES = {Any: "any value", bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null"}
 
 
 @dataclass(frozen=True)

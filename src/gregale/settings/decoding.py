@@ -59,6 +59,8 @@ class Decoder:
         Raises `UserError` that names the dotted key, the value and the valid values.
         """
         origin = get_origin(kind)
+        if kind is Any:
+            return self._read(raw, key)
         if is_union(kind):
             return self._union(kind, raw, key, default)
         if is_dataclass(kind):

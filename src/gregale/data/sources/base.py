@@ -18,7 +18,7 @@ import numpy as np
 
 from gregale.data.sources.files import WILD, each_once, files_of
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Fixed, Settings, above, setting
+from gregale.settings import Fixed, Settings, at_least, setting
 from gregale.storage import Status, is_url, names, status, storage_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
@@ -84,7 +84,7 @@ class Skipped:
 class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
-    weight: float = setting(1.0, "share of the examples, beside others", range=above(0), fixed=ORDER)
+    weight: float = setting(1.0, "share of the examples, beside others", range=at_least(0))
     on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
     packing: str = setting(
         CONCAT,

@@ -125,9 +125,14 @@ def checked_token(config: TrainConfig) -> bytes:
 
 def train(run: PreparedRun, token: bytes) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
+    run, start, changed = run.starting_point()
     setup, corpus, console = run.setup, run.corpus, run.console
     config = setup.config
-    start, changed = run.starting_point()
+    if len(start.mixtures) > 1:
+        raise UserError(
+            "data.sources: the sources or their weights have changed, and all islands of a fleet have drawn from the "
+            "others. Put the old ones back, or start another fleet with a new name."
+        )
     if run.is_ended(start, changed):
         return 0
     info = run.record_start(start, changed)
@@ -144,7 +149,7 @@ def train(run: PreparedRun, token: bytes) -> int:
             steps = IslandSteps(setup, resources, corpus.train, start, stop, observers)
             counts = (
                 Traffic(setup, start.step, start.replica_bytes),
-                DataPosition(config.batch, start.step, start.examples),
+                DataPosition(config.batch, start.step, start.examples, start.mixtures),
             )
             evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
             saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)

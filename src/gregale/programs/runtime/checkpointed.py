@@ -7,9 +7,11 @@ import jax
 
 from gregale.axes.layout import Layout
 from gregale.data.preparation import Corpus
+from gregale.data.staged import Mixtures, from_json, with_mixture
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state
 
 
@@ -22,15 +24,16 @@ def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> 
 
 
 def checkpoint_metadata(
-    setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, int]
+    setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata that a restore reads before the state after `step` steps.
 
     - `method`: the method that made the state
-    - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen
+    - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen, and
+      `mixtures` (as JSON) from which they are
     """
     return {
-        "data": corpus.fingerprint,
+        "data": corpus.fingerprint_after(from_json(counted["mixtures"])),
         "validation": corpus.validation_fingerprints,
         "method": method.name,
         "joined": method.needs_full_state(step),
@@ -49,6 +52,15 @@ def recorded(metadata: dict, key: str):
             f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
         )
     return metadata[key]
+
+
+def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
+    """Return the mixtures of a run up to a checkpoint.
+
+    - `config`: of the checkpoint; an earlier version wrote no mixtures, and its runs have one
+    """
+    stored = metadata.get("mixtures")
+    return with_mixture((), 0, config.data.weights) if stored is None else from_json(stored)
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:

@@ -56,7 +56,7 @@ def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) 
     Raises `UserError` if there is no such run or checkpoint.
     """
     run = find_run(name)
-    config = on_devices(run.read_config(), devices)
+    config = on_devices(run.config_at(step), devices)
     start_devices(config.cpu_devices, DistributedConfig())
     setup = set_up_run(run, config)
     model, step, metadata = restored_model(run, setup, step)

@@ -5,44 +5,41 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import jax
 
-from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
 from gregale.checkpoint.retention import committed_steps
 from gregale.checkpoint.store import Checkpoints
-from gregale.data.preparation import Corpus, prepare
+from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
-from gregale.evaluation.bigram import bigram_bits_per_byte
-from gregale.evaluation.tasks.files import read_tasks
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
-from gregale.programs.runtime.evaluation import format_losses
-from gregale.programs.runtime.setup import Setup, check_replicas, set_up
-from gregale.programs.runtime.tasks import format_tasks
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.train.description import describe, summary
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
+from gregale.programs.train.stages import PreparedStage, check_stages, prepare_stages
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import Change, changes
-from gregale.runs.process_agreement import agree_on_text, process_terms
+from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
+from gregale.runs.stages import number_after
 from gregale.settings import setting
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo, call
-from gregale.tracking.choices import check_installed, open_trackers
+from gregale.tracking.choices import open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
 from gregale.training.compilation_cache import keep_compiled
@@ -78,23 +75,46 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
 class PreparedRun:
     """A run that this process may train: its configuration is checked, its data are ready, and its lock is held.
 
+    - `open_checkpoints`: opens the run's checkpoints under the rules and callbacks of a stage
     - `progress`: records the current phase, for hang detection
     """
 
-    setup: Setup
-    corpus: Corpus
+    config: TrainConfig  # with all stages
+    stages: tuple[PreparedStage, ...]
+    number: int  # of the stage at hand
     directory: RunDirectory
     checkpoints: Checkpoints
+    open_checkpoints: Callable[[Setup], Checkpoints]
     console: Console
     progress: Progress
 
-    def starting_point(self) -> tuple[Start, list[Change]]:
-        """Return the state to start from, and the keys that have changed since its checkpoint."""
-        before = self.directory.saved_config()
+    @property
+    def stage(self) -> PreparedStage:
+        return self.stages[self.number]
+
+    @property
+    def setup(self) -> Setup:
+        return self.stage.setup
+
+    @property
+    def corpus(self) -> Corpus:
+        return self.stage.corpus
+
+    def starting_point(self) -> tuple["PreparedRun", Start, list[Change]]:
+        """Return this run in the stage after its newest intact checkpoint, its state, and the keys that have changed.
+
+        A run begins, resumes and goes from stage to stage in this way.
+        """
         if note := by_first_process(lambda: self.directory.check_checkpoints(self.checkpoints.steps()), None):
             self.console.message(note)
-        start = starting_point(self.setup, before, self.checkpoints, self.corpus)
-        return start, changes(before, self.setup.config) if before is not None and start.step else []
+        step = self.checkpoints.sound_step()
+        before = self.directory.saved_config(step)
+        run, number = self, number_after(self.config.each_stage, step or 0)
+        if number != self.number:
+            checkpoints = self.open_checkpoints(self.stages[number].setup)
+            run = replace(self, number=number, checkpoints=checkpoints)
+        start = starting_point(run.setup, before, run.checkpoints, step, run.corpus)
+        return run, start, changes(before, run.setup.config) if before is not None and start.step else []
 
     def is_ended(self, start: Start, changed: Sequence[Change]) -> bool:
         """Return whether a callback has ended the run, and report it; after a change that may undo it the run goes on.
@@ -120,7 +140,7 @@ class PreparedRun:
         def write() -> None:
             run.record_changes(step, changed)
             run.record_start(step, self.setup.run_metadata)
-            run.write_config(config)
+            run.write_config(self.config)
             run.write_samples(step + 1, [])
             save_tokenizer(self.corpus.tokenizer, run.path)
             if config.start_from is not None and not step:
@@ -168,29 +188,27 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
     with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
         if not fresh:
             run.check_compatible(config)
-        check_installed(config.trackers)
-        mesh = make_mesh(config.mesh, jax.devices()[: config.cpu_devices])
-        is_island = config.islands.lighthouse is not None
-        # Rejects contradictory values before the data are read.
-        fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
-        if not is_island:
-            check_replicas(config, fitting.layout)
+        fitting, tasks = check_stages(config)
         if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
-        tasks = read_tasks(config.evaluation.tasks)
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        console = stack.enter_context(Console(file, fitting.method.shown))
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
-        agree_on_text(corpus, tasks)
-        setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
+        shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
+        console = stack.enter_context(Console(file, tuple(shown)))
+        stages = prepare_stages(config, tasks, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
-        saved = on_checkpoint(setup, run, console.message)
-        checkpoints = Checkpoints(run.checkpoints, config.checkpoint, console.message, saved, check)
-        stack.enter_context(checkpoints)
-        warnings = config.sync.config_warning(setup.layout, config.steps, is_island), optimizer_note(setup)
-        for note in (*corpus.notes, describe(setup, corpus), *filter(None, warnings)):
+
+        def open_checkpoints(setup: Setup) -> Checkpoints:
+            saved, rules = on_checkpoint(setup, run, console.message), setup.config.checkpoint
+            return stack.enter_context(Checkpoints(run.checkpoints, rules, console.message, saved, check))
+
+        number = number_after(config.each_stage, by_first_process(run.newest_step, None) or 0)
+        stage = stages[number]
+        is_island = config.islands.lighthouse is not None
+        warnings = config.sync.config_warning(stage.setup.layout, config.steps, is_island), optimizer_note(stage.setup)
+        for note in (describe(stage.setup, stage.corpus), *filter(None, warnings)):
             console.message(note)
-        yield PreparedRun(setup, corpus, run, checkpoints, console, progress)
+        checkpoints = open_checkpoints(stage.setup)
+        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, console, progress)
 
 
 def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
@@ -235,80 +253,66 @@ def train(run: PreparedRun, window: Window | None) -> int:
 
     - `window`: the steps to trace
     """
-    setup, corpus, directory, console = run.setup, run.corpus, run.directory, run.console
-    config = setup.config
-    start, changed = run.starting_point()
-    if run.is_ended(start, changed):
+    run, start, changed = run.starting_point()
+    if run.is_ended(start, changed) or is_complete(run, start.step):
         return 0
-    first_step = start.step
-    evaluated = not config.evaluates or directory.has_evaluation(first_step)
-    if first_step > config.steps or (first_step == config.steps and evaluated):
-        if (damaged := directory.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
-            console.message(damaged)
-        console.message(
-            f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
-            f"`steps` would go on from there, --fresh begins anew."
-        )
-        return 0
-    if first_step:
-        console.message(f"Going on after step {first_step} of {config.steps}.")
+    console, step, among = run.console, start.step, f"stage {run.number + 1} of {len(run.stages)}"
+    if step:
+        stage = f", in {among}" if len(run.stages) > 1 else ""
+        console.message(f"Going on after step {step} of {run.config.steps}{stage}.")
     if changed:
-        console.message(f"Changed since step {first_step}: {'; '.join(map(str, changed))}.")
+        console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
+    if window is not None and window.last <= step:
+        console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
+    with StopRequest() as stop, closing(Profile(window, run.directory.path / "profiles", console.message)) as profile:
+        while (code := train_stage(run, start, changed, stop, profile)) is None:
+            run, start, changed = run.starting_point()
+            among = f"Stage {run.number + 1} of {len(run.stages)}"
+            console.message(f"{among} begins after step {start.step}: {'; '.join(map(str, changed)) or 'no change'}.")
+    return code
+
+
+def is_complete(run: PreparedRun, step: int) -> bool:
+    """Return whether a run has done its steps and its last evaluation, and report it."""
+    config, console = run.setup.config, run.console
+    evaluated = not config.evaluates or run.directory.has_evaluation(step)
+    if step < config.steps or (step == config.steps and not evaluated):
+        return False
+    if (damaged := run.directory.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
+        console.message(damaged)
+    console.message(
+        f"{config.name} is complete: it has done {step} steps, and `steps` is {config.steps}. A larger "
+        f"`steps` would go on from there, --fresh begins anew."
+    )
+    return True
+
+
+def train_stage(
+    run: PreparedRun, start: Start, changed: Sequence[Change], stop: StopRequest, profile: Profile
+) -> int | None:
+    """Train to the end of a stage, or until a signal; return the command's exit code, or None if a stage follows."""
+    setup, corpus, console = run.setup, run.corpus, run.console
+    config, first_step = setup.config, start.step
     info = run.record_start(start, changed)
     console.begin(config.steps, first_step)
-    if window is not None and window.last <= first_step:
-        console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
-    with StopRequest() as stop:
-        with (
-            open_trackers(config.trackers, setup.callbacks, info, console) as callbacks,
-            closing(Profile(window, directory.path / "profiles", console.message)) as profile,
-        ):
-            observers = Observers(callbacks, console.message, run.progress)
-            steps = MeshSteps(setup, corpus, start, stop, observers)
-            counts = (
-                Traffic(setup, first_step, start.replica_bytes),
-                DataPosition(config.batch, first_step, start.examples),
-            )
-            evaluation = Evaluation(setup, corpus, directory, observers, steps)
-            saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
-            log = StepLog(setup, observers, *counts)
-            step = Loop(setup, steps, log, observers, evaluation, saving, [profile]).run()
-        run.checkpoints.wait()
+    with open_trackers(config.trackers, setup.callbacks, info, console) as callbacks:
+        observers = Observers(callbacks, console.message, run.progress)
+        steps = MeshSteps(run.stage, start, stop, observers)
+        counts = (
+            Traffic(setup, first_step, start.replica_bytes),
+            DataPosition(config.batch, first_step, start.examples, start.mixtures),
+        )
+        evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
+        saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
+        log = StepLog(setup, observers, *counts)
+        step = Loop(setup, steps, log, observers, evaluation, saving, [profile]).run()
+    run.checkpoints.wait()
+    if steps.ended_stage and not run.checkpoints.failure:
+        run.progress.at(step, Phase.PREPARING)
+        return None
     run.progress.at(step, Phase.ENDING)
     stopped = "Stopped by {signal} after step {step} and saved; the same command goes on from there."
     return run.exit_code(steps, evaluation.latest, stop, stopped)
-
-
-def describe(setup: Setup, corpus: Corpus) -> str:
-    """Return the description of the run's model, devices, data and compiler options."""
-    config = setup.config
-    mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
-    device = setup.layout.mesh.devices.flat[0]
-    options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
-    epochs = config.steps * config.batch.size / sum(map(len, corpus.train_rows.values()))
-    held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
-    validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
-    return (
-        f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
-        f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
-        f"{f'; compiler options: {options}' if options else ''}"
-    )
-
-
-def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
-    """Return the last evaluation, with the loss of a bigram model if `evaluation.bigram` is set."""
-    if not config.evaluates:
-        return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
-    of_text = format_losses(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
-    words = "; ".join(filter(None, (of_text, format_tasks(evaluation))))
-    text = f"Done. {words[0].upper()}{words[1:]}"
-    if not config.evaluation.bigram:
-        return text + "."
-    scored = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
-    streams = corpus.train_streams.values(), scored.values()
-    bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
-    return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
 
 
 READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax
 
-from gregale.checkpoint.store import Checkpoints
+from gregale.checkpoint.store import Checkpoints, Restored
 from gregale.data.preparation import Corpus
+from gregale.data.staged import Mixtures, sources_of, with_mixture
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
-from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, recorded, saved_by
+from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, mixtures_of, recorded, saved_by
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import find_run, restored_model
 from gregale.runs.config import TrainConfig
@@ -30,36 +31,56 @@ class Start(NamedTuple):
     step: int  # steps done
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
+    mixtures: Mixtures = ()  # of the sources, so far and from this point on
 
 
-def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus) -> Start:
+def starting_point(
+    setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, step: int | None, corpus: Corpus
+) -> Start:
     """Return the state to start from, and the run's counts so far.
 
     Arguments:
-    - `before`: the run's previous configuration; its `sync` and `reduce` determine the contents of the checkpoint
+    - `before`: the configuration of the checkpoint; its `sync` and `reduce` determine the contents of the checkpoint
+    - `step`: of the intact checkpoint to start from; None: there is none
 
     Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
+    weights = setup.config.data.weights
+    if step is None:
+        starts = setup.config.start_from is not None
+        state = started_state(setup, corpus.tokenizer) if starts else setup.initial_state()
+        return Start(state, 0, 0, 0, with_mixture((), 0, weights))
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
         saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
-    restored = checkpoints.latest(
-        lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
+    restored = checkpoints.read(
+        step,
+        lambda metadata: checkpoint_template(saved, metadata),
+        partial=lambda metadata: holds_more(saved, metadata),
     )
-    if restored is None:
-        starts = setup.config.start_from is not None
-        return Start(started_state(setup, corpus.tokenizer) if starts else setup.initial_state(), 0, 0, 0)
-    if recorded(restored.metadata, "data") != corpus.fingerprint:
+    mixtures = mixtures_of(restored.metadata, before or setup.config)
+    check_text(restored, mixtures, corpus)
+    state = converted(setup, restored.tree, step, saved_by(saved, restored.metadata))
+    if state.spikes is None:
+        state = state._replace(spikes=setup.new_spikes(step))
+    sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
+    return Start(state, step, sent, examples, with_mixture(mixtures, examples, weights))
+
+
+def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
+    """Raise `UserError` if the sources of a checkpoint are absent, or have other text."""
+    absent = [name for name in sources_of(mixtures) if name not in corpus.train_rows]
+    if absent:
+        raise UserError(
+            f"data.sources: {absent[0]} is missing, on which this run was trained until step {restored.step}. Put it "
+            "back; with `weight: 0` it is not drawn from any more."
+        )
+    if recorded(restored.metadata, "data") != corpus.fingerprint_after(mixtures):
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
         )
-    state = converted(setup, restored.tree, restored.step, saved_by(saved, restored.metadata))
-    if state.spikes is None:
-        state = state._replace(spikes=setup.new_spikes(restored.step))
-    counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, restored.step, *counted)
 
 
 def converted(setup: Setup, state: TrainState, step: int, method: Method) -> TrainState:
@@ -99,7 +120,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "a model to start from of it."
         )
     origin = find_run(config.start_from)
-    theirs = origin.read_config()
+    theirs = origin.config_at()
     if theirs.sync.evaluates_replicas:
         raise UserError(
             f"start_from: {origin.path} evaluates its replicas, each with parameters of its own, so that it has no one "
@@ -125,7 +146,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
     """
     config = setup.config
     origin = origin_of(config)
-    theirs = origin.read_config()
+    theirs = origin.config_at()
     if load_tokenizer(origin.path).parsing_special().fingerprint != tokenizer.parsing_special().fingerprint:
         raise UserError(
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.chips import of_device
 from gregale.audit.roofline import model_flops_per_token
+from gregale.data.staged import Mixtures
 from gregale.distributed.hang_detector import Progress
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
@@ -35,11 +36,13 @@ class DataPosition:
 
     - `first_step`: steps before the resumption
     - `examples_before`: examples of those steps; the next step begins at this example
+    - `mixtures`: of the sources, so far
     """
 
     batch: BatchConfig
     first_step: int = 0
     examples_before: int = 0
+    mixtures: Mixtures = ()
 
     def examples(self, step: int) -> int:
         """Return the number of examples in the first `step` steps of the run."""

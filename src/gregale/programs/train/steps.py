@@ -4,13 +4,12 @@ from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from gregale.checkpoint.multihost import first_message
-from gregale.data.preparation import Corpus
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
-from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers
 from gregale.training.state import StepReport, TrainState
 
@@ -71,11 +70,17 @@ class Steps(ABC):
 
 
 class MeshSteps(Steps):
-    """The steps of `gregale train`, whose replicas are all on one mesh."""
+    """The steps of a stage of `gregale train`, whose replicas are all on one mesh.
 
-    def __init__(self, setup: Setup, corpus: Corpus, start: Start, stop: StopRequest, observers: Observers):
-        self._setup, self.stop, self._observers = setup, stop, observers
-        self._batches = GlobalBatches(corpus.train, setup.batch_axes, setup.layout, start.examples)
+    - `ended_stage`: whether the stage has done its steps, and another one follows
+    """
+
+    def __init__(self, stage: PreparedStage, start: Start, stop: StopRequest, observers: Observers):
+        setup = stage.setup
+        self._setup, self._last, self.stop, self._observers = setup, stage.last, stop, observers
+        self.ended_stage = False
+        examples = stage.corpus.training(start.mixtures)
+        self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
         self.state, self.step = start.state, start.step
         self._use(setup.method_after(start.step))
 
@@ -93,6 +98,9 @@ class MeshSteps(Steps):
 
     def next_batch(self) -> Batch | None:
         if self.step >= self._setup.config.steps or self.is_stopped():
+            return None
+        if self.step >= self._last:
+            self.ended_stage = True
             return None
         if (method := self._setup.method_after(self.step)) is not self.method:
             self._observers.progress.at(self.step + 1, Phase.COMPILING)

@@ -1,0 +1,111 @@
+"""The stages of a run: changes of its configuration, each from a step on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import draccus
+
+from gregale.data.tokenizers import BpeConfig
+from gregale.errors import KeyedError, UserError
+from gregale.optim.schedules import in_steps
+from gregale.runs.config_diff import changes
+from gregale.runs.parsing import decoded
+from gregale.settings import shown
+from gregale.settings.config_schema import TYPE, join
+
+STAGES, FROM = "stages", "from"
+Config = TypeVar("Config")
+# Keys that hold for the whole run, and keys that a process uses once, when it starts.
+OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
+OF_A_START = ("plugins", "cpu_devices", "compilation_cache", "distributed")
+
+
+class Stage(NamedTuple, Generic[Config]):
+    """The steps of a run after step `first`, up to the next stage, and their whole configuration."""
+
+    first: int
+    config: Config
+
+
+def stages_of(config: Any) -> tuple[Stage, ...]:
+    """Return the stages of a `TrainConfig`; the first one begins with the run.
+
+    Each stage has the configuration of the stage before it with its own changes. Mappings are merged by key, and a
+    section that names another `type` is replaced.
+
+    Raises `KeyedError` for a stage outside of the run, an invalid change, or one that a run cannot make.
+    """
+    found = [Stage(0, replace(config, stages=[]) if config.stages else config)]
+    for number, given in enumerate(config.stages):
+        key = join(STAGES, number)
+        first = first_step(given, key, found[-1].first, config.steps)
+        found.append(Stage(first, changed(found[-1].config, given, key)))
+    return tuple(found)
+
+
+def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> int:
+    """Return the number of steps before a stage that begins after step `before`."""
+    wanted = given.get(FROM)
+    if isinstance(wanted, str):  # YAML 1.1 reads 1e3 as a string
+        wanted = _number(wanted)
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not wanted >= 0:
+        raise KeyedError(
+            join(key, FROM),
+            f"is {'missing' if FROM not in given else shown(str(given[FROM]))}",
+            "; a stage begins after a number of steps, or after a fraction of the run below 1.",
+        )
+    first = in_steps(wanted, steps) if wanted < 2**31 else steps
+    if not before < first < steps:
+        raise KeyedError(
+            join(key, FROM),
+            f"is {shown(wanted)}",
+            f", step {first:,}; it has to be after step {before:,}, at which the stage before it begins, and before "
+            f"step {steps:,}, the end of the run.",
+        )
+    return first
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
+    """Return a configuration with the changes of a stage, which is at the dotted `key`."""
+    own = {name: value for name, value in given.items() if name != FROM}
+    for name in own:
+        if name in (*OF_A_RUN, *OF_A_START):
+            whole = "belongs to the whole run" if name in OF_A_RUN else "is used once, when a process starts"
+            raise KeyedError(join(key, name), "is given", f", but `{name}` {whole}: no stage can change it.")
+    try:
+        found = decoded(type(config), merged(draccus.encode(config), own))
+    except UserError as error:
+        raise KeyedError(key, "has an invalid change", f": {error}") from None
+    fixed = [change for change in changes(config, found) if change.fixed]
+    if fixed:
+        named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
+        raise KeyedError(key, "has a change", f" that a run cannot make: {named}.")
+    if isinstance(found.data.tokenizer, BpeConfig) and found.data.sources.keys() != config.data.sources.keys():
+        raise KeyedError(
+            f"{key}.data.sources",
+            "has another source",
+            ", but data.tokenizer.type bpe is trained on the sources. Name the source from the beginning with "
+            "`weight: 0`, or use a tokenizer of type file.",
+        )
+    return found
+
+
+def merged(before: Any, given: Any) -> Any:
+    """Return plain values with changes: mappings are merged by key unless they name another `type`."""
+    both = isinstance(before, dict) and isinstance(given, Mapping)
+    if not both or (TYPE in given and given[TYPE] != before.get(TYPE)):
+        return given
+    return {**before, **{name: merged(before.get(name), value) for name, value in given.items()}}
+
+
+def number_after(stages: Sequence[Stage], step: int) -> int:
+    """Return the number of the stage to which the step after `step` belongs."""
+    return max(number for number, stage in enumerate(stages) if stage.first <= step)

@@ -1,0 +1,115 @@
+"""A run in stages equals, to the last bit, runs that are stopped and resumed by hand with the same changes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gregale.checkpoint.store import Checkpoints
+from gregale.programs.train.steps import MeshSteps
+from tests.programs.tiny import assert_same_state, checkpoint_steps, losses
+
+# At 4 another mixture with a further source, at 7 another mesh and a larger batch, at 10 another method.
+CHANGES = {
+    4: {"data.sources.more": "{type: text, files: ['text/[0-3].txt'], weight: 3}"},
+    7: {"mesh": "{data: 4, model: 1}", "batch": "{size: 16}", "compute": "{remat: full}"},
+    10: {"sync": "{type: diloco, period: 2}"},
+}
+STOPPED = 128 + 15
+
+
+def stages() -> str:
+    """CHANGES as the value of `stages` on the command line."""
+    found = []
+    for step, changes in CHANGES.items():
+        nested = ", ".join(
+            f"{': {'.join(key.split('.'))}: {text}{'}' * key.count('.')}" for key, text in changes.items()
+        )
+        found.append(f"{{from: {step}, {nested}}}")
+    return f"[{', '.join(found)}]"
+
+
+@pytest.fixture
+def train(gregale, monkeypatch):
+    """Trains a run; `stop`: the step after which a signal stops it."""
+
+    def run(name: str, *arguments: str, stop: int | None = None) -> int:
+        monkeypatch.setattr(MeshSteps, "is_stopped", lambda steps: steps.step == stop)
+        return gregale("train", "tiny.yaml", "--name", name, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def staged(train, inputs) -> Path:
+    """The undisturbed run in stages."""
+    if not (run := inputs / "runs" / "staged").exists():
+        assert train("staged", "--stages", stages()) == 0
+    return run
+
+
+def changed(run: Path) -> list[tuple]:
+    return [
+        (line["step"], line["changes"]) for line in map(json.loads, (run / "changes.jsonl").read_text().splitlines())
+    ]
+
+
+def test_it_equals_resuming_by_hand(train, staged, inputs):
+    arguments: list[str] = []
+    for step in (*CHANGES, None):
+        assert train("hand", *arguments, stop=step) == (STOPPED if step else 0)
+        arguments += [word for key, text in CHANGES.get(step, {}).items() for word in (f"--{key}", text)]
+    hand = inputs / "runs" / "hand"
+    assert losses(staged) == losses(hand)
+    assert [step for step, _ in losses(staged)] == list(range(1, 13))
+    assert checkpoint_steps(staged) == checkpoint_steps(hand) == [8, 10, 12]
+    for step in (8, 10, 12):
+        assert_same_state(staged, hand, step)
+    assert changed(staged) == changed(hand)
+    with Checkpoints(staged / "checkpoints") as checkpoints:
+        metadata = checkpoints.metadata(12)
+    assert (metadata["method"], metadata["examples"]) == ("diloco", 8 * 7 + 16 * 5)
+    assert metadata["mixtures"] == [[0, [["words", 1.0]]], [32, [["words", 1.0], ["more", 3.0]]]]
+
+
+def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs, capsys):
+    for step in (3, 4, 5, 10, 11):
+        assert train("stopped", "--stages", stages(), stop=step) == STOPPED
+    assert train("stopped", "--stages", stages()) == 0
+    out = capsys.readouterr().out
+    assert out.count("Going on after step 4 of 12, in stage 2 of 4.") == 1
+    assert "Stage 3 of 4 begins after step 7: mesh.data 2 -> 4; mesh.model 2 -> 1; compute.remat" in out
+    assert losses(inputs / "runs" / "stopped") == losses(staged)
+    assert_same_state(inputs / "runs" / "stopped", staged, 12)
+
+
+def test_killed_after_a_boundary_it_takes_it_again(train, staged, inputs):
+    """As `kill -9` leaves it: the newest checkpoint is of a stage before, and the lines of later steps are there."""
+    killed = inputs / "runs" / "killed"
+    shutil.copytree(staged, killed)
+    for step in (10, 12):
+        shutil.rmtree(killed / "checkpoints" / f"step-{step:08d}")
+    assert train("killed", "--stages", stages()) == 0
+    assert losses(killed) == losses(staged)
+    assert_same_state(killed, staged, 12)
+
+
+def test_later_stages_may_change_and_what_was_used_may_not(train, staged, inputs, refused, evaluated):
+    """A source of a stage that has not begun may be added; the text of a source that was used is needed."""
+    assert evaluated(staged)["step"] == 12, "by the method of its stage"
+    assert train("other", "--stages", stages(), stop=5) == STOPPED
+    another = ["train", "tiny.yaml", "--name", "other", "--stages"]
+    later = "{from: 9, data: {sources: {late: {type: text, files: ['text/7.txt']}}}}"
+    assert "data.sources: more is missing, on which this run was trained" in refused(*another, f"[{later}]")
+    first = stages()[1:].partition(", {from: 7")[0]
+    assert train("other", "--stages", f"[{first}, {later}]", stop=9) == STOPPED
+    assert "late" in (inputs / "runs" / "other" / "config.yaml").read_text()
+    changed_text = first.replace("[0-3]", "[0-2]")
+    assert "data: the text is not the one" in refused(*another, f"[{changed_text}]")
+
+
+def test_a_stage_that_does_not_fit_is_refused_before_the_run_begins(refused, inputs):
+    line = refused("train", "tiny.yaml", "--name", "never", "--stages", "[{from: 4, mesh: {data: 3}}]")
+    assert "stages.0: mesh: " in line
+    assert not (inputs / "runs" / "never").exists()

@@ -1,0 +1,95 @@
+"""Stages of a configuration: the whole configuration of each, and what none of them can change."""
+
+from typing import Any
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import dump, load
+
+RUN: dict[str, Any] = {
+    "name": "run",
+    "steps": 100,
+    "data": {"sources": {"web": {"type": "text", "files": ["a"]}, "math": {"type": "text", "files": ["b"]}}},
+}
+
+
+def of(*stages: dict[str, Any], **changes: Any) -> TrainConfig:
+    return load(TrainConfig, {**RUN, **changes, "stages": list(stages)})
+
+
+def test_a_stage_has_the_configuration_before_it_with_its_changes():
+    config = of(
+        {"from": 0.2, "data": {"sources": {"math": {"weight": 3}, "code": {"type": "text", "files": ["c"]}}}},
+        {"from": 50, "batch": {"size": 16}, "sync": {"type": "diloco", "period": 7}},
+        {"from": 51, "sync": {"period": 5}, "optimizer": {"learning_rate": "1e-4"}},
+    )
+    first, second, third, fourth = config.each_stage
+    assert [stage.first for stage in config.each_stage] == [0, 20, 50, 51]
+    assert first.config == load(TrainConfig, RUN)
+    assert second.config.data.weights == {"web": 1, "math": 3, "code": 1}
+    assert second.config.data.sources["math"].files == ("b",)
+    assert third.config.data == second.config.data
+    assert (third.config.batch.size, third.config.batch.sequence_length) == (16, 1024)
+    assert (fourth.config.sync.period, fourth.config.optimizer.learning_rate) == (5, 1e-4)
+    assert [config.after(step) for step in (19, 20, 99, 200)] == [
+        stage.config for stage in (first, second, fourth, fourth)
+    ]
+
+
+def test_a_saved_configuration_has_the_stages(tmp_path):
+    config = of({"from": 0.5, "batch": {"size": 16}})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    again = load(TrainConfig, tmp_path / "config.yaml")
+    assert (again, again.each_stage) == (config, config.each_stage)
+    given = load(TrainConfig, RUN, ["--stages", "[{from: 0.5, batch: {size: 16}}]"])
+    assert given == config
+
+
+REFUSED = {
+    "no from": ({"batch": {"size": 2}}, r"stages\.0\.from is missing; a stage begins after a number of steps"),
+    "at the begin": ({"from": 0}, r"stages\.0\.from is 0, step 0; it has to be after step 0"),
+    "at the end": ({"from": 100}, r"stages\.0\.from is 100, step 100; .* before step 100, the end of the run"),
+    "a text": ({"from": "soon"}, r"stages\.0\.from is 'soon'"),
+    "the name": ({"from": 5, "name": "b"}, r"stages\.0\.name is given, but `name` belongs to the whole run"),
+    "the length": ({"from": 5, "steps": 7}, r"stages\.0\.steps is given, but `steps` belongs to the whole run"),
+    "stages": ({"from": 5, "stages": []}, r"stages\.0\.stages is given"),
+    "plugins": ({"from": 5, "plugins": []}, r"`plugins` is used once, when a process starts"),
+    "the seed": ({"from": 5, "seed": 1}, r"stages\.0 has a change that a run cannot make: seed 0 -> 1 \(it orders"),
+    "the length of rows": (
+        {"from": 5, "batch": {"sequence_length": 8}},
+        r"batch\.sequence_length 1024 -> 8 \(examples are cut to this length",
+    ),
+    "an unknown key": ({"from": 5, "batch": {"sizes": 8}}, r"stages\.0 has an invalid change: `batch\.sizes` is not"),
+    "no source": (
+        {"from": 5, "data": {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}},
+        r"stages\.0 has an invalid change: data\.sources has no weight above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("stage", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_stage_can_be_is_refused_in_one_line(stage, message):
+    with pytest.raises(UserError, match=message) as caught:
+        of(stage)
+    assert "\n" not in str(caught.value)
+
+
+def test_stages_are_in_order_and_know_their_line(tmp_path):
+    with pytest.raises(UserError, match=r"stages\.1\.from is 0\.2, step 20; it has to be after step 30"):
+        of({"from": 0.3}, {"from": 0.2})
+    (tmp_path / "run.yaml").write_text("name: a\nsteps: 9\nstages:\n  - from: 3\n    seed: 7\n")
+    with pytest.raises(UserError, match=r"stages\.0 has a change \(.*run\.yaml, line 4\) that a run cannot make"):
+        load(TrainConfig, str(tmp_path / "run.yaml"))
+
+
+def test_a_tokenizer_trained_on_the_sources_takes_no_further_source():
+    more = {"from": 5, "data": {"sources": {"code": {"type": "text", "files": ["c"]}}}}
+    with pytest.raises(UserError, match=r"stages\.0\.data\.sources has another source, but data\.tokenizer\.type bpe"):
+        of(more, data={**RUN["data"], "tokenizer": {"type": "bpe"}})
+
+
+def test_an_island_has_one_stage():
+    with pytest.raises(UserError, match="stages is given, but an island of a fleet has one stage"):
+        of({"from": 5}, islands={"lighthouse": "host:1"})
