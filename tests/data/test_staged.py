@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from gregale.data.examples import Windows, training_examples
-from gregale.data.staged import drawn, from_json, sources_of, staged_examples, to_json, with_mixture
+from gregale.data.staged import drawn, sources_of, staged_examples, tokens_of, with_mixture
 from tests.data.conftest import stream_of
 
 LENGTH = 4
@@ -27,10 +27,15 @@ def rows(make_store):
     return {"web": windows(7, 0), "code": windows(31, 100), "math": windows(12, 200)}
 
 
-def mixtures_of(stages):
-    found, first = (), 0
+def drawn_tokens(rows, stages, seed):
+    """The first token of each example, as the run of each stage has it."""
+    mixtures, first, found = (), 0, []
     for count, weights in stages:
-        found, first = with_mixture(found, first, weights), first + count
+        mixtures = with_mixture(mixtures, first, weights, LENGTH)
+        examples, first = staged_examples(rows, mixtures, seed), first + count
+        assert examples.endless
+        found += [int(examples[index]["tokens"][0]) for index in reversed(range(first - count, first))][::-1]
+    assert tokens_of(mixtures, first) == first * LENGTH
     return found
 
 
@@ -53,15 +58,12 @@ def slow_order(stages):
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_source_goes_on_where_the_mixture_before_has_stopped(rows, seed):
-    examples = staged_examples(rows, from_json(to_json(mixtures_of(STAGES))), seed)
     alone = {name: training_examples({name: each}, {name: 1.0}, seed) for name, each in rows.items()}
     order = list(slow_order(STAGES))
-    found = [int(examples[index]["tokens"][0]) for index in reversed(range(len(order)))][::-1]
-    assert found == [int(alone[name][number]["tokens"][0]) for name, number in order]
+    assert drawn_tokens(rows, STAGES, seed) == [int(alone[name][number]["tokens"][0]) for name, number in order]
     for name, own in rows.items():
         seen = [number % len(own) for source, number in order if source == name]
         assert set(Counter(seen[: len(own)]).values()) == {1}, "no row comes twice in an epoch"
-    assert examples.endless
 
 
 def test_the_sources_of_each_stage_are_counted_exactly():
@@ -75,13 +77,28 @@ def test_the_sources_of_each_stage_are_counted_exactly():
 
 def test_one_mixture_is_the_order_of_a_run_without_stages(rows):
     weights = {"web": 1.0, "code": 2.5, "math": 1.2}
-    plain, staged = training_examples(rows, weights, 3), staged_examples(rows, with_mixture((), 0, weights), 3)
-    assert all((plain[i]["tokens"] == staged[i]["tokens"]).all() for i in range(50))
+    plain = training_examples(rows, weights, 3)
+    assert drawn_tokens(rows, [(50, weights)], 3) == [int(plain[i]["tokens"][0]) for i in range(50)]
+
+
+def test_rows_of_each_length_have_epochs_of_their_own(rows):
+    """Rows of 8 tokens begin with their first; later rows of 4 go on after those of 4 that were seen."""
+    longer = {name: Windows(each.stream, 8, False) for name, each in rows.items()}
+    mixtures = ()
+    for first, length in ((0, LENGTH), (9, 8), (14, LENGTH)):
+        mixtures = with_mixture(mixtures, first, {"code": 1.0}, length)
+        examples = staged_examples(longer if length == 8 else rows, mixtures, 5)
+        alone = training_examples({"code": (longer if length == 8 else rows)["code"]}, {"code": 1.0}, 5)
+        before = {0: 0, 9: 0, 14: 9}[first]
+        for index in range(4):
+            assert (examples[first + index]["tokens"] == alone[before + index]["tokens"]).all()
+    assert tokens_of(mixtures, 15) == 9 * LENGTH + 5 * 8 + LENGTH
 
 
 def test_what_changes_nothing_adds_no_mixture():
-    one = with_mixture((), 0, {"a": 1.0, "b": 0.0})
-    assert with_mixture(one, 8, {"a": 1.0, "b": 0.0}) == one
-    two = with_mixture(one, 8, {"b": 1.0, "a": 1.0})
-    assert with_mixture(two, 8, {"a": 2.0, "c": 1.0}) == with_mixture(one, 8, {"a": 2.0, "c": 1.0}), "nothing was drawn"
+    one = with_mixture((), 0, {"a": 1.0, "b": 0.0}, 8)
+    assert with_mixture(one, 8, {"a": 1.0, "b": 0.0}, 8) == one
+    two = with_mixture(one, 8, {"b": 1.0, "a": 1.0}, 8)
+    last = {"a": 2.0, "c": 1.0}
+    assert with_mixture(two, 8, last, 8) == with_mixture(one, 8, last, 8), "nothing was drawn in between"
     assert [sources_of(each) for each in (one, two)] == [["a"], ["a", "b"]]

@@ -8,24 +8,29 @@ import pytest
 
 from gregale.checkpoint.store import Checkpoints
 from gregale.programs.train.steps import MeshSteps
-from tests.programs.tiny import assert_same_state, checkpoint_steps, losses
+from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
 
-# At 4 another mixture with a further source, at 7 another mesh and a larger batch, at 10 another method.
+# At 4 a further source; at 7 a larger batch of longer rows, which devices share; at 10 another method.
+LONGER = {
+    "mesh": "{context: 2, model: 1}",
+    "batch": "{size: 16, sequence_length: 64}",
+    "model": "{rotary_scaling: {type: yarn, factor: 2, original_context: 32}}",
+    "compute": "{remat: full}",
+}
 CHANGES = {
     4: {"data.sources.more": "{type: text, files: ['text/[0-3].txt'], weight: 3}"},
-    7: {"mesh": "{data: 4, model: 1}", "batch": "{size: 16}", "compute": "{remat: full}"},
+    7: LONGER,
     10: {"sync": "{type: diloco, period: 2}"},
 }
 STOPPED = 128 + 15
 
 
-def stages() -> str:
-    """CHANGES as the value of `stages` on the command line."""
+def stages(*steps: int) -> str:
+    """The changes of some steps, or of all, as the value of `stages` on the command line."""
     found = []
-    for step, changes in CHANGES.items():
-        nested = ", ".join(
-            f"{': {'.join(key.split('.'))}: {text}{'}' * key.count('.')}" for key, text in changes.items()
-        )
+    for step in steps or CHANGES:
+        each = CHANGES[step].items()
+        nested = ", ".join(f"{': {'.join(key.split('.'))}: {text}{'}' * key.count('.')}" for key, text in each)
         found.append(f"{{from: {step}, {nested}}}")
     return f"[{', '.join(found)}]"
 
@@ -56,10 +61,12 @@ def changed(run: Path) -> list[tuple]:
 
 
 def test_it_equals_resuming_by_hand(train, staged, inputs):
+    """Only a stage can change the length of rows: it is added when the run is there."""
     arguments: list[str] = []
     for step in (*CHANGES, None):
         assert train("hand", *arguments, stop=step) == (STOPPED if step else 0)
-        arguments += [word for key, text in CHANGES.get(step, {}).items() for word in (f"--{key}", text)]
+        by_hand = CHANGES.get(step, {}) if step != 7 else {"stages": stages(7)}
+        arguments += [word for key, text in by_hand.items() for word in (f"--{key}", text)]
     hand = inputs / "runs" / "hand"
     assert losses(staged) == losses(hand)
     assert [step for step, _ in losses(staged)] == list(range(1, 13))
@@ -70,7 +77,10 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
     with Checkpoints(staged / "checkpoints") as checkpoints:
         metadata = checkpoints.metadata(12)
     assert (metadata["method"], metadata["examples"]) == ("diloco", 8 * 7 + 16 * 5)
-    assert metadata["mixtures"] == [[0, [["words", 1.0]]], [32, [["words", 1.0], ["more", 3.0]]]]
+    both = {"words": 1.0, "more": 3.0}
+    assert metadata["mixtures"] == [[0, {"words": 1.0}, 32], [32, both, 32], [56, both, 64]]
+    tokens = [line["tokens"] for line in lines(staged) if "loss" in line]
+    assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
 
 
 def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs, capsys):
@@ -79,7 +89,7 @@ def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs,
     assert train("stopped", "--stages", stages()) == 0
     out = capsys.readouterr().out
     assert out.count("Going on after step 4 of 12, in stage 2 of 4.") == 1
-    assert "Stage 3 of 4 begins after step 7: mesh.data 2 -> 4; mesh.model 2 -> 1; compute.remat" in out
+    assert "Stage 3 of 4 begins after step 7: mesh.context 1 -> 2; mesh.model 2 -> 1;" in out
     assert losses(inputs / "runs" / "stopped") == losses(staged)
     assert_same_state(inputs / "runs" / "stopped", staged, 12)
 
@@ -102,11 +112,13 @@ def test_later_stages_may_change_and_what_was_used_may_not(train, staged, inputs
     another = ["train", "tiny.yaml", "--name", "other", "--stages"]
     later = "{from: 9, data: {sources: {late: {type: text, files: ['text/7.txt']}}}}"
     assert "data.sources: more is missing, on which this run was trained" in refused(*another, f"[{later}]")
-    first = stages()[1:].partition(", {from: 7")[0]
+    first = stages(4)[1:-1]
     assert train("other", "--stages", f"[{first}, {later}]", stop=9) == STOPPED
     assert "late" in (inputs / "runs" / "other" / "config.yaml").read_text()
-    changed_text = first.replace("[0-3]", "[0-2]")
-    assert "data: the text is not the one" in refused(*another, f"[{changed_text}]")
+    assert "data: the text is not the one" in refused(*another, f"[{first.replace('[0-3]', '[0-2]')}]")
+    assert "batch.sequence_length 32 -> 64" in refused(
+        *another, f"[{first}, {{from: 5, batch: {{sequence_length: 64}}}}]"
+    )
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_the_run_begins(refused, inputs):

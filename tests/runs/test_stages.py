@@ -52,15 +52,12 @@ REFUSED = {
     "at the begin": ({"from": 0}, r"stages\.0\.from is 0, step 0; it has to be after step 0"),
     "at the end": ({"from": 100}, r"stages\.0\.from is 100, step 100; .* before step 100, the end of the run"),
     "a text": ({"from": "soon"}, r"stages\.0\.from is 'soon'"),
-    "the name": ({"from": 5, "name": "b"}, r"stages\.0\.name is given, but `name` belongs to the whole run"),
-    "the length": ({"from": 5, "steps": 7}, r"stages\.0\.steps is given, but `steps` belongs to the whole run"),
+    "the name": ({"from": 5, "name": "b"}, r"stages\.0\.name is given, but `name` holds for the whole run"),
+    "the length": ({"from": 5, "steps": 7}, r"stages\.0\.steps is given, but `steps` holds for the whole run"),
     "stages": ({"from": 5, "stages": []}, r"stages\.0\.stages is given"),
-    "plugins": ({"from": 5, "plugins": []}, r"`plugins` is used once, when a process starts"),
+    "plugins": ({"from": 5, "plugins": []}, r"stages\.0\.plugins is given"),
     "the seed": ({"from": 5, "seed": 1}, r"stages\.0 has a change that a run cannot make: seed 0 -> 1 \(it orders"),
-    "the length of rows": (
-        {"from": 5, "batch": {"sequence_length": 8}},
-        r"batch\.sequence_length 1024 -> 8 \(examples are cut to this length",
-    ),
+    "the shape": ({"from": 5, "model": {"layers": 3}}, r"model\.layers 12 -> 3 \(the saved parameters have this shape"),
     "an unknown key": ({"from": 5, "batch": {"sizes": 8}}, r"stages\.0 has an invalid change: `batch\.sizes` is not"),
     "no source": (
         {"from": 5, "data": {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}},
@@ -88,6 +85,14 @@ def test_a_tokenizer_trained_on_the_sources_takes_no_further_source():
     more = {"from": 5, "data": {"sources": {"code": {"type": "text", "files": ["c"]}}}}
     with pytest.raises(UserError, match=r"stages\.0\.data\.sources has another source, but data\.tokenizer\.type bpe"):
         of(more, data={**RUN["data"], "tokenizer": {"type": "bpe"}})
+
+
+def test_rows_of_separate_replicas_keep_their_length():
+    data = {**RUN["data"], "replica_mixtures": [{"web": 1}, {"math": 1}]}
+    with pytest.raises(UserError, match=r"a run cannot make: batch\.sequence_length"):
+        of({"from": 5, "batch": {"sequence_length": 8}}, data=data)
+    with pytest.raises(UserError, match=r"a change that a run cannot make: data\.replica_mixtures \["):
+        of({"from": 5, "data": {"replica_mixtures": []}}, data=data)
 
 
 def test_an_island_has_one_stage():

@@ -1,43 +1,31 @@
 """Examples of a run whose mixture of sources changes: row i as a pure function of i and of the mixtures so far."""
 
 import sys
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
 
-from gregale.data.examples import ExampleBatch, ExampleRange, Examples, Rows, endless, mixed, shares, training_examples
-
-if TYPE_CHECKING:
-    import grain
+from gregale.data.examples import ExampleRange, Examples, Rows, endless, mixed, shares
 
 
 class MixtureStage(NamedTuple):
-    """The weights of the sources from example `first` on; the order of the sources is that of the mixture."""
+    """The weights of the sources from example `first` on, in the order of the mixture, and the length of its rows."""
 
     first: int
     weights: dict[str, float]
+    length: int
 
 
 Mixtures = tuple[MixtureStage, ...]
 """The mixtures of a run so far; the first one begins with example 0."""
 
 
-def with_mixture(mixtures: Mixtures, first: int, weights: Mapping[str, float]) -> Mixtures:
-    """Return the mixtures of a run that goes on with other weights from example `first` on; equal ones add nothing."""
-    if mixtures and list(mixtures[-1].weights.items()) == list(weights.items()):
+def with_mixture(mixtures: Mixtures, first: int, weights: Mapping[str, float], length: int) -> Mixtures:
+    """Return the mixtures of a run that goes on with another one from example `first` on; an equal one adds nothing."""
+    if mixtures and (list(mixtures[-1].weights.items()), mixtures[-1].length) == (list(weights.items()), length):
         return mixtures
-    return (*(each for each in mixtures if each.first < first), MixtureStage(first, dict(weights)))
-
-
-def to_json(mixtures: Mixtures) -> list[list[Any]]:
-    """Return mixtures as JSON, with the weights as pairs, because their order counts."""
-    return [[first, [list(pair) for pair in weights.items()]] for first, weights in mixtures]
-
-
-def from_json(stored: Sequence[Sequence[Any]]) -> Mixtures:
-    return tuple(MixtureStage(first, dict(pairs)) for first, pairs in stored)
+    return (*(each for each in mixtures if each.first < first), MixtureStage(first, dict(weights), length))
 
 
 def sources_of(mixtures: Mixtures) -> list[str]:
@@ -60,36 +48,26 @@ def drawn(weights: Mapping[str, float], count: int) -> Counter[str]:
     return found
 
 
-class StagedExamples:
-    """An endless data set of parts; part k has the examples from `firsts[k]` on."""
-
-    def __init__(self, firsts: Sequence[int], parts: Sequence["grain.MapDataset"]):
-        self._firsts, self._parts = firsts, parts
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> ExampleBatch:
-        part = bisect_right(self._firsts, index) - 1
-        return self._parts[part][index - self._firsts[part]]  # type: ignore[return-value]
+def tokens_of(mixtures: Mixtures, examples: int) -> int:
+    """Return the tokens of the first `examples` examples of a run, of which the last mixture has drawn the last."""
+    ends = [*(each.first for each in mixtures[1:]), examples]
+    return sum((end - each.first) * each.length for each, end in zip(mixtures, ends, strict=True))
 
 
 def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int | None) -> Examples:
-    """Return the endless training examples of a run with several mixtures.
+    """Return the endless training examples of a run from the first example of its last mixture on.
 
-    In each mixture a source goes on where the mixtures before it have stopped, so that no row comes again before its
-    epoch is complete. With one mixture they are `training_examples`.
+    A source goes on where the mixtures before have stopped, so that no row comes again before its epoch is complete.
+    Mixtures of another length do not count: rows of each length have epochs of their own.
     """
     import grain
 
-    if len(mixtures) == 1:
-        return training_examples(sources, mixtures[0].weights, seed)
-    epochs = {name: endless(grain.MapDataset.source(rows), name, seed) for name, rows in sources.items()}
-    seen, parts = Counter[str](), []
-    for (first, weights), following in zip_longest(mixtures, mixtures[1:]):
-        ranges = {name: ExampleRange(epochs[name], seen[name], sys.maxsize) for name in shares(weights)}
-        parts.append(mixed({name: grain.MapDataset.source(each) for name, each in ranges.items()}, weights))
-        if following is not None:
-            seen.update(drawn(weights, following.first - first))
-    dataset = StagedExamples([each.first for each in mixtures], parts)
-    return Examples(dataset, next(iter(sources.values())).sequence_length)
+    (first, weights, length), seen = mixtures[-1], Counter[str]()
+    for each, following in pairwise(mixtures):
+        if each.length == length:
+            seen.update(drawn(each.weights, following.first - each.first))
+    remaining = {}
+    for name in shares(weights):
+        epochs = endless(grain.MapDataset.source(sources[name]), name, seed)
+        remaining[name] = grain.MapDataset.source(ExampleRange(epochs, seen[name], sys.maxsize))
+    return Examples(ExampleRange(mixed(remaining, weights), -first, sys.maxsize - first), length)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gregale.data.preparation import prepare
 from gregale.programs.command import Command
+from gregale.programs.train.stages import corpora_of
 from gregale.runs.config import TrainConfig
 from gregale.streams import say
 from gregale.tracking.console import Console
@@ -15,10 +15,12 @@ class TokenizeOptions:
 
 
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
+    """Build the stores of all stages; the figures are those of the last one, which has the sources of all."""
     del options
     with Console() as console:
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
-        for key, store in corpus.stores.items():
+        *before, corpus = corpora_of(config, console.progress)
+        stores = {key: store for each in (*before, corpus) for key, store in each.stores.items()}
+        for key, store in stores.items():
             store.verify(f"checking {key}", console.progress)
         for note in corpus.notes:
             console.message(note)
@@ -34,5 +36,5 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
     return 0
 
 
-READS = ("plugins", "data", "batch.sequence_length", "seed")
+READS = ("plugins", "stages", "data", "batch.sequence_length", "seed")
 COMMAND = Command(main=main, options=TokenizeOptions, config=TrainConfig, reads=READS, positional=("config",))

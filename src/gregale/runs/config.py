@@ -204,6 +204,10 @@ class TrainConfig(Settings):
         """Return the configuration of the stage to which the step after `step` belongs."""
         return self.each_stage[number_after(self.each_stage, step)].config
 
+    def at(self, step: int) -> "TrainConfig":
+        """Return the configuration of the stage to which step `step` belongs, and its checkpoint."""
+        return self.after(max(0, step - 1))
+
     @property
     def evaluates(self) -> bool:
         """Whether there is text or a task to evaluate on."""

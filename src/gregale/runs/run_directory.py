@@ -89,10 +89,7 @@ class RunDirectory(RunPaths):
 
         - `step`: None: that of the newest checkpoint
         """
-        config = self.read_config()
-        if config.stages and step is None:
-            step = self.newest_step()
-        return config.after(max(0, (step or 0) - 1))
+        return self.read_config().at((self.newest_step() if step is None else step) or 0)
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""
@@ -113,7 +110,7 @@ class RunDirectory(RunPaths):
             )
         if (saved := self.saved_config()) is None:
             return
-        fixed = [change for change in changes(saved, config.after(self.newest_step() or 0)) if change.fixed]
+        fixed = [change for change in changes(saved, config.at(self.newest_step() or 0)) if change.fixed]
         if fixed:
             found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(

@@ -16,9 +16,11 @@ from gregale.settings.config_schema import TYPE, join
 
 STAGES, FROM = "stages", "from"
 Config = TypeVar("Config")
-# Keys that hold for the whole run, and keys that a process uses once, when it starts.
+# Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
-OF_A_START = ("plugins", "cpu_devices", "compilation_cache", "distributed")
+OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
+# Keys that are fixed when a run resumes with another configuration, but that a stage can change.
+BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
 
 
 class Stage(NamedTuple, Generic[Config]):
@@ -47,8 +49,6 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
 def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> int:
     """Return the number of steps before a stage that begins after step `before`."""
     wanted = given.get(FROM)
-    if isinstance(wanted, str):  # YAML 1.1 reads 1e3 as a string
-        wanted = _number(wanted)
     if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not wanted >= 0:
         raise KeyedError(
             join(key, FROM),
@@ -66,25 +66,17 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
     return first
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     """Return a configuration with the changes of a stage, which is at the dotted `key`."""
     own = {name: value for name, value in given.items() if name != FROM}
-    for name in own:
-        if name in (*OF_A_RUN, *OF_A_START):
-            whole = "belongs to the whole run" if name in OF_A_RUN else "is used once, when a process starts"
-            raise KeyedError(join(key, name), "is given", f", but `{name}` {whole}: no stage can change it.")
+    if whole := [name for name in own if name in OF_A_RUN]:
+        raise KeyedError(join(key, whole[0]), "is given", f", but `{whole[0]}` holds for the whole run. Leave it out.")
     try:
         found = decoded(type(config), merged(draccus.encode(config), own))
     except UserError as error:
         raise KeyedError(key, "has an invalid change", f": {error}") from None
-    fixed = [change for change in changes(config, found) if change.fixed]
+    by_stage = () if config.data.replica_mixtures else BY_STAGE  # rows of replicas keep their length
+    fixed = [each for each in changes(config, found) if each.fixed and not each.key.startswith(by_stage)]
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
         raise KeyedError(key, "has a change", f" that a run cannot make: {named}.")

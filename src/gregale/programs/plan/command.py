@@ -14,7 +14,7 @@ from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
-from gregale.programs.plan.text import print_report, print_search
+from gregale.programs.plan.text import print_report, print_search, size
 from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, setting, whole
 from gregale.streams import say_beside
@@ -68,8 +68,14 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         target = topology_target(options.topology, options.slices, options.chip)
     tokens = tokens_of(config)
     if options.search:
+        if config.stages:
+            raise UserError("stages is given, and a search is of one stage. Leave it out: `--stages []`.")
         return DOES_NOT_FIT if not searched(options, config, tokens, target) and options.require_fit else 0
-    plan = plan_step(config, tokens, target, options.until)
+    plans = [plan_step(stage.config, tokens, target, options.until) for stage in config.each_stage]
+    plan = max(plans, key=lambda each: each.memory.peak)
+    if len(plans) > 1:
+        needs = ", ".join(size(each.memory.peak) for each in plans)
+        say_beside(f"The stages need {needs} of a device. This is the plan of stage {plans.index(plan) + 1}.")
     if options.hlo is not None:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")

@@ -7,7 +7,7 @@ import jax
 
 from gregale.axes.layout import Layout
 from gregale.data.preparation import Corpus
-from gregale.data.staged import Mixtures, from_json, with_mixture
+from gregale.data.staged import Mixtures, MixtureStage, with_mixture
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.runtime.setup import Setup
@@ -30,10 +30,10 @@ def checkpoint_metadata(
 
     - `method`: the method that made the state
     - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen, and
-      `mixtures` (as JSON) from which they are
+      the `mixtures` that they are of
     """
     return {
-        "data": corpus.fingerprint_after(from_json(counted["mixtures"])),
+        "data": corpus.fingerprint_after(counted["mixtures"]),
         "validation": corpus.validation_fingerprints,
         "method": method.name,
         "joined": method.needs_full_state(step),
@@ -60,7 +60,9 @@ def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
     - `config`: of the checkpoint; an earlier version wrote no mixtures, and its runs have one
     """
     stored = metadata.get("mixtures")
-    return with_mixture((), 0, config.data.weights) if stored is None else from_json(stored)
+    if stored is None:
+        return with_mixture((), 0, config.data.weights, config.batch.sequence_length)
+    return tuple(MixtureStage(*each) for each in stored)
 
 
 def saved_by(setup: Setup, metadata: dict) -> Method:

@@ -221,7 +221,7 @@ def check_length(source: str, tokens: int, context: int) -> None:
 
 def context_of(run: RunDirectory) -> int:
     """Return the longest text in tokens that the model was trained on, by this run or before its import."""
-    path, own = run.huggingface / CONFIG, run.read_config().batch.sequence_length
+    path, own = run.huggingface / CONFIG, run.config_at().batch.sequence_length
     before = read_json(path).get("max_position_embeddings") if path.is_file() else None
     return max(own, before) if isinstance(before, int) else own
 

@@ -20,14 +20,16 @@ from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
+from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
+from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.train.description import describe, summary
+from gregale.programs.runtime.tasks import format_tasks
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
-from gregale.programs.train.stages import PreparedStage, check_stages, prepare_stages
+from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
@@ -188,13 +190,13 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
     with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
         if not fresh:
             run.check_compatible(config)
-        fitting, tasks = check_stages(config)
+        fitting = check_stages(config)
         if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
         console = stack.enter_context(Console(file, tuple(shown)))
-        stages = prepare_stages(config, tasks, console.progress, console.message)
+        stages = prepare_stages(config, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
 
         def open_checkpoints(setup: Setup) -> Checkpoints:
@@ -313,6 +315,21 @@ def train_stage(
     run.progress.at(step, Phase.ENDING)
     stopped = "Stopped by {signal} after step {step} and saved; the same command goes on from there."
     return run.exit_code(steps, evaluation.latest, stop, stopped)
+
+
+def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
+    """Return the last evaluation, with the loss of a bigram model if `evaluation.bigram` is set."""
+    if not config.evaluates:
+        return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
+    of_text = format_losses(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    words = "; ".join(filter(None, (of_text, format_tasks(evaluation))))
+    text = f"Done. {words[0].upper()}{words[1:]}"
+    if not config.evaluation.bigram:
+        return text + "."
+    scored = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
+    streams = corpus.train_streams.values(), scored.values()
+    bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
+    return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
 
 
 READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")

@@ -8,7 +8,6 @@ import jax
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
-from gregale.data.staged import to_json
 from gregale.distributed.hang_detector import Phase
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
@@ -107,7 +106,7 @@ class Saving(Callback):
         """
         step, method = pause.step, pause.method
         self._observers.progress.at(step, Phase.SAVING)
-        consumed = {"examples": self._consumed.examples(step), "mixtures": to_json(self._consumed.mixtures)}
+        consumed = {"examples": self._consumed.examples(step), "mixtures": self._consumed.mixtures}
         counts = {"replica_bytes": self._traffic.bytes_sent(step), **consumed}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
         self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)

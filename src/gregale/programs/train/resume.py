@@ -45,11 +45,11 @@ def starting_point(
 
     Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
-    weights = setup.config.data.weights
+    mixture = setup.config.data.weights, setup.config.batch.sequence_length
     if step is None:
         starts = setup.config.start_from is not None
         state = started_state(setup, corpus.tokenizer) if starts else setup.initial_state()
-        return Start(state, 0, 0, 0, with_mixture((), 0, weights))
+        return Start(state, 0, 0, 0, with_mixture((), 0, *mixture))
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
@@ -65,7 +65,7 @@ def starting_point(
     if state.spikes is None:
         state = state._replace(spikes=setup.new_spikes(step))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, step, sent, examples, with_mixture(mixtures, examples, weights))
+    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture))
 
 
 def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:

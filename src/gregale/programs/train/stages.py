@@ -1,17 +1,19 @@
-"""Provides the stages of a run, checked and with their data, before the first of them begins."""
+"""Provides the stages of a run, checked and with their data, before the run begins."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import jax
 
 from gregale.axes.mesh import make_mesh
+from gregale.axes.parameters import parameter_count
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
+from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
-from gregale.evaluation.tasks.files import Task, read_tasks
+from gregale.evaluation.tasks.files import read_tasks
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
@@ -30,27 +32,20 @@ class PreparedStage:
     last: int
 
 
-@contextmanager
-def naming_stage(number: int) -> Iterator[None]:
-    """Add the key of a stage to the message of its error; the first stage has no key."""
-    try:
-        yield
-    except UserError as error:
-        raise error if number == 0 else UserError(f"stages.{number - 1}: {error}") from None
+def naming_stage(number: int) -> AbstractContextManager[None]:
+    """Return a block that adds the key of a stage to the message of its error; the first stage has no key."""
+    return naming(f"stages.{number - 1}") if number else nullcontext()
 
 
-def check_stages(config: TrainConfig) -> tuple[list[Setup], list[list[Task]]]:
-    """Return a setup and the tasks of every stage, before the data are read.
-
-    Raises `UserError` for contradictory values.
-    """
-    setups, tasks = [], []
+def check_stages(config: TrainConfig) -> list[Setup]:
+    """Return a setup of every stage, before the data are read; raise `UserError` for contradictory values."""
+    setups = []
     for number, stage in enumerate(config.each_stage):
         with naming_stage(number):
             check_installed(stage.config.trackers)
             setups.append(stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer)))
-            tasks.append(list(read_tasks(stage.config.evaluation.tasks)))
-    return setups, tasks
+            read_tasks(stage.config.evaluation.tasks)
+    return setups
 
 
 def stage_setup(config: TrainConfig, tokens: int) -> Setup:
@@ -60,20 +55,14 @@ def stage_setup(config: TrainConfig, tokens: int) -> Setup:
     return setup
 
 
-def prepare_stages(
-    config: TrainConfig, tasks: Sequence[Sequence[Task]], report: Report, say: Callable[[str], None]
-) -> tuple[PreparedStage, ...]:
+def prepare_stages(config: TrainConfig, report: Report, say: Callable[[str], None]) -> tuple[PreparedStage, ...]:
     """Return all stages with their data, which every process has in common; the text is tokenized now."""
-    found: list[PreparedStage] = []
+    found, corpora = [], corpora_of(config, report)
+    for note in dict.fromkeys(note for corpus in corpora for note in corpus.notes):
+        say(note)
     lasts = [stage.first for stage in config.each_stage[1:]] + [config.steps]
-    corpora = corpora_of(config, report)
-    said: set[str] = set()
     for number, (stage, corpus, last) in enumerate(zip(config.each_stage, corpora, lasts, strict=True)):
-        agree_on_text(corpus, tasks[number])
-        for note in corpus.notes:
-            if note not in said:
-                say(note)
-        said.update(corpus.notes)
+        agree_on_text(corpus, read_tasks(stage.config.evaluation.tasks))
         with naming_stage(number):
             found.append(PreparedStage(stage_setup(stage.config, corpus.tokenizer.vocabulary_size), corpus, last))
     return tuple(found)
@@ -82,13 +71,40 @@ def prepare_stages(
 def corpora_of(config: TrainConfig, report: Report) -> list[Corpus]:
     """Return the corpus of each stage; stages with the same data share it."""
     found: list[Corpus] = []
-    before = None
-    for number, stage in enumerate(config.each_stage):
-        data = stage.config.data, stage.config.batch.sequence_length
-        if data == before:
+    data = [(stage.config.data, stage.config.batch.sequence_length) for stage in config.each_stage]
+    for number, each in enumerate(data):
+        if number and each == data[number - 1]:
             found.append(found[-1])
-        else:
-            with naming_stage(number):
-                found.append(prepare(*data, config.seed, report))
-        before = data
+            continue
+        with naming_stage(number):
+            found.append(prepare(*each, config.seed, report))
+            check_cuts(found)
     return found
+
+
+def check_cuts(corpora: Sequence[Corpus]) -> None:
+    """Raise `UserError` if the last stage holds out another end of a source than the stage before it."""
+    for name, cut in corpora[-1].cuts.items() if len(corpora) > 1 else ():
+        if name in corpora[-2].train_rows and corpora[-2].cuts.get(name) != cut:
+            raise UserError(
+                f"batch.sequence_length: data.sources.{name} has few documents, so that its last rows are held out. "
+                "Rows of another length would be another text. Set data.held_out to 0, and name other text to "
+                "evaluate on in data.validation."
+            )
+
+
+def describe(setup: Setup, corpus: Corpus) -> str:
+    """Return the description of the run's model, devices, data and compiler options."""
+    config = setup.config
+    mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
+    device = setup.layout.mesh.devices.flat[0]
+    options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
+    epochs = config.steps * config.batch.size / sum(map(len, corpus.train_rows.values()))
+    held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
+    validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
+    return (
+        f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
+        f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
+        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
+        f"{f'; compiler options: {options}' if options else ''}"
+    )

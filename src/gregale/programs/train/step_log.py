@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.chips import of_device
 from gregale.audit.roofline import model_flops_per_token
-from gregale.data.staged import Mixtures
+from gregale.data.staged import Mixtures, tokens_of
 from gregale.distributed.hang_detector import Progress
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
@@ -40,17 +40,17 @@ class DataPosition:
     """
 
     batch: BatchConfig
-    first_step: int = 0
-    examples_before: int = 0
-    mixtures: Mixtures = ()
+    first_step: int
+    examples_before: int
+    mixtures: Mixtures
 
     def examples(self, step: int) -> int:
         """Return the number of examples in the first `step` steps of the run."""
         return self.examples_before + (step - self.first_step) * self.batch.size
 
     def tokens(self, step: int) -> int:
-        """Return the number of tokens in the first `step` steps of the run, which never changes its sequence length."""
-        return self.examples(step) * self.batch.sequence_length
+        """Return the number of tokens in the first `step` steps of the run."""
+        return tokens_of(self.mixtures, self.examples(step))
 
 
 @dataclass(frozen=True)
