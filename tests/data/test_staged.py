@@ -75,12 +75,6 @@ def test_the_sources_of_each_stage_are_counted_exactly():
     assert drawn({"a": 1.0, "b": 3.0}, 4000) == {"a": 1000, "b": 3000}
 
 
-def test_one_mixture_is_the_order_of_a_run_without_stages(rows):
-    weights = {"web": 1.0, "code": 2.5, "math": 1.2}
-    plain = training_examples(rows, weights, 3)
-    assert drawn_tokens(rows, [(50, weights)], 3) == [int(plain[i]["tokens"][0]) for i in range(50)]
-
-
 def test_rows_of_each_length_have_epochs_of_their_own(rows):
     """Rows of 8 tokens begin with their first; later rows of 4 go on after those of 4 that were seen."""
     longer = {name: Windows(each.stream, 8, False) for name, each in rows.items()}

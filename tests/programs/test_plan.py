@@ -152,6 +152,17 @@ def test_what_does_not_fit_is_told_with_remedies(planned, capsys, monkeypatch):
     assert "times the step time: --batch.microbatches" in text
 
 
+def test_every_stage_is_planned_and_the_largest_is_shown(planned, capsys, monkeypatch):
+    memory = replace(planned.memory, reported_peak=planned.memory.peak + 1)
+    larger = replace(planned, programs={"step": replace(planned.step, memory=memory)})
+    plans = {16: planned, 32: larger}
+    monkeypatch.setattr("gregale.programs.plan.command.plan_step", lambda config, *_: plans[config.batch.size])
+    assert (
+        main(["plan", QUICKSTART, *SMALL, "--stages", "[{from: 3, batch: {size: 32}}, {from: 9, log_every: 5}]"]) == 0
+    )
+    assert "This is the plan of stage 2." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -160,6 +171,7 @@ def test_what_does_not_fit_is_told_with_remedies(planned, capsys, monkeypatch):
         (["--chip", "abacus"], "'abacus' is not in the table"),
         (["--mesh.data", "-1", "--cpu_devices", "null"], "mesh.data is -1, so the number of devices is open"),
         (["--search", "--hlo", "step.txt"], "search and hlo are both given"),
+        (["--search", "--stages", "[{from: 3}]"], "stages is given, and a search is of one stage"),
     ],
 )
 def test_mistakes_are_one_clear_line(arguments, message, capsys):

@@ -61,9 +61,8 @@ class Corpus:
 
     def fingerprint_after(self, mixtures: Mixtures) -> str:
         """Return the fingerprint of a run with these mixtures: that of the sources from which it draws."""
-        return (
-            self.fingerprint if isinstance(self.train, ReplicaExamples) else self.fingerprint_of(sources_of(mixtures))
-        )
+        used = self.train_rows if isinstance(self.train, ReplicaExamples) else sources_of(mixtures)
+        return self.fingerprint_of(used)
 
     def training(self, mixtures: Mixtures) -> Examples | ReplicaExamples:
         """Return the training examples of a run with these mixtures; mixtures of replicas do not change."""

@@ -17,8 +17,7 @@ class MixtureStage(NamedTuple):
     length: int
 
 
-Mixtures = tuple[MixtureStage, ...]
-"""The mixtures of a run so far; the first one begins with example 0."""
+Mixtures = tuple[MixtureStage, ...]  # of a run so far; the first one begins with example 0
 
 
 def with_mixture(mixtures: Mixtures, first: int, weights: Mapping[str, float], length: int) -> Mixtures:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import draccus
 
@@ -15,7 +15,6 @@ from gregale.settings import shown
 from gregale.settings.config_schema import TYPE, join
 
 STAGES, FROM = "stages", "from"
-Config = TypeVar("Config")
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
@@ -23,11 +22,11 @@ OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
 
 
-class Stage(NamedTuple, Generic[Config]):
+class Stage(NamedTuple):
     """The steps of a run after step `first`, up to the next stage, and their whole configuration."""
 
     first: int
-    config: Config
+    config: Any  # a `TrainConfig`
 
 
 def stages_of(config: Any) -> tuple[Stage, ...]:

@@ -87,9 +87,8 @@ def check_cuts(corpora: Sequence[Corpus]) -> None:
     for name, cut in corpora[-1].cuts.items() if len(corpora) > 1 else ():
         if name in corpora[-2].train_rows and corpora[-2].cuts.get(name) != cut:
             raise UserError(
-                f"batch.sequence_length: data.sources.{name} has few documents, so that its last rows are held out. "
-                "Rows of another length would be another text. Set data.held_out to 0, and name other text to "
-                "evaluate on in data.validation."
+                f"batch.sequence_length: data.sources.{name} has few documents: its last rows are held out, and "
+                "longer rows would be other text. Set data.held_out to 0, and name other text in data.validation."
             )
 
 
