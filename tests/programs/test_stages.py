@@ -111,6 +111,7 @@ def test_later_stages_may_change_and_what_was_used_may_not(train, staged, refuse
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_the_run_begins(refused, inputs):
-    line = refused("train", "tiny.yaml", "--name", "never", "--stages", "[{from: 4, mesh: {data: 3}}]")
-    assert "stages.0: mesh: " in line
+    assert "stages.0: mesh: " in refused(
+        "train", "tiny.yaml", "--name", "never", "--stages", "[{from: 4, mesh: {data: 3}}]"
+    )
     assert not (inputs / "runs" / "never").exists()

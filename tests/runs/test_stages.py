@@ -6,7 +6,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
-from gregale.runs.parsing import dump, load
+from gregale.runs.parsing import load
 
 RUN: dict[str, Any] = {
     "name": "run",
@@ -33,16 +33,8 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
     assert third.config.data == second.config.data
     assert (third.config.batch.size, third.config.batch.sequence_length) == (16, 1024)
     assert (fourth.config.sync.period, fourth.config.optimizer.learning_rate) == (5, 1e-4)
-    assert [config.after(step) for step in (19, 20, 99, 200)] == [
-        stage.config for stage in (first, second, fourth, fourth)
-    ]
-
-
-def test_a_saved_configuration_has_the_stages(tmp_path):
-    config = of({"from": 0.5, "batch": {"size": 16}})
-    (tmp_path / "config.yaml").write_text(dump(config))
-    again = load(TrainConfig, tmp_path / "config.yaml")
-    assert (again, again.each_stage) == (config, config.each_stage)
+    assert [config.after(step).batch.size for step in (19, 49, 50, 200)] == [64, 64, 16, 16]
+    assert [config.at(step).batch.size for step in (0, 50, 51)] == [64, 64, 16], "of a checkpoint"
 
 
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}
