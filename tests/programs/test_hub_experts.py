@@ -35,7 +35,7 @@ def continued(folder: Path) -> str:
     return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "dots1"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "dots1", "gpt_oss"])
 def test_a_round_trip_gives_the_same_tensors_and_texts(gregale, tmp_path, capsys, name):
     made(name, tmp_path / "hub", "20KB")
     assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0

@@ -291,8 +291,8 @@ def has_vocabulary(weight: NamedArray) -> bool:
 
 
 def is_of_experts(weight: NamedArray) -> bool:
-    """Return whether a weight has a matrix for each expert."""
-    return len(weight.axes) == 4 and any(axis.name == EXPERTS for axis in weight.axes)
+    """Return whether a weight has a matrix, or a bias, for each expert."""
+    return any(axis.name == EXPERTS for axis in weight.axes)
 
 
 def is_of_router(weight: NamedArray) -> bool:

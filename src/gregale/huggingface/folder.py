@@ -13,6 +13,7 @@ from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
+from gregale.huggingface.mxfp4 import Packed, unpacked
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
 from gregale.model.config import LlamaConfig
@@ -43,6 +44,11 @@ class Folder:
     @property
     def files(self) -> list[Path]:
         return sorted({tensor.path for tensor in self.tensors.values()})
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether some tensors are in MXFP4."""
+        return any(isinstance(tensor, Packed) for tensor in self.tensors.values())
 
     def check(self, slots: list[Slot]) -> None:
         """Raise `UserError` if names or shapes of the tensors differ from those of the model."""
@@ -102,9 +108,9 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
             for name, tensor in read_header(path / file).items():
                 if (other := found.setdefault(name, tensor)) is not tensor:
                     raise UserError(f"{path} has {name} twice, in {other.path.name} and in {file}.")
-        return found
+        return unpacked(found)
     if (path / WEIGHTS).is_file():
-        return read_header(path / WEIGHTS)
+        return unpacked(read_header(path / WEIGHTS))
     raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
 
 

@@ -67,7 +67,13 @@ def _shard(
 
 def check_finite(tensor: Tensor) -> None:
     """Raise `UserError` if a value is NaN or infinite; read the tensor block by block."""
-    if not all(np.isfinite(block).all() for block in blocks(tensor.mapped())):
+    for block in blocks(tensor.mapped()):
+        check_values(tensor, block)
+
+
+def check_values(tensor: Tensor, values: np.ndarray) -> None:
+    """Raise `UserError` if some of a tensor's values are NaN or infinite."""
+    if not np.isfinite(values).all():
         raise UserError(f"{tensor.path}: {tensor.name} holds NaN or infinity: damaged, or of a training that failed.")
 
 

@@ -24,6 +24,9 @@ Files = Mapping[str, list[str]]
 Dtypes = Mapping[str, np.dtype]
 """Tensor's name -> its dtype in the file."""
 
+GIGABYTE = 10**9
+SHARD_GIGABYTES = 5.0  # of a file
+
 
 def plan_files(folder: Path, files: Files, slots: list[Slot], dtypes: Dtypes) -> list[Plan]:
     """Return the plans of a model's files, equal in all processes, without a write."""
@@ -65,7 +68,7 @@ class Writer:
                     "them."
                 )
             _put(found, tensor, slot)
-            self._report(tensor.end - tensor.begin)
+            self._report((tensor.end - tensor.begin) // slot.parts)
 
     def finish(self) -> None:
         """Flush this process's writes to the disk."""
@@ -89,7 +92,7 @@ class Writer:
 
 def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
     """Write the shards of this process's devices, each replica once."""
-    target = tensor.mapped(writable=True).reshape(slot.flat_shape)
+    target = slot.as_flat(tensor.mapped(writable=True))
     for shard in found.addressable_shards:
         if shard.replica_id == 0:
             index = [part.indices(size) for part, size in zip(shard.index, found.shape, strict=True)]

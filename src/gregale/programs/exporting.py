@@ -42,6 +42,8 @@ from gregale.huggingface.folder import (
 from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
 from gregale.huggingface.writing import (
+    GIGABYTE,
+    SHARD_GIGABYTES,
     Dtypes,
     Files,
     Writer,
@@ -64,8 +66,6 @@ from gregale.streams import say
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-GIGABYTE = 10**9
-SHARD_GIGABYTES = 5.0
 EVALUATED = {
     "eval_loss": ("held-out loss", "{:.4f} nats a token"),
     "bits_per_byte": ("held-out bits per byte", "{:.4f}"),
@@ -175,7 +175,7 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
         kind = config.model.get_choice_name(type(config.model))
         raise UserError(
             f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
-            "folder. `gregale export` writes models of type llama and gemma."
+            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
     return config.model
 
