@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
+from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import step_transfers
@@ -51,6 +52,7 @@ SPREAD = {
         *((2, 2, 2), 1, {"remat": "context", "matmul": "int8"}),
         {"experts": replace(EXPERTS, shared=24), "norms": "after"},
     ),
+    "gpt-oss": ((2, 2, 2), 2, {"dtype": "bfloat16", "remat": "full"}),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),
@@ -62,6 +64,9 @@ SPREAD = {
 @pytest.mark.parametrize("name", ["the quickstart itself", *SPREAD])
 def test_closed_form_is_what_the_compiled_step_sends(name):
     setup = small_setup(*SPREAD[name]) if name in SPREAD else set_up(load(TrainConfig, QUICKSTART), 257)
+    if name == "gpt-oss":
+        model = GptOssConfig(layers=4, hidden=32, heads=8, kv_heads=4, vocabulary=320, experts=EXPERTS)
+        setup = set_up(replace(setup.config, model=model), 257, setup.layout.mesh)
     with captured_compiler_warnings() as warnings:
         found = audited(setup)
     assert not warnings.rematerializations

@@ -301,8 +301,8 @@ def is_of_router(weight: NamedArray) -> bool:
 
 
 def is_of_choice(weight: NamedArray) -> bool:
-    """Return whether a weight gives a token's logits of the experts."""
-    return weight.axes[-1].name == ROUTER
+    """Return whether a weight, and no bias, gives a token's logits of the experts."""
+    return weight.axes[-1].name == ROUTER and len(weight.axes) > 2
 
 
 def is_of_linear(weight: NamedArray) -> bool:

@@ -25,7 +25,7 @@ from gregale.audit.step import (
     values,
 )
 from gregale.audit.transfer import Transfer
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, ROUTER, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -181,7 +181,9 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         times = step.microbatches * layers_of(weight)
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
-        if table or is_of_experts(weight) or is_of_router(weight):
+        if is_of_experts(weight) and not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
+            found.append(Transfer("gradients", "all-reduce", SHARDS, size, times))
+        elif table or is_of_experts(weight) or is_of_router(weight):
             found += _scattered(step, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
@@ -209,7 +211,7 @@ def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
     return found
 
 
-ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
+ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab", ROUTER}
 
 
 def is_on_model(weight: NamedArray) -> bool:
