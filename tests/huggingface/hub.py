@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 1,
     }),
     "gpt_oss": ("gpt_oss", {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "intermediate_size": 64,
         "rope_parameters": YARN | {"truncate": False},
     }),
     "gpt_oss_plain": ("gpt_oss", {

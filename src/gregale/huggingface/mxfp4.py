@@ -18,7 +18,7 @@ from gregale.huggingface.safetensors import BLOCKS, SCALES, Tensor
 SIZE = 32  # values of a block
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.array([*POSITIVE, *(-value for value in POSITIVE)], np.float32)
-BIAS = 127  # of a scale's exponent
+FACTORS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))  # of a block, by its scale
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Packed(Tensor):
 def decoded(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the values of blocks, bfloat16: [..., blocks, 16] and [..., blocks] -> [..., blocks * 32]."""
     halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, SIZE)
-    factors = np.where(scales == 255, np.nan, np.ldexp(np.float32(1), scales.astype(np.int32) - BIAS))
     with np.errstate(over="ignore"):
-        found = VALUES[halves] * factors.astype(np.float32)[..., None]
+        found = VALUES[halves] * FACTORS[scales][..., None]
     return found.astype(ml_dtypes.bfloat16).reshape(*scales.shape[:-1], -1)
 
 
