@@ -15,7 +15,6 @@ from gregale.huggingface.folder import open_folder
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.programs import importing
 from gregale.programs.runtime.trained_model import open_trained
 from tests.huggingface.hub import made
 from tests.packages import Package
@@ -96,12 +95,10 @@ def packed(folder: Path) -> dict[str, bytes]:
     return {name: each.contiguous().view(torch.uint8).numpy().tobytes() for name, each in (plain | decoded).items()}
 
 
-def test_weights_in_mxfp4_are_decoded_by_an_import(gregale, tmp_path, monkeypatch):
+def test_weights_in_mxfp4_are_decoded_by_an_import(gregale, tmp_path):
     made("gpt_oss", tmp_path / "hub", dtype="bfloat16")
     expected = packed(tmp_path / "hub")
-    monkeypatch.setattr(importing, "SHARD_GIGABYTES", 1e-4)
     assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
-    assert len(open_folder(tmp_path / "mine" / "huggingface").files) > 1
     assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
     assert values(tmp_path / "out") == expected
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -11,8 +11,8 @@ from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
 
 LAYER = "model.layers.{layer}."
 
-# Hub name -> (parameter, axes of the hub's tensor; one dimension flattens the axes between two commas). The values
-# of two parameters alternate in the last dimension.
+# Hub name -> (parameter, or two in turn in the last dimension; axes of the hub's tensor, of which one dimension flattens
+# those between two commas).
 Names = Mapping[str, tuple[str, str]]
 
 OUTSIDE: Names = {
@@ -114,7 +114,7 @@ class Family:
     derives_layer_types: bool = True  # whether all versions of transformers derive the same `layer_types`
     experts: FamilyExperts | None = None
     rotary: Mapping[str, Any] = field(default_factory=dict)  # `rope_parameters` of a config.json without any
-    packing: str | None = None  # method of quantisation whose tensors are decoded, see `gregale.huggingface.mxfp4`
+    packing: str | None = None  # quantisation that an import decodes
 
     @property
     def has_layer_types(self) -> bool:
@@ -122,16 +122,12 @@ class Family:
 
     def names(self) -> dict[str, tuple[str, str]]:
         """Return all names; those of layers have `{layer}` in the name, and `blocks.` before the parameter."""
-
-        def below(names: str) -> str:
-            return " ".join(f"blocks.{name}" for name in names.split())
-
-        return {**OUTSIDE, **{LAYER + hub: (below(ours), axes) for hub, (ours, axes) in self.layer.items()}}
+        own = {hub: f"blocks.{ours.replace(' ', ' blocks.')}" for hub, (ours, _) in self.layer.items()}
+        return {**OUTSIDE, **{LAYER + hub: (own[hub], axes) for hub, (_, axes) in self.layer.items()}}
 
     def lacks(self, config: LlamaConfig) -> list[str]:
         """Return the settings of a model that this family does not support: `model.norms after`."""
-        default = self.config()
-        wanted = {name: getattr(default, name) for name in BLOCK} | dict(self.block)
+        wanted = {name: getattr(self.config(), name) for name in BLOCK} | dict(self.block)
         free = {*self.keys.values()}
         free |= {"sliding_window"} if self.window is not None else set()
         free |= {"full_layers"} if self.has_layer_types else set()
@@ -150,9 +146,8 @@ class Family:
 
 # The fields of a block that only some families support; all families support the others.
 BLOCK = (
-    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window"),
+    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window", "sinks"),
     *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
-    *("sinks", "biased"),
 )
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
 GEMMA_KEYS = {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_softcap"}
@@ -326,23 +321,11 @@ FAMILIES = {
             window="sliding_window",
             full_every=2,
             only={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": CLIP_SLOPE, "swiglu_limit": CLIP_LIMIT},
-            defaults={
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "sliding_window": 128,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 150000.0,
-                "router_aux_loss_coef": 0.001,
-            },
+            defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+            | {"rope_theta": 150000.0, "router_aux_loss_coef": 0.001},
             experts=FamilyExperts({"num_local_experts": "count", **ACTIVE, "intermediate_size": "width", **LOSS_KEY}),
-            rotary={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
+            rotary={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            | {"original_max_position_embeddings": 4096},
             packing="mxfp4",
         ),
     )

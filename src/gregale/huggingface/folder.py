@@ -13,7 +13,7 @@ from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
-from gregale.huggingface.mxfp4 import Packed, unpacked
+from gregale.huggingface.mxfp4 import unpacked
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
 from gregale.model.config import LlamaConfig
@@ -44,11 +44,6 @@ class Folder:
     @property
     def files(self) -> list[Path]:
         return sorted({tensor.path for tensor in self.tensors.values()})
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether some tensors are in MXFP4."""
-        return any(isinstance(tensor, Packed) for tensor in self.tensors.values())
 
     def check(self, slots: list[Slot]) -> None:
         """Raise `UserError` if names or shapes of the tensors differ from those of the model."""

@@ -1,9 +1,8 @@
 """Provides tensors in MXFP4 (the OCP microscaling formats), decoded: those of the experts of a gpt-oss.
 
-A tensor NAME [experts, inputs, outputs] lies in a folder as NAME_blocks [experts, outputs, inputs / 32, 16] and
-NAME_scales [experts, outputs, inputs / 32]. A byte of a block has two inputs of 4 bits, the low ones first: a sign, two
-bits of an exponent and one of a mantissa. The block's scale is 2^(byte - 127), and the byte 255 is NaN. bfloat16 holds
-each value exactly.
+A folder has NAME [experts, inputs, outputs] as NAME_blocks [experts, outputs, inputs / 32, 16] and NAME_scales
+[experts, outputs, inputs / 32]. A byte of a block has two inputs of 4 bits, the low ones first: a sign, two bits of an
+exponent, one of a mantissa. The scale is 2^(byte - 127), and NaN for 255. bfloat16 holds each value exactly.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ FACTORS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 
 @dataclass(frozen=True)
 class Packed(Tensor):
-    """A tensor in MXFP4; its name, dtype and shape are those of its decoded values."""
+    """A tensor in MXFP4; its dtype and shape are those of its decoded values."""
 
     blocks: Tensor
     scales: Tensor

@@ -24,9 +24,6 @@ Files = Mapping[str, list[str]]
 Dtypes = Mapping[str, np.dtype]
 """Tensor's name -> its dtype in the file."""
 
-GIGABYTE = 10**9
-SHARD_GIGABYTES = 5.0  # of a file
-
 
 def plan_files(folder: Path, files: Files, slots: list[Slot], dtypes: Dtypes) -> list[Plan]:
     """Return the plans of a model's files, equal in all processes, without a write."""

@@ -129,7 +129,7 @@ class Attention(eqx.Module):
 
         sinks = self.sinks
         if sinks is not None:  # of each query, so that the sum of its gradient over tokens is that of a bias
-            sinks = jnp.broadcast_to(sinks.array.astype(jnp.float32), q.array.shape[:3])
+            sinks = jnp.broadcast_to(sinks.array.astype(jnp.float32)[:, None], (*q.array.shape[:3], 1))
 
         def attend(of: "LayerKind", q, k, v, ids, sinks) -> jax.Array:
             return execution.attend(q, k, v, ids, of.window, self.config.score_softcap, sinks)

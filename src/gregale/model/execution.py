@@ -145,15 +145,15 @@ class Execution:
         """
         if not self.kernels.opaque:
             return self.kernels.attend(q, k, v, segments, window, cap, sinks)
-        query, key, ids, of_queries = (
+        query, key, ids = (
             self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
-            for rest in (("heads", "head_size"), ("kv_heads", "head_size"), (), ("heads",))
+            for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
 
         def attend(q, k, v, segments, sinks) -> jax.Array:
             return self.kernels.attend(q, k, v, segments, window, cap, sinks)
 
-        run = self.layout.shard_map(attend, (query, key, key, ids, of_queries), query)
+        run = self.layout.shard_map(attend, (query, key, key, ids, query), query)
         return run(q, k, v, segments, sinks)
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:

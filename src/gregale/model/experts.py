@@ -27,7 +27,6 @@ from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unm
 from gregale.axes.parameters import Buffer
 from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
-from gregale.model.kernels.grouped import GroupedProducts
 from gregale.model.kernels.grouped_mlp import GroupedMlp
 from gregale.model.kernels.reference import GATED
 from gregale.model.mlp import Mlp
@@ -118,7 +117,9 @@ class Experts(eqx.Module):
         weights = [each.rearrange(MATRICES) for each in (self.gate, self.up, self.down)]
         weights += [each for each in (self.gate_bias, self.up_bias, self.down_bias) if each is not None]
         axes = tuple(weight.axes for weight in weights)
-        mixture = Mixture(x.axes, axes, self.config.activation, execution.kernels.grouped, execution.layout)
+        devices = execution.layout.devices((MLP,), execution.layout.compute)
+        mlp = GroupedMlp(execution.kernels.grouped, GATED[self.config.activation], devices)
+        mixture = Mixture(x.axes, axes, mlp, execution.layout)
         found: Any = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
 
@@ -161,8 +162,7 @@ class Mixture:
 
     tokens: tuple[Axis, ...]  # batch, position, embed
     weights: tuple[tuple[Axis, ...], ...]  # of each weight of `GroupedMlp`
-    activation: str
-    products: GroupedProducts
+    mlp: GroupedMlp
     layout: Layout
 
     @property
@@ -178,10 +178,6 @@ class Mixture:
     def exchange(self) -> Exchange:
         axes, devices = self.expert_axes, self.layout.devices((EXPERTS,), self.layout.compute)
         return Exchange(self.weights[0][0].size, axes, devices, self.row_axes, self.mlp)
-
-    @property
-    def mlp(self) -> GroupedMlp:
-        return GroupedMlp(self.products, GATED[self.activation], self.layout.devices((MLP,), self.layout.compute))
 
     def scattered(self, gradients: Iterable[jax.Array]) -> list[jax.Array]:
         """Return the sums of gradients by weights over tokens, as shards of `params`."""

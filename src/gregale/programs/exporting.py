@@ -42,8 +42,6 @@ from gregale.huggingface.folder import (
 from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
 from gregale.huggingface.writing import (
-    GIGABYTE,
-    SHARD_GIGABYTES,
     Dtypes,
     Files,
     Writer,
@@ -66,6 +64,8 @@ from gregale.streams import say
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+GIGABYTE = 10**9
+SHARD_GIGABYTES = 5.0
 EVALUATED = {
     "eval_loss": ("held-out loss", "{:.4f} nats a token"),
     "bits_per_byte": ("held-out bits per byte", "{:.4f}"),

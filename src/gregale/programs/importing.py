@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,23 +15,14 @@ from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.folder import (
-    CONFIG,
-    INDEX,
-    TOKENIZER,
-    Folder,
-    copy_beside,
-    made_whole,
-    open_folder,
-    write_json,
-)
+from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
 from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.mxfp4 import Packed
-from gregale.huggingface.safetensors import plan_file
+from gregale.huggingface.safetensors import Tensor, plan_file
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
-from gregale.huggingface.weights import check_finite, check_tied, check_values
-from gregale.huggingface.writing import GIGABYTE, SHARD_GIGABYTES, files_of, write_index
+from gregale.huggingface.weights import check_finite, check_tied
+from gregale.huggingface.writing import write_index
 from gregale.model.compute_config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
@@ -73,10 +64,8 @@ def main(options: ImportOptions) -> int:
     # The key is made inside, so that no device is started: a run on this machine may hold them.
     model = jax.eval_shape(lambda: config.model.init(vocabulary, jax.random.key(0)))
     folder.check(slots_of(model, folder.family))
-    if folder.is_packed:
-        size = sum(tensor.end - tensor.begin for tensor in folder.tensors.values())
-    else:
-        size = sum(file.stat().st_size for file in folder.files)
+    sizes = {name: tensor.end - tensor.begin for name, tensor in folder.tensors.items()}
+    size, is_packed = sum(sizes.values()), any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
     with made_whole(target, size) as partial_target, progress_bars() as report:
         run = RunDirectory(partial_target)
         run.huggingface.mkdir()
@@ -90,8 +79,20 @@ def main(options: ImportOptions) -> int:
         if saved != folder.saved:
             write_json(Path(str(run.huggingface / CONFIG)), saved)
         check_tied(folder)
-        copy = decode_weights if folder.is_packed else copy_weights
-        copy(folder, partial_target / run.huggingface.name, lambda done: report("copying", done, size))
+        done, target_of = 0, partial_target / run.huggingface.name
+        files = {
+            file: {name: each for name, each in folder.tensors.items() if each.path == file} for file in folder.files
+        }
+        for file, tensors in files.items():
+            if is_packed:
+                write_decoded(target_of / file.name, tensors)
+            else:
+                for tensor in tensors.values():
+                    check_finite(tensor, tensor.mapped())
+                shutil.copyfile(file, target_of / file.name)
+            report("copying", done := done + sum(sizes[name] for name in tensors), size)
+        if is_packed and len(files) > 1:
+            write_index(target_of, {file.name: list(tensors) for file, tensors in files.items()}, sizes, {})
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
@@ -110,35 +111,16 @@ def main(options: ImportOptions) -> int:
     return 0
 
 
-def copy_weights(folder: Folder, target: Path, report: Callable[[int], None]) -> None:
-    """Check and copy the files of tensors; `report` takes the bytes so far."""
-    done = 0
-    for file in folder.files:
-        for tensor in folder.tensors.values():
-            if tensor.path == file:
-                check_finite(tensor)
-        shutil.copyfile(file, target / file.name)
-        report(done := done + file.stat().st_size)
-
-
-def decode_weights(folder: Folder, target: Path, report: Callable[[int], None]) -> None:
-    """Check tensors, decode those in MXFP4, and write all to new files; arguments as for `copy_weights`."""
-    (target / INDEX).unlink(missing_ok=True)
-    tensors, done = folder.tensors, 0
-    sizes = {name: tensor.end - tensor.begin for name, tensor in tensors.items()}
-    files = files_of(sizes, int(SHARD_GIGABYTES * GIGABYTE))
-    for file, names in files.items():
-        shapes, dtypes = ({name: getattr(tensors[name], of) for name in names} for of in ("shape", "dtype"))
-        plan = plan_file(target / file, shapes, dtypes)
-        plan.make()
-        for name, written in plan.tensors.items():
-            source, values = tensors[name], written.mapped(writable=True)
-            for place, piece in source.decoded() if isinstance(source, Packed) else [(..., source.mapped())]:
-                check_values(source, piece)
-                values[place] = piece
-            report(done := done + sizes[name])
-    if len(files) > 1:
-        write_index(target, files, sizes, {})
+def write_decoded(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check tensors, and write them to a file with those in MXFP4 decoded."""
+    shapes, dtypes = ({name: getattr(each, of) for name, each in tensors.items()} for of in ("shape", "dtype"))
+    plan = plan_file(path, shapes, dtypes)
+    plan.make()
+    for name, written in plan.tensors.items():
+        source, values = tensors[name], written.mapped(writable=True)
+        for place, piece in source.decoded() if isinstance(source, Packed) else [(..., source.mapped())]:
+            check_finite(source, piece)
+            values[place] = piece
 
 
 def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:

@@ -22,13 +22,7 @@ HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    window: int | None,
-    cap: float | None = None,
-    sinks: jax.Array | None = None,
+    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Compute what `Attend` says for whole sequences, in blocks of about `CPU_ROWS` rows.
 
@@ -143,7 +137,7 @@ def attend_blocks(
     - `k`, `v`: [batch, position, kv_heads, head_size], positions in the order that `pairs` numbers them in
     - `ids`: the segments of the queries, and those of whole sequences in their own order; None: one segment
     - `pairs`: those of the device, see `Blocks.pairs`
-    - `sinks`: [batch, position of the device, heads]
+    - `sinks`: [batch, position of the device, heads, 1]
     """
     return _attend_forward(blocks, cap, q, k, v, ids, pairs, sinks)[0]
 
@@ -166,10 +160,10 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs, sinks):
     rows = queries.shape[:-1]
     start = jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros(queries.shape)
     (top, total, output), _ = jax.lax.scan(add, start, pairs)
-    # The exponent is the log of the sum of exp(scores).
-    output, exponent = with_sinks(output / total[..., None], top + jnp.log(total), heads.of_queries(sinks))
+    sinks = None if sinks is None else heads.queries(sinks)
+    output, exponent = with_sinks(output / total[..., None], top + jnp.log(total), sinks)
     output = checkpoint_name(heads.rows(output).astype(q.dtype), ATTENTION_NAME)
-    exponent = checkpoint_name(exponent, ATTENTION_NAME)
+    exponent = checkpoint_name(exponent, ATTENTION_NAME)  # log of the sum of exp(scores)
     return output, (q, k, v, ids, pairs, sinks, output, exponent)
 
 
@@ -201,9 +195,8 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
     start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
     (by_q, by_k, by_v), _ = jax.lax.scan(add, start, pairs)
     found = heads.rows(by_q), *(blocks.joined(x.transpose(0, 1, 4, 2, 3)) for x in (by_k, by_v))
-    by_sinks = sink_gradients(heads.of_queries(sinks), exponent, along)
-    by_sinks = None if by_sinks is None else heads.rows(by_sinks[..., None])[..., 0]
-    return *(x.astype(q.dtype) for x in found), None, None, by_sinks
+    by_sinks = sink_gradients(sinks, exponent, along)
+    return *(x.astype(q.dtype) for x in found), None, None, by_sinks if by_sinks is None else heads.rows(by_sinks)
 
 
 attend_blocks.defvjp(_attend_forward, _attend_backward)
@@ -221,10 +214,6 @@ class _Heads:
         """Turn [batch, position, heads, size] into [block, batch, kv_heads, heads / kv_heads, row, size]."""
         x = self._blocks.cut(x)
         return x.reshape(*x.shape[:3], self._kv_heads, -1, x.shape[-1]).transpose(0, 1, 3, 4, 2, 5)
-
-    def of_queries(self, x: jax.Array | None) -> jax.Array | None:
-        """Turn [batch, position, heads] into [block, batch, kv_heads, heads / kv_heads, row]."""
-        return None if x is None else self.queries(x[..., None])[..., 0]
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Invert `queries`."""

@@ -26,7 +26,7 @@ class Attend(Protocol):
     - `segments`: integers [batch, position]; None: one segment
     - `window`: None: no limit
     - `cap`: softmax(cap * tanh(s / cap)) in place of softmax(s); None: no cap
-    - `sinks`: a logit of each query that has no value, float32 [batch, position, heads]; None: none (`kernels.sinks`)
+    - `sinks`: logits without values (`kernels.sinks`), float32 [batch, position, heads, 1]; None: there are none
     """
 
     def __call__(

@@ -81,7 +81,7 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def attend(
-    q, k, v, segments: jax.Array | None, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
+    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
 ) -> jax.Array:
     if cap is not None or sinks is not None:
         return checkpoint_name(_attend_with(q, k, v, segments, window, cap, sinks), ATTENTION_NAME)

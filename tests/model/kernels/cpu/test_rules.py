@@ -110,7 +110,7 @@ def test_attention_with_sinks():
     q, k, v = (
         2 * jax.random.normal(jax.random.key(seed), (2, length, heads, 4)) for seed, heads in enumerate((4, 2, 2))
     )
-    sinks = 3 * jax.random.normal(jax.random.key(4), (2, length, 4))
+    sinks = 3 * jax.random.normal(jax.random.key(4), (2, length, 4, 1))
     segments = jnp.broadcast_to(jnp.arange(length) > 40, (2, length)).astype(int)
 
     def form(kernels):

@@ -40,7 +40,7 @@ def test_it_is_asked_for_the_plain_forms_attention(monkeypatch, length, window, 
 def test_sinks_are_in_the_sum_that_it_keeps(monkeypatch):
     stand_in(monkeypatch)
     *qkv, segments = operands(7, True)
-    sinks = 2 * jax.random.normal(jax.random.key(5), (2, 7, 4))
+    sinks = 2 * jax.random.normal(jax.random.key(5), (2, 7, 4, 1))
 
     def form(kernels):
         return lambda q, k, v, sinks: kernels.attend(q, k, v, segments, 3, None, sinks)

@@ -64,7 +64,7 @@ def test_attention(small_blocks, length, window, cap, heads, head_size, packed, 
 
 
 def test_attention_with_sinks(small_blocks):
-    shapes = ((2, 200, 2, 8), (2, 200, 1, 8), (2, 200, 1, 8), (2, 200, 2))
+    shapes = ((2, 200, 2, 8), (2, 200, 1, 8), (2, 200, 1, 8), (2, 200, 2, 1))
     arrays = tuple(2 * jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes))
     segments = jnp.broadcast_to(jnp.arange(200) // 90, (2, 200))
 

@@ -60,8 +60,7 @@ class Splash:
         q = (q * (head_size**-0.5 / log(2))).astype(q.dtype)  # scores in units of log 2
         own = blocks.length if self.devices == 1 else length
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
-        if sinks is not None:
-            sinks = jnp.pad(sinks, ((0, 0), (0, own - length), (0, 0))).swapaxes(1, 2)
+        sinks = None if sinks is None else _filled(sinks, own).swapaxes(1, 2)
         ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
         devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
         attended: Any = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids, sinks)
