@@ -59,7 +59,6 @@ def test_gradients_are_those_of_one_device(exact, case):
 
 
 def test_devices_that_share_slots_give_the_tokens_of_one():
-    """Each adds its keys' sums, and the sink counts once."""
     model, found = small_model(MODEL, VOCABULARY), []
     for layout in (layout_of().inside_replica(), layout_of(context=2, model=2).inside_replica()):
         run = executed(layout, kernels=kernels_of(layout))

@@ -11,8 +11,8 @@ from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
 
 LAYER = "model.layers.{layer}."
 
-# Hub name -> (parameter, or two in turn in the last dimension; axes of the hub's tensor, of which one dimension flattens
-# those between two commas).
+# Hub name -> (parameter, or two in turn in the last dimension; axes of the hub's tensor; one dimension flattens those
+# between two commas).
 Names = Mapping[str, tuple[str, str]]
 
 OUTSIDE: Names = {

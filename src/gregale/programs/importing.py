@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,8 +64,7 @@ def main(options: ImportOptions) -> int:
     # The key is made inside, so that no device is started: a run on this machine may hold them.
     model = jax.eval_shape(lambda: config.model.init(vocabulary, jax.random.key(0)))
     folder.check(slots_of(model, folder.family))
-    sizes = {name: tensor.end - tensor.begin for name, tensor in folder.tensors.items()}
-    size, is_packed = sum(sizes.values()), any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
+    size = sum(tensor.end - tensor.begin for tensor in folder.tensors.values())
     with made_whole(target, size) as partial_target, progress_bars() as report:
         run = RunDirectory(partial_target)
         run.huggingface.mkdir()
@@ -79,20 +78,7 @@ def main(options: ImportOptions) -> int:
         if saved != folder.saved:
             write_json(Path(str(run.huggingface / CONFIG)), saved)
         check_tied(folder)
-        done, target_of = 0, partial_target / run.huggingface.name
-        files = {
-            file: {name: each for name, each in folder.tensors.items() if each.path == file} for file in folder.files
-        }
-        for file, tensors in files.items():
-            if is_packed:
-                write_decoded(target_of / file.name, tensors)
-            else:
-                for tensor in tensors.values():
-                    check_finite(tensor, tensor.mapped())
-                shutil.copyfile(file, target_of / file.name)
-            report("copying", done := done + sum(sizes[name] for name in tensors), size)
-        if is_packed and len(files) > 1:
-            write_index(target_of, {file.name: list(tensors) for file, tensors in files.items()}, sizes, {})
+        copy_weights(folder, partial_target / run.huggingface.name, lambda done: report("copying", done, size))
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
@@ -109,6 +95,25 @@ def main(options: ImportOptions) -> int:
         f"`data.tokenizer` of {target / 'config.yaml'}."
     )
     return 0
+
+
+def copy_weights(folder: Folder, target: Path, report: Callable[[int], None]) -> None:
+    """Check tensors, and copy their files, with new ones in place of those in MXFP4; `report`: the bytes so far."""
+    sizes, done = {name: tensor.end - tensor.begin for name, tensor in folder.tensors.items()}, 0
+    is_packed = any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
+    files: dict[str, list[str]] = {}
+    for file in folder.files:
+        tensors = {name: tensor for name, tensor in folder.tensors.items() if tensor.path == file}
+        if is_packed:
+            write_decoded(target / file.name, tensors)
+        else:
+            for tensor in tensors.values():
+                check_finite(tensor, tensor.mapped())
+            shutil.copyfile(file, target / file.name)
+        files[file.name] = list(tensors)
+        report(done := done + sum(sizes[name] for name in tensors))
+    if is_packed:
+        write_index(target, files, sizes, {})
 
 
 def write_decoded(path: Path, tensors: Mapping[str, Tensor]) -> None:
