@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.axes.mapping import MappingConfig
 from gregale.methods.config import DilocoConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import MuonConfig
@@ -25,6 +26,7 @@ from tests.audit.warnings import captured_compiler_warnings
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
 
 EXPERTS = ExpertsConfig(8, 2, width=16, balance=BalanceConfig(loss=0.1, z_loss=0.01, bias=True))
+EXCHANGED = MappingConfig(compute={"experts": "data"})
 MUON = {"optimizer": MuonConfig(iterations=1)}
 QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 OVER_HEADS = {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"}
@@ -50,6 +52,16 @@ SPREAD = {
     "experts, norms after, 8 bits": (
         *((2, 2, 2), 1, {"remat": "context", "matmul": "int8"}),
         {"experts": replace(EXPERTS, shared=24), "norms": "after"},
+    ),
+    "experts, exchanged, norms after, tied": (
+        *((2, 2, 2), 1, {"remat": "full"}),
+        {"experts": replace(EXPERTS, shared=24, shared_gate=True), "norms": "after"},
+        {"mapping": EXCHANGED},
+    ),
+    "experts, exchanged, and layers without": (
+        *((2, 4, 1), 4, {"dtype": "bfloat16", "remat": "none"}),
+        {"experts": EXPERTS, "layers": 4, "dense_layers": 2},
+        {"mapping": EXCHANGED},
     ),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (

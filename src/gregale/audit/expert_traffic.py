@@ -7,7 +7,7 @@ from gregale.audit.step import Backend, StepShape, is_of_choice, is_of_experts, 
 from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
 
-FLOAT32 = 4
+INTEGER, FLOAT32 = 4, 4
 Z_LOSS = "router_z_loss"
 
 
@@ -37,6 +37,27 @@ def sums_of_experts(step: StepShape, backend: Backend, activations: int, recompu
     return [
         Transfer("activations", "all-reduce", (MODEL,), more, times),
         Transfer("weights of experts", "all-reduce", (MODEL,), step.pairs * FLOAT32, times),
+    ]
+
+
+def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Transfer]:
+    """Return the all-to-alls of rows of tokens, and the comparisons of the number of rounds.
+
+    A pass sends each row's expert and weight, and the forward pass a token there and its output back. The backward pass
+    sends the token and the gradient of its output there, and the gradients by token and by weight back. There is one
+    round: only a device that gets more than its rows needs further ones, by the routing.
+
+    - `recomputes`: the backward pass computes a layer again; it shares the rows there with that computation
+    """
+    if not step.exchanged_rows:
+        return []
+    token, number = step.embed * max(step.compute_bytes, backend.narrowest_bytes), INTEGER + FLOAT32
+    again = token if step.norms_after and recomputes else 0
+    size = step.exchanged_rows * (5 * token + again + 2 * number + FLOAT32)
+    times = step.microbatches * step.layers_with_experts
+    return [
+        Transfer("rows of experts", "all-to-all", step.expert_axes, size, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, "data"), INTEGER, 2 * times),
     ]
 
 

@@ -6,6 +6,7 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
+from gregale.axes.expert_rounds import rows_to_a_device
 from gregale.axes.layout import CONTEXT, EXPERTS, REPLICA, ROUTER, SHARED_GATE, AxisMapping, Layout, is_layers
 from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
@@ -225,6 +226,19 @@ class StepShape(ParameterShape):
     def pairs(self) -> int:
         """Return the (token, expert) pairs of one microbatch on one device."""
         return self.tokens * self.active
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes over which experts are exchanged; empty if they are gathered."""
+        return self.layout.mesh_axes((EXPERTS,), self.layout.compute)
+
+    @property
+    def exchanged_rows(self) -> int:
+        """Return the rows that one device sends in a round of an exchange, and gets; 0 if experts are gathered."""
+        if not self.expert_axes:
+            return 0
+        devices = prod(self.mesh[axis] for axis in self.expert_axes)
+        return devices * rows_to_a_device(self.pairs, devices)
 
     def _size(self, name: str) -> int:
         return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)

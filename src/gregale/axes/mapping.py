@@ -1,7 +1,7 @@
 """The configured mappings from named axes to mesh axes: their defaults, and the rules that they obey."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ MAPPINGS = ("compute", "params", "opt_state")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 BETWEEN_REPLICAS = (ISLAND, REPLICA)
 MeshAxes = list[str] | str | None
+GATHERED, EXCHANGED, AUTO = None, "data", "auto"  # `compute` of experts; auto: the closed forms choose
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,17 @@ class MappingConfig(Settings):
     @property
     def is_default(self) -> bool:
         return self == MappingConfig()
+
+    @property
+    def has_closed_forms(self) -> bool:
+        """Return whether the closed forms of memory and time are for this mapping: only experts may lie elsewhere."""
+        others = {name: axes for name, axes in self.compute.items() if name != EXPERTS}
+        places = ((), *map(mesh_axes_of, (EXCHANGED, AUTO)))
+        return replace(self, compute=others).is_default and mesh_axes_of(self.compute.get(EXPERTS) or ()) in places
+
+    def with_experts(self, place: str | None) -> "MappingConfig":
+        """Return the mapping with experts over a mesh axis, or gathered: None."""
+        return replace(self, compute={**self.compute, EXPERTS: place})
 
 
 def mapped_layout(mesh: Mesh, config: MappingConfig) -> Layout:
