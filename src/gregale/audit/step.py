@@ -208,6 +208,12 @@ class StepShape(ParameterShape):
         return found // (self.layers * self.mesh["model"])
 
     @property
+    def saved_mlp(self) -> int:
+        """Return `mlp` without experts that are exchanged, which save no value of their own width."""
+        of_experts = self.active * self.expert_width * self.layers_with_experts // self.layers
+        return self.mlp - of_experts * bool(self.expert_axes)
+
+    @property
     def active_parameters(self) -> int:
         """Return the number of values that a token is multiplied with, or looked up in: all weights but of the experts
         that it does not pass through."""
@@ -226,6 +232,12 @@ class StepShape(ParameterShape):
     def pairs(self) -> int:
         """Return the (token, expert) pairs of one microbatch on one device."""
         return self.tokens * self.active
+
+    @property
+    def expert_width(self) -> int:
+        """Return the width of an expert on one device; 0 without experts."""
+        widths = [each.resolve_axis("mlp").size for each in self.weights if is_of_experts(each)]
+        return max(widths, default=0) // self.mesh["model"]
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

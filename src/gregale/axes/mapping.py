@@ -63,8 +63,13 @@ class MappingConfig(Settings):
     def has_closed_forms(self) -> bool:
         """Return whether the closed forms of memory and time are for this mapping: only experts may lie elsewhere."""
         others = {name: axes for name, axes in self.compute.items() if name != EXPERTS}
-        places = ((), *map(mesh_axes_of, (EXCHANGED, AUTO)))
-        return replace(self, compute=others).is_default and mesh_axes_of(self.compute.get(EXPERTS) or ()) in places
+        place = mesh_axes_of(self.compute.get(EXPERTS) or ())
+        return replace(self, compute=others).is_default and place in ((), (EXCHANGED,), (AUTO,))
+
+    @property
+    def leaves_experts_open(self) -> bool:
+        """Return whether the place of experts is to be chosen."""
+        return mesh_axes_of(self.compute.get(EXPERTS) or ()) == (AUTO,)
 
     def with_experts(self, place: str | None) -> "MappingConfig":
         """Return the mapping with experts over a mesh axis, or gathered: None."""

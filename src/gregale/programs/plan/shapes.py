@@ -1,8 +1,10 @@
 """Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
-from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
+
+if TYPE_CHECKING:
+    from gregale.programs.runtime.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
@@ -95,7 +99,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str:
     """Return the sentence, without its stop, about the closed forms that a run lacks."""
     if not setup.config.mapping.has_closed_forms:
-        return "mapping is not the default, which, besides the place of experts, the closed forms of memory and time are for"
+        return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     kind = setup.config.model.get_choice_name(type(setup.config.model))
     return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
@@ -180,6 +184,11 @@ def estimated_link_bytes(setup: Setup) -> dict[str, float] | None:
         return None
     sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
     return {link: count + joins[link] / traffic.period for link, count in sent.items()}
+
+
+def sent_inside(setup: Setup) -> int:
+    """Return the bytes that an accelerator sends inside a replica in a step, in closed form."""
+    return int(_sent_by_link(step_transfers(setup, ACCELERATOR), parameter_shape(setup))[INSIDE])
 
 
 def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:

@@ -172,7 +172,7 @@ class Plan:
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for program in self.programs.values():
             for collective in program.audit.collectives:
-                sent[collective.link] += program.share * collective.bytes_sent * (collective.times or 1)
+                sent[collective.link] += program.share * collective.bytes_sent * collective.counted
         return sent
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:

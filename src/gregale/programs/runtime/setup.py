@@ -12,6 +12,7 @@ from haliax import Axis
 from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, POSITION, Layout
+from gregale.axes.mapping import EXCHANGED, GATHERED
 from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
@@ -24,6 +25,7 @@ from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
+from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
@@ -164,6 +166,30 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Raises `UserError` for values that contradict one another.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if not config.mapping.leaves_experts_open:
+        return _placed(config, tokens, mesh)
+    places = in_places(config, tokens, mesh)
+    found = places[0] if choice_of(*places).best == "gathered" else places[1]
+    assert not isinstance(found, UserError)
+    return found
+
+
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
+
+    def one(place: str | None) -> Setup:
+        mapping = config.mapping.with_experts(place)
+        return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
+
+    gathered = one(GATHERED)
+    try:
+        return gathered, one(EXCHANGED)
+    except UserError as error:
+        return gathered, error
+
+
+def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+    """Return the setup of a configuration that says where experts lie."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
