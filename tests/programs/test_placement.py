@@ -32,8 +32,7 @@ class Chip(Device):
 def v5e(*sizes: int) -> list[Chip]:
     """The chips of a slice, which are not there."""
     places = [(x, y, 0) for y in range(sizes[1]) for x in range(sizes[0])]
-    kind = {"slice_index": 0, "platform": "tpu", "device_kind": "TPU v5 lite"}
-    return [Chip(id=number, coords=place, **kind) for number, place in enumerate(places)]
+    return [Chip(number, 0, 0, "tpu", "TPU v5 lite", coords=place) for number, place in enumerate(places)]
 
 
 def qwen(length: int, mapping: MappingConfig = AUTO) -> Setup:
@@ -66,9 +65,15 @@ def test_the_fastest_that_fits_is_chosen_and_else_the_smallest():
     assert Choice("v5e", 12, equal, None).best == "gathered"
 
 
+def line_of(setup: Setup) -> str:
+    found = experts_of(setup, 257)
+    assert found is not None
+    return experts_line(found)
+
+
 def test_plan_says_which_and_why():
     few = small_setup((1, 8, 1), 1, model={"experts": replace(EXPERTS, count=64)}, others={"mapping": AUTO})
-    line = experts_line(experts_of(few, 257))
+    line = line_of(few)
     assert line.startswith("Experts: exchanged, the fastest that fits. By closed forms for H100, with one round")
     assert line.index(": exchanged ") < line.index("; gathered "), "with both figures"
     assert line.count("sent inside a replica") == 2
@@ -76,10 +81,10 @@ def test_plan_says_which_and_why():
 
 def test_experts_that_the_mesh_does_not_divide_are_gathered():
     setup = small_setup((1, 8, 1), 1, model={"experts": replace(EXPERTS, count=12)}, others={"mapping": AUTO})
-    line = experts_line(experts_of(setup, 257))
+    line = line_of(setup)
     assert "Experts: gathered, the fastest that fits." in line
     assert "; exchanged: model.experts.count is 12: " in line
-    assert "as configured" in experts_line(experts_of(small_setup((1, 8, 1), model={"experts": EXPERTS}), 257))
+    assert "as configured" in line_of(small_setup((1, 8, 1), model={"experts": EXPERTS}))
     assert experts_of(small_setup((1, 8, 1)), 257) is None
 
 

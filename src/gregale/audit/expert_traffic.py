@@ -8,7 +8,7 @@ from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
 
 INTEGER, FLOAT32 = 4, 4
-Z_LOSS = "router_z_loss"
+BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def sums_of_loads(step: StepShape) -> list[Transfer]:
@@ -17,10 +17,12 @@ def sums_of_loads(step: StepShape) -> list[Transfer]:
     if not routers:
         return []
     counts = sum(layers_of(each) * each.axes[-1].size for each in routers)
-    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts
+    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts + 1
+    if BALANCE_LOSS in step.balance_terms and step.remat != "none":
+        of_a_row += counts + 1  # the loss's gradient takes the loads, which are computed again
     size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
     return [
-        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * (of_a_row + 1), step.microbatches),
+        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches),
         Transfer(name, kind, ("stage", "data"), size, step.microbatches),
         Transfer(name, kind, (REPLICA,) if REPLICA in step.layout.params else (), size),
     ]
