@@ -48,7 +48,8 @@ def test_qwen_is_gathered_with_many_tokens_and_exchanged_with_few():
     4.61 GiB."""
     many, few = qwen(8192), qwen(2048)
     found = choice_of(*in_places(many.config, 151936, many.layout.mesh))
-    gathered, exchanged = found.figures["gathered"], found.figures["exchanged"]
+    gathered, exchanged = found.gathered, found.exchanged
+    assert exchanged is not None
     assert gathered.peak < exchanged.peak
     assert gathered.sent > 1.5 * exchanged.sent
     assert gathered.seconds < exchanged.seconds, "gathers go behind products, and use all links of a chip"
@@ -58,11 +59,9 @@ def test_qwen_is_gathered_with_many_tokens_and_exchanged_with_few():
 
 
 def test_the_fastest_that_fits_is_chosen_and_else_the_smallest():
-    figures = {"gathered": Figures(seconds=1, peak=10, sent=5), "exchanged": Figures(seconds=2, peak=8, sent=3)}
-    chosen = [Choice("v5e", memory, figures, None).best for memory in (12, 9, 7)]
-    assert chosen == ["gathered", "exchanged", "exchanged"]
-    equal = dict.fromkeys(figures, figures["gathered"])
-    assert Choice("v5e", 12, equal, None).best == "gathered"
+    gathered, exchanged = Figures(seconds=1, peak=10, sent=5), Figures(seconds=2, peak=8, sent=3)
+    assert [Choice("v5e", memory, gathered, exchanged).exchanges for memory in (12, 9, 7)] == [False, True, True]
+    assert not Choice("v5e", 12, gathered, gathered).exchanges
 
 
 def line_of(setup: Setup) -> str:

@@ -43,11 +43,10 @@ def sums_of_experts(step: StepShape, backend: Backend, activations: int, recompu
 
 
 def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Transfer]:
-    """Return the all-to-alls of rows of tokens, and the comparisons of the number of rounds.
+    """Return the all-to-alls of one round, and the comparisons of the number of rounds; the routing decides on others.
 
     A pass sends each row's expert and weight, and the forward pass a token there and its output back. The backward pass
-    sends the token and the gradient of its output there, and the gradients by token and by weight back. There is one
-    round: only a device that gets more than its rows needs further ones, by the routing.
+    sends the token and the gradient of its output there, and the gradients by token and by weight back.
 
     - `recomputes`: the backward pass computes a layer again; it shares the rows there with that computation
     """

@@ -158,12 +158,12 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
         case "context" | "attention":
             return inputs + tokens * head_values(step, backend) * attended
         case "projections":
-            return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.saved_mlp) * narrow
+            return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else values_of_a_layer(step) * _gathered_bytes(step, narrow)
     lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
-    wide = (6 if step.rules == "plain" else 3) * tokens * step.saved_mlp * narrow
+    wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
     norms = 4 * step.stream * FLOAT32
     if any([axis.name for axis in weight.axes[1:]] == ["head_size"] for weight in step.stacked()):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
@@ -208,8 +208,7 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
     mlp = a_value * step.tokens * step.mlp
     if step.exchanged_rows:
-        of_width = step.exchanged_rows * step.expert_width
-        mlp = width * (SENT_EXPERT_ARRAYS * of_width + SENT_ARRAYS * step.exchanged_rows * step.embed)
+        mlp = width * step.exchanged_rows * (SENT_EXPERT_ARRAYS * step.expert_width + SENT_ARRAYS * step.embed)
     elif step.active:
         mlp = width * (EXPERT_ARRAYS * step.tokens * step.mlp + PAIR_ARRAYS * step.pairs * step.embed)
     return width * _stream_values(step, backend) + max(attention, mlp)

@@ -196,22 +196,17 @@ class StepShape(ParameterShape):
 
     @property
     def mlp(self) -> int:
-        """Return a token's values of the feed-forward layer on one device, of all its experts; the mean, if layers
-        differ."""
+        """Return a token's values of the feed-forward layer on one device, of all its experts, unless they are
+        exchanged; the mean, if layers differ."""
         inner = {
             (each.axes[0], is_of_experts(each)): axis.size
             for each in self.stacked()
             for axis in each.axes
             if axis.name == "mlp"
         }
-        found = sum(Layers.size * width * (self.active if of else 1) for (Layers, of), width in inner.items())
+        active = 0 if self.expert_axes else self.active
+        found = sum(Layers.size * width * (active if of else 1) for (Layers, of), width in inner.items())
         return found // (self.layers * self.mesh["model"])
-
-    @property
-    def saved_mlp(self) -> int:
-        """Return `mlp` without experts that are exchanged, which save no value of their own width."""
-        of_experts = self.active * self.expert_width * self.layers_with_experts // self.layers
-        return self.mlp - of_experts * bool(self.expert_axes)
 
     @property
     def active_parameters(self) -> int:

@@ -28,7 +28,7 @@ MAPPINGS = ("compute", "params", "opt_state")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 BETWEEN_REPLICAS = (ISLAND, REPLICA)
 MeshAxes = list[str] | str | None
-GATHERED, EXCHANGED, AUTO = None, "data", "auto"  # `compute` of experts; auto: the closed forms choose
+EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: closed forms choose
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,6 @@ class MappingConfig(Settings):
     def leaves_experts_open(self) -> bool:
         """Return whether the place of experts is to be chosen."""
         return mesh_axes_of(self.compute.get(EXPERTS) or ()) == (AUTO,)
-
-    def with_experts(self, place: str | None) -> "MappingConfig":
-        """Return the mapping with experts over a mesh axis, or gathered: None."""
-        return replace(self, compute={**self.compute, EXPERTS: place})
 
 
 def mapped_layout(mesh: Mesh, config: MappingConfig) -> Layout:

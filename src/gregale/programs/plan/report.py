@@ -111,8 +111,9 @@ def experts_of(setup: Setup, tokens: int) -> dict[str, Any] | None:
     """Return the place of experts, and the figures of a step with each place; None without experts or closed forms."""
     if setup.config.model.experts is None or not has_closed_forms(setup):
         return None
-    choice = choice_of(*in_places(setup.config, tokens, setup.layout.mesh))
-    return {"auto": setup.config.mapping.leaves_experts_open, **choice.to_dict(setup.layout)}
+    place = "exchanged" if step_shape(setup).expert_axes else "gathered"
+    choice = asdict(choice_of(*in_places(setup.config, tokens, setup.layout.mesh)))
+    return {"place": place, "auto": setup.config.mapping.leaves_experts_open, **choice}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:

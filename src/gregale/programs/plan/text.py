@@ -87,7 +87,7 @@ def experts_line(found: dict[str, Any]) -> str:
     """Return the line about the place of experts, with a step in closed form for both places."""
 
     def figures(place: str) -> str:
-        if place not in found:
+        if found[place] is None:
             return f"{place}: {found['refused']}"
         seconds, peak, sent = (found[place][key] for key in ("seconds", "peak", "sent"))
         return f"{place} {seconds:.4g} s, peak {size(peak)}, {size(sent)} sent inside a replica"
@@ -156,14 +156,8 @@ def _collectives(name: str, collectives: list[dict[str, Any]], console: Console)
             continue
         inside = "/".join(each["loop"]) or "-"
         axes = ", ".join(each["axes"]) or "-"
-        key = (
-            each["kind"],
-            each["dtype"],
-            axes,
-            each["link"],
-            inside,
-            "?" if each["times"] is None else str(each["times"]),
-        )
+        times = "?" if each["times"] is None else str(each["times"])
+        key = (each["kind"], each["dtype"], axes, each["link"], inside, times)
         counts[key] += 1
         payloads[key] += each["bytes"]
     rows = [(*key, str(counts[key]), size(payloads[key])) for key in counts]

@@ -4,15 +4,12 @@ With `mapping.compute.experts: auto` closed forms of a step choose it. They depe
 alone, so that all commands choose alike.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
 from gregale.audit.chips import chip, of_device
-from gregale.axes.layout import EXPERTS, Layout
-from gregale.axes.mapping import EXCHANGED
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
 from gregale.programs.plan.devices import DEFAULT_CHIP, Target
@@ -25,10 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figures:
-    """A step in closed form with experts in one place: seconds, and bytes of a device.
+    """A step in closed form with experts in one place: its seconds on the links of the devices, and a device's bytes.
 
-    - `seconds`: see `gregale.programs.plan.step_seconds`, on the links of the devices, and with one round
-    - `sent`: inside a replica
+    - `sent`: inside a replica, with one round of an exchange
     """
 
     seconds: float
@@ -38,30 +34,22 @@ class Figures:
 
 @dataclass(frozen=True)
 class Choice:
-    """The figures of each place, `gathered` and `exchanged`, on devices of a chip with this memory.
-
-    - `refused`: the reason why experts cannot be exchanged; None: they can
-    """
+    """Both places on devices of a chip with this memory; `refused` is the reason why experts cannot be exchanged."""
 
     chip: str
     memory: int
-    figures: Mapping[str, Figures]
-    refused: str | None
+    gathered: Figures
+    exchanged: Figures | None
+    refused: str | None = None
 
     @property
-    def best(self) -> str:
-        """Return the fastest place whose peak is within the memory; if there is none, that of the smallest peak."""
+    def exchanges(self) -> bool:
+        """Return whether the exchange is the faster of those that fit, or the smaller if none does."""
 
-        def cost(place: str) -> tuple[bool, float]:
-            peak = self.figures[place].peak
-            return (True, peak) if peak > self.memory else (False, self.figures[place].seconds)
+        def cost(found: Figures) -> tuple[bool, float]:
+            return (True, found.peak) if found.peak > self.memory else (False, found.seconds)
 
-        return min(self.figures, key=cost)
-
-    def to_dict(self, layout: Layout) -> dict[str, Any]:
-        """Return the choice for JSON, and the place of a layout."""
-        figures = {place: asdict(each) for place, each in self.figures.items()}
-        return {"place": place_of(layout), "chip": self.chip, "refused": self.refused, **figures}
+        return self.exchanged is not None and cost(self.exchanged) < cost(self.gathered)
 
 
 def choice_of(gathered: "Setup", exchanged: "Setup | UserError") -> Choice:
@@ -72,23 +60,17 @@ def choice_of(gathered: "Setup", exchanged: "Setup | UserError") -> Choice:
     if not has_closed_forms(gathered):
         raise UserError(
             f"mapping.compute.experts is auto, but {lacking(gathered)}, and these choose. Set it to null, so that "
-            f"experts are gathered, or to {EXCHANGED}."
+            "experts are gathered, or to data."
         )
     target = target_of(gathered.layout.mesh)
-    refused = str(exchanged) if isinstance(exchanged, UserError) else None
-    possible = {"gathered": gathered} | ({} if isinstance(exchanged, UserError) else {"exchanged": exchanged})
-    figures = {place: figures_of(each, target) for place, each in possible.items()}
-    return Choice(target.chip.name, target.memory_bytes, figures, refused)
 
+    def figures(setup: "Setup") -> Figures:
+        trees = tree_bytes(setup)
+        peak = estimate(setup, target.backend, trees).peak
+        return Figures(closed_form_seconds(setup, target, None, trees), peak, sent_inside(setup))
 
-def figures_of(setup: "Setup", target: Target) -> Figures:
-    trees = tree_bytes(setup)
-    seconds, peak = closed_form_seconds(setup, target, None, trees), estimate(setup, target.backend, trees).peak
-    return Figures(seconds, peak, sent_inside(setup))
-
-
-def place_of(layout: Layout) -> str:
-    return "exchanged" if layout.mesh_axes((EXPERTS,), layout.compute) else "gathered"
+    own = target.chip.name, target.memory_bytes, figures(gathered)
+    return Choice(*own, None, str(exchanged)) if isinstance(exchanged, UserError) else Choice(*own, figures(exchanged))
 
 
 def target_of(mesh: Mesh) -> Target:

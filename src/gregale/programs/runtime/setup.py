@@ -11,8 +11,8 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Layout
-from gregale.axes.mapping import EXCHANGED, GATHERED
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
+from gregale.axes.mapping import EXCHANGED
 from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
@@ -168,20 +168,19 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     if not config.mapping.leaves_experts_open:
         return _placed(config, tokens, mesh)
-    places = in_places(config, tokens, mesh)
-    found = places[0] if choice_of(*places).best == "gathered" else places[1]
-    assert not isinstance(found, UserError)
-    return found
+    gathered, exchanged = in_places(config, tokens, mesh)
+    exchanges = choice_of(gathered, exchanged).exchanges
+    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
 
 
 def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
     """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
 
     def one(place: str | None) -> Setup:
-        mapping = config.mapping.with_experts(place)
+        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
         return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
 
-    gathered = one(GATHERED)
+    gathered = one(None)
     try:
         return gathered, one(EXCHANGED)
     except UserError as error:
