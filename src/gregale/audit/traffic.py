@@ -186,7 +186,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
         if table or is_of_experts(weight) or is_of_router(weight):
-            found += _scattered(step, size, times * step.uses(weight), step.split_by(weight, step.layout.compute))
+            found += _scattered(step, weight, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
         elif vector and kind == "all-reduce":
@@ -204,12 +204,9 @@ def _summed_over_tokens(purpose: str, size: int, times: int, positions: tuple[st
     return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), positions)]
 
 
-def _scattered(step: StepShape, size: int, times: int, own: tuple[str, ...]) -> list[Transfer]:
-    """Return the sums of a table's gradient over the devices of a replica, which go axis by axis.
-
-    - `own`: mesh axes whose devices compute with other parts of the table
-    """
-    found = []
+def _scattered(step: StepShape, weight: NamedArray, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a table's gradient over the devices that compute with all of it, which go axis by axis."""
+    found, own = [], step.split_by(weight, step.layout.compute)
     for axis in (axis for axis in (CONTEXT, DATA, STAGE) if axis not in own):
         found.append(Transfer("gradients", "reduce-scatter", (axis,), size, times))
         size //= step.mesh[axis]

@@ -182,16 +182,12 @@ def estimated_link_bytes(setup: Setup) -> dict[str, float] | None:
     traffic = setup.method.traffic(step)
     if traffic is None or not has_closed_forms(setup):
         return None
-    sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
+    sent, joins = sent_by_link(step_transfers(setup, ACCELERATOR), step), sent_by_link(traffic.joins(), step)
     return {link: count + joins[link] / traffic.period for link, count in sent.items()}
 
 
-def sent_inside(setup: Setup) -> int:
-    """Return the bytes that an accelerator sends inside a replica in a step, in closed form."""
-    return int(_sent_by_link(step_transfers(setup, ACCELERATOR), parameter_shape(setup))[INSIDE])
-
-
-def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+def sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+    """Return the bytes that a device sends inside a slice, and between slices."""
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
     for transfer in transfers:
         sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)

@@ -92,11 +92,11 @@ def experts_line(found: dict[str, Any]) -> str:
         seconds, peak, sent = (found[place][key] for key in ("seconds", "peak", "sent"))
         return f"{place} {seconds:.4g} s, peak {size(peak)}, {size(sent)} sent inside a replica"
 
+    place, other = ("gathered", "exchanged") if found["place"] == "gathered" else ("exchanged", "gathered")
     why = "the fastest that fits" if found["auto"] else "as configured"
-    both = "; ".join(map(figures, sorted(("gathered", "exchanged"), key=lambda place: place != found["place"])))
     return (
-        f"Experts: {found['place']}, {why}. By closed forms for {found['chip']}, with one round of an exchange (more "
-        f"depend on the routing): {both}"
+        f"Experts: {place}, {why}. By closed forms for {found['chip']}, with one round of an exchange (more depend on "
+        f"the routing): {figures(place)}; {figures(other)}"
     )
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from jax.sharding import Mesh
 
 from gregale.audit.chips import chip, of_device
+from gregale.audit.device_axes import INSIDE
+from gregale.audit.step import ACCELERATOR
 from gregale.distributed.devices import GPU_MEMORY
 from gregale.errors import UserError
+from gregale.programs.plan import shapes
 from gregale.programs.plan.devices import DEFAULT_CHIP, Target
-from gregale.programs.plan.shapes import estimate, has_closed_forms, lacking, sent_inside, tree_bytes
 from gregale.programs.plan.step_seconds import closed_form_seconds
 
 if TYPE_CHECKING:
@@ -22,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figures:
-    """A step in closed form with experts in one place: its seconds on the links of the devices, and a device's bytes.
-
-    - `sent`: inside a replica, with one round of an exchange
-    """
+    """A step in closed form: seconds, and a device's bytes at the peak and sent inside a replica, in one round."""
 
     seconds: float
     peak: int
@@ -53,21 +52,18 @@ class Choice:
 
 
 def choice_of(gathered: "Setup", exchanged: "Setup | UserError") -> Choice:
-    """Return the choice between two setups, of which the second may be refused.
-
-    Raises `UserError` if the model or the mapping has no closed forms.
-    """
-    if not has_closed_forms(gathered):
+    """Return the choice between two setups; raise `UserError` if the model or the mapping has no closed forms."""
+    if not shapes.has_closed_forms(gathered):
         raise UserError(
-            f"mapping.compute.experts is auto, but {lacking(gathered)}, and these choose. Set it to null, so that "
-            "experts are gathered, or to data."
+            f"mapping.compute.experts is auto, but {shapes.lacking(gathered)}. Set it to null (gathered) or to data."
         )
     target = target_of(gathered.layout.mesh)
 
     def figures(setup: "Setup") -> Figures:
-        trees = tree_bytes(setup)
-        peak = estimate(setup, target.backend, trees).peak
-        return Figures(closed_form_seconds(setup, target, None, trees), peak, sent_inside(setup))
+        trees = shapes.tree_bytes(setup)
+        peak = shapes.estimate(setup, target.backend, trees).peak
+        sent = shapes.sent_by_link(shapes.step_transfers(setup, ACCELERATOR), shapes.step_shape(setup))
+        return Figures(closed_form_seconds(setup, target, None, trees), peak, int(sent[INSIDE]))
 
     own = target.chip.name, target.memory_bytes, figures(gathered)
     return Choice(*own, None, str(exchanged)) if isinstance(exchanged, UserError) else Choice(*own, figures(exchanged))
