@@ -53,11 +53,10 @@ def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Trans
     if not step.exchanged_rows:
         return []
     token, number = step.embed * max(step.compute_bytes, backend.narrowest_bytes), INTEGER + FLOAT32
-    again = token if step.norms_after and recomputes else 0
-    size = step.exchanged_rows * (5 * token + again + 2 * number + FLOAT32)
+    a_row = (6 if step.norms_after and recomputes else 5) * token + 2 * number + FLOAT32
     times = step.microbatches * step.layers_with_experts
     return [
-        Transfer("rows of experts", "all-to-all", step.expert_axes, size, times),
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
         Transfer("rounds", "all-reduce", (CONTEXT, "data"), INTEGER, 2 * times),
     ]
 
