@@ -16,7 +16,7 @@ from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.optim import MuonConfig
+from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
@@ -69,7 +69,10 @@ SPREAD = {
         {"experts": EXPERTS},
         {"mapping": EXCHANGED, "mesh": MeshConfig(context=2, data=2)},
     ),
-    "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
+    "no FSDP, groups, a limit of the direction's norm, a z-loss": (
+        *((4, 1, 2), 1, {"remat": "projections"}, {"z_loss": 0.01}),
+        {"optimizer": AdamWConfig(clip_update_norm=1.0, groups=(GroupConfig("layer.1.*", learning_rate=0.5),))},
+    ),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),
         {**MUON, "sync": DilocoConfig()},

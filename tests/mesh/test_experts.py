@@ -120,6 +120,7 @@ CASES = {
     "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
     "context, exchanged": (SHARED, MeshConfig(context=2, data=2), 1, {}),
     "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none"}),
+    "pipeline": (GROUPED, MeshConfig(replica=2, stage=2, data=2), 2, {}),
 }
 
 
@@ -130,7 +131,10 @@ def test_gradients_are_those_of_a_loop_over_all_experts(case):
     mapping = EXCHANGED if "exchanged" in case else EMPTY
     if "experts over data" in case:
         mapping = MappingConfig(params={"experts": "data", "embed": None})
-    setup = set_up_on(mesh, model, microbatches, compute=replace(ONE.compute, **compute), mapping=mapping)
+    changes = {"compute": replace(ONE.compute, **compute), "mapping": mapping}
+    if mesh.stage > 1:
+        changes["pipeline"] = PipelineConfig(microbatches=2)
+    setup = set_up_on(mesh, model, microbatches, **changes)
     loss, gradients, sent = step_of(setup)
     exact_loss, exact = looped_step(model)
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-5)
@@ -138,7 +142,7 @@ def test_gradients_are_those_of_a_loop_over_all_experts(case):
         assert_close(gradients[name], expected, name)
     assert [each for each in sent.over(REPLICA) if each.loop] == []
     sends_rings = [each for each in sent.collectives if each.kind == "collective-permute"]
-    assert mesh.context > 1 or not sends_rings, "the router's gradient is no ring of sends"
+    assert mesh.context * mesh.stage > 1 or not sends_rings, "the router's gradient is no ring of sends"
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
@@ -274,10 +278,10 @@ def test_experts_that_cannot_be_are_refused(experts, words):
         replace(SHARED, **experts)
 
 
-def test_a_pipeline_of_experts_is_refused():
-    mesh, pipeline = MeshConfig(stage=2, data=1), PipelineConfig(microbatches=4)
-    with pytest.raises(UserError, match=r"pipeline: model.experts .* its stages do not carry"):
-        set_up_on(mesh, model_with(GROUPED), pipeline=pipeline)
+def test_a_pipeline_of_experts_that_lie_on_several_devices_is_refused():
+    changes = {"pipeline": PipelineConfig(microbatches=2), "mapping": EXCHANGED}
+    with pytest.raises(UserError, match=r"pipeline: mapping.compute.experts splits the experts"):
+        set_up_on(MeshConfig(stage=2, data=2), model_with(GROUPED), **changes)
 
 
 def test_inspection_has_the_loads_of_layers_with_experts():

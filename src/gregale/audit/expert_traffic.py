@@ -8,24 +8,39 @@ from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
 
 INTEGER, FLOAT32 = 4, 4
+STAGE, DATA = "stage", "data"
+LOADS = "loads of experts"
 BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def sums_of_loads(step: StepShape) -> list[Transfer]:
-    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas."""
-    name, kind, routers = "loads of experts", "all-reduce", [each for each in step.weights if is_of_choice(each)]
-    if not routers:
+    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas.
+
+    The stages of a pipeline have those of their own layers.
+    """
+    kind, counts = "all-reduce", _counts(step)
+    if not counts:
         return []
-    counts = sum(layers_of(each) * each.axes[-1].size for each in routers)
     of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts + 1
     if BALANCE_LOSS in step.balance_terms and step.remat != "none":
         of_a_row += counts + 1  # the loss's gradient takes the loads, which are computed again
     size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
+    found = [Transfer(LOADS, kind, (REPLICA,) if REPLICA in step.layout.params else (), size)]
+    if step.pipeline is None:
+        found.append(Transfer(LOADS, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches))
+        return [*found, Transfer(LOADS, kind, ("stage", "data"), size, step.microbatches)]
+    sums = FLOAT32 * (counts + (1 + (Z_LOSS in step.balance_terms)) * step.layers_with_experts)
+    mask = FLOAT32 * step.tokens * step.mesh[STAGE]  # it travels with its rows
     return [
-        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches),
-        Transfer(name, kind, ("stage", "data"), size, step.microbatches),
-        Transfer(name, kind, (REPLICA,) if REPLICA in step.layout.params else (), size),
+        *found,
+        Transfer(LOADS, kind, (DATA,), sums // step.mesh[STAGE], step.microbatches),
+        Transfer(LOADS, "all-gather", (STAGE,), sums + mask, step.microbatches),
     ]
+
+
+def _counts(step: StepShape) -> int:
+    """Return the number of loads: experts of all layers."""
+    return sum(layers_of(each) * each.axes[-1].size for each in step.weights if is_of_choice(each))
 
 
 def sums_of_experts(step: StepShape, backend: Backend, activations: int, recomputes: bool) -> list[Transfer]:
@@ -57,7 +72,7 @@ def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Trans
     times = step.microbatches * step.layers_with_experts
     return [
         Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
-        Transfer("rounds", "all-reduce", (CONTEXT, "data"), INTEGER, 2 * times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), INTEGER, 2 * times),
     ]
 
 
