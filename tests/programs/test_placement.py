@@ -7,6 +7,7 @@ import pytest
 
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.report import experts_of
@@ -78,11 +79,14 @@ def test_plan_says_which_and_why():
     assert line.count("sent inside a replica") == 2
 
 
-def test_experts_that_the_mesh_does_not_divide_are_gathered():
+def test_experts_that_cannot_be_exchanged_are_gathered():
     setup = small_setup((1, 8, 1), 1, model={"experts": replace(EXPERTS, count=12)}, others={"mapping": AUTO})
     line = line_of(setup)
     assert "Experts: gathered, the fastest that fits." in line
     assert "; exchanged: model.experts.count is 12: " in line
+    pipelined = {"mapping": AUTO, "pipeline": PipelineConfig(microbatches=2)}
+    piped = small_setup((1, 2, 1, 2), 1, model={"experts": EXPERTS, "layers": 4}, others=pipelined)
+    assert "; exchanged: pipeline" in line_of(piped)
     assert "as configured" in line_of(small_setup((1, 8, 1), model={"experts": EXPERTS}))
     assert experts_of(small_setup((1, 8, 1)), 257) is None
 
