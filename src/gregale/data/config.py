@@ -25,6 +25,7 @@ class DataConfig(Settings):
             "fixed": Fixed("the saved parameters were trained on its tokens"),
         },
     )
+    chat_template: str = setting("", "Jinja file for conversations; empty: the tokenizer's own, or a built-in one")
     validation: dict[str, SourceConfig] = setting(dict, "only evaluated on", keys_of="data.sources")
     held_out: float = setting(
         0.02,

@@ -59,7 +59,7 @@ class Corrections(NamedTuple):
 NONE = Corrections.of(np.zeros(0, np.int64))
 
 
-def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.ndarray) -> np.ndarray:
+def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]] | np.ndarray, pieces: np.ndarray) -> np.ndarray:
     """Return how many bytes of a text each of its tokens represents, int64 [token]; their sum is that of the text.
 
     A token represents the characters between the last one of the token before it and its own last one. Tokens that
