@@ -74,8 +74,8 @@ def make_example(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarr
     - `supervised`: whether the loss is on each token, bool [L + 1]; by default on all.
 
     Returns `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target is of
-    another document, or the loss is not on it), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
-    one), `positions` int32 [L] (from 0 at the first token of each document in the window).
+    another document, or the loss is not on it), `segment_ids` int32 [L] (documents counted from 0 within the window;
+    attention stays within one), `positions` int32 [L] (from 0 at the first token of each document in the window).
     """
     positions = np.arange(len(tokens) - 1)
     mask = documents[1:] == documents[:-1]

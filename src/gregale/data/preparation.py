@@ -174,10 +174,8 @@ def notes_on(key: str, store: TokenStore) -> list[str]:
     skipped = store.skipped
     notes = [f"{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
     if (without := store.unsupervised).count:
-        notes += [
-            f"{key}:",
-            *(f"  {line}" for line in format_skipped(without, "conversation(s) without a token for the loss")),
-        ]
+        lines = format_skipped(without, "conversation(s) without a token that the loss is on")
+        notes += [f"{key}:", *(f"  {line}" for line in lines)]
     found = Counter(store.manifest.get("special_names", {}) if store.is_new else {})
     if note := taken_as_text(found, "the text", "data.tokenizer.parse_special (type file)"):
         notes.append(f"{key}: {note}")

@@ -16,12 +16,13 @@ from gregale.data.split import End
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import (
     SAVED_NAME,
+    TRAINED_END_OF_DOCUMENT,
     BpeConfig,
     FileConfig,
+    LibraryTokenizer,
     Tokenizer,
     load_tokenizer,
     save_tokenizer,
-    train_bpe,
 )
 from gregale.errors import UserError
 from gregale.storage import StoragePath, storage_path
@@ -121,3 +122,21 @@ def trained_or_built(config: DataConfig, cache: StoragePath, ends: Mapping[str, 
         cache.mkdir(parents=True, exist_ok=True)
         once(cache / f"{folder.name}.claim", train, lambda: (folder / SAVED_NAME).is_file())
     return load_tokenizer(folder)
+
+
+def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
+    """Return a byte-level BPE trained on texts; it has fewer ids than configured if the texts have too few pairs."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        special_tokens=[TRAINED_END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from gregale.data.chat.pieces import LibraryPieces, encode_apart
 from gregale.data.chat.template import ChatTemplate
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
-from gregale.data.text_bytes import bytes_of_tokens, is_exact
+from gregale.data.text_bytes import Offsets, bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, setting, whole
 from gregale.storage import StoragePath, write_bytes
@@ -242,11 +242,19 @@ class LibraryTokenizer(Tokenizer):
         counted = []
         for text, each in zip(texts, self._library.encode_batch(list(texts), add_special_tokens=False), strict=True):
             ids = np.fromiter(each.ids, np.int32, len(each.ids))
-            own = self.token_bytes[ids].astype(np.int64)
-            more = bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own
-            more[np.isin(ids, list(self._control.values()) if self.parses_special else [])] = 0
-            counted.append((ids, more))
+            counted.append(
+                (ids, self._more_bytes(text, ids, each.offsets, self._control if self.parses_special else {}))
+            )
         return counted
+
+    def _more_bytes(self, text: str, ids: np.ndarray, offsets: Offsets, without_text: Mapping[str, int]) -> np.ndarray:
+        """Return the bytes of text of each token beyond its vocabulary entry; none for the tokens `without_text`."""
+        if self.is_exact or not len(ids):
+            return np.zeros(len(ids), np.int64)
+        own = self.token_bytes[ids].astype(np.int64)
+        more = bytes_of_tokens(text, offsets, own) - own
+        more[np.isin(ids, list(without_text.values()))] = 0
+        return more
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
@@ -257,13 +265,8 @@ class LibraryTokenizer(Tokenizer):
         return LibraryPieces(self._json, self._control)
 
     def encode_pieces(self, pieces: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        text, ids, offsets = self._pieces_of_library.encode(pieces)
-        own = self.token_bytes[ids].astype(np.int64)
-        more = np.zeros(len(ids), np.int64)
-        if not self.is_exact and len(ids):
-            more = bytes_of_tokens(text, offsets, own) - own
-        more[np.isin(ids, list(self._control.values()))] = 0
-        return ids, more, offsets
+        text, ids, offsets, encoded = self._pieces_of_library.encode(pieces)
+        return ids, self._more_bytes(text, ids, encoded, self._control), offsets
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
@@ -327,24 +330,6 @@ def load_tokenizer(folder: StoragePath) -> Tokenizer:
             raise
         raise UserError(f"{path}: damaged, not JSON ({error}).") from error
     return from_json(saved if isinstance(saved, dict) else {}, str(path))
-
-
-def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
-    """Return a byte-level BPE trained on texts; it has fewer ids than configured if the texts have too few pairs."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocabulary,
-        special_tokens=[TRAINED_END_OF_DOCUMENT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(texts, trainer)
-    return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")
 
 
 def fewest_tokens(config: TokenizerConfig) -> int:

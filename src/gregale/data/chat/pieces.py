@@ -33,15 +33,16 @@ class LibraryPieces:
     def __init__(self, content: dict, control_tokens: Mapping[str, int]):
         self._content, self._control = content, control_tokens
 
-    def encode(self, pieces: Sequence[str]) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return the text that was encoded, ids int32 [token], and the characters of each token, int64 [token, 2].
+    def encode(self, pieces: Sequence[str]) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the text as it was encoded, ids int32 [token], and the characters of each token, int64 [token, 2].
 
-        The characters are indices of the joined pieces.
+        The characters are indices of the joined pieces, and then also of the text as it was encoded.
         """
         if not any(name in text for text in pieces[::2] for name in self._control):
             text = "".join(pieces)
             found = self._parsing.encode(text, add_special_tokens=False)
-            return text, np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+            places = np.array(found.offsets, np.int64).reshape(-1, 2)
+            return text, np.array(found.ids, np.int32), places, places
         library, aliases = self._with_aliases
         written = [aliases[each] if number % 2 else each for number, each in enumerate(pieces)]
         text = "".join(written)
@@ -51,7 +52,8 @@ class LibraryPieces:
         own, given = (np.array([0, *map(len, each)]).cumsum() for each in (pieces, written))
         places = np.array(found.offsets, np.int64).reshape(-1, 2)
         piece = np.searchsorted(given, places, side="right") - 1
-        return text, ids, np.minimum(own[piece] + places - given[piece], own[np.minimum(piece + 1, len(pieces))])
+        offsets = np.minimum(own[piece] + places - given[piece], own[np.minimum(piece + 1, len(pieces))])
+        return text, ids, offsets, places
 
     @cached_property
     def _parsing(self):

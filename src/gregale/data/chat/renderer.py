@@ -64,8 +64,14 @@ class Renderer:
         """
         if self._process is None:
             command = [sys.executable, "-P", str(PROGRAM)]
-            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._process = subprocess.Popen(command, **streams, text=True, encoding="utf-8", start_new_session=True)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for the process that waits
+            )
             self._ask(json.dumps(self._start), "its first line")
         options = {"loss_on": conversation.loss_on, "date": conversation.date, "prompt": prompt}
         line = f'{{"conversation": {conversation.text}, {json.dumps(options)[1:]}'

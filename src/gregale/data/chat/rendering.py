@@ -80,6 +80,7 @@ class Templates:
         self, text: str, tool_use: str, variables: dict[str, str], names: list[str], seconds: int, characters: int
     ):
         self._date, self._variables, self._seconds, self._characters = "", variables, seconds, characters
+        limit_time(seconds)  # constants are computed when a template is compiled
         made = environment(lambda: self._date)
         self._templates = [made.from_string(each) for each in (text, tool_use or text)]
         self._has_spans = [bool(GENERATION.search(each)) for each in (text, tool_use or text)]
@@ -108,9 +109,7 @@ class Templates:
         return {"pieces": pieces, "spans": [[at - text.count(MARK, 0, at) for at in span] for span in spans]}
 
     def _render(self, conversation: dict[str, Any], has_tools: bool, messages: list[dict], prompt: bool) -> str:
-        used, limit = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
-        soft = int(used.ru_utime + used.ru_stime) + self._seconds + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (soft if limit < 0 else min(soft, limit), limit))
+        limit_time(self._seconds)
         given = {"tools": None, "documents": None, **conversation, "add_generation_prompt": prompt}
         parts, size = [], 0
         for part in self._templates[has_tools].generate(messages=messages, **self._variables, **given):
@@ -136,6 +135,13 @@ class Templates:
         kept = {name: value for name, value in message.items() if value is not None}
         reasoning = next((kept[name] for name in REASONING if name in kept), None)
         return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def limit_time(seconds: int) -> None:
+    """Let the system end this process after more seconds of processor time."""
+    used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = int(used.ru_utime + used.ru_stime) + seconds + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
 
 
 def chosen(messages: list[dict[str, Any]], loss_on: str) -> list[int]:
@@ -175,7 +181,7 @@ class Turns:
         """Return the turn of a message, the token that ends it included; raise `Refused` if it is not certain."""
         before, after = self._render(self._messages[:number], True), self._render(self._messages[: number + 1], False)
         start = len(before) if self._text.startswith(before) and after.startswith(before) else None
-        if start is not None and self._text.startswith(after) and (end := self._end_before_space(after)):
+        if start is not None and self._text.startswith(after) and (end := self._end_of_one(after, start)):
             return start, end
         in_text, in_after = self._probed(len(self._messages), number), self._probed(number + 1, number)
         if start is None:
@@ -186,9 +192,14 @@ class Turns:
         return start, end
 
     def _probed(self, count: int, number: int) -> str:
-        """Return the text of the first messages, where the content of one has a character before and one after it."""
-        probed = {**self._messages[number]}
-        probed["content"] = f"{FIRST}{probed.get('content', '')}{LAST}"
+        """Return the text of the first messages, with a character before and one after the content of one.
+
+        Names of tools that it calls have them too, because templates may leave out the content beside a call.
+        """
+        message = self._messages[number]
+        probed = {**message, "content": around(message.get("content", ""))}
+        if message.get("tool_calls"):
+            probed["tool_calls"] = [with_probed_name(each) for each in message["tool_calls"]]
         return self._render([*self._messages[:number], probed, *self._messages[number + 1 : count]], False)
 
     def _start(self, before: str, after: str, content_in_after: int, content: int, number: int) -> int:
@@ -210,17 +221,24 @@ class Turns:
         rest = self._text[len(self._text) - common(self._text[::-1], in_text[::-1]) :]
         tail = after[len(after) - common(after[::-1], in_after[::-1]) :]
         first = len(self._text) - len(rest)
-        if tail.strip() and rest.startswith(tail.rstrip()):
+        if tail.strip() and rest.startswith(tail.rstrip()) and not self._ends_twice(tail):
             return first + len(tail.rstrip())
-        if token := self._names.match(rest):  # another one ends earlier turns, or only these
+        if token := self._names.match(rest):  # another one ends earlier turns, or more than one ends the last
             return first + token.end()
         return first + len(tail) if rest.startswith(tail) else 0
 
-    def _end_before_space(self, after: str) -> int:
-        """Return the index after the special token that ends a text, spaces after it apart; 0 if none does."""
-        ended = after.rstrip()
-        found = max((each.end() for each in self._names.finditer(ended)), default=0)
-        return found if found == len(ended) else 0
+    def _ends_twice(self, tail: str) -> bool:
+        """Return whether a text is two or more special tokens, with spaces."""
+        return len(self._names.findall(tail)) > 1 and not self._names.sub("", tail).strip()
+
+    def _end_of_one(self, after: str, start: int) -> int:
+        """Return the index after the special token that ends a turn, spaces after it apart; 0 if not just one does."""
+        found = [*self._names.finditer(after, start)]
+        ended = len(after.rstrip())
+        if not found or found[-1].end() != ended:
+            return 0
+        is_alone = len(found) == 1 or bool(after[found[-2].end() : found[-1].start()].strip())
+        return ended if is_alone else 0
 
     def _refused(self, number: int) -> Refused:
         return Refused(
@@ -228,6 +246,16 @@ class Turns:
             "the whole conversation's: which tokens the assistant wrote is not certain. Put {% generation %} and "
             "{% endgeneration %} around them in a copy of the template, and name it in data.chat_template"
         )
+
+
+def around(text: str) -> str:
+    return f"{FIRST}{text}{LAST}"
+
+
+def with_probed_name(call: dict[str, Any]) -> dict[str, Any]:
+    inner = call.get("function", call)
+    named = {**inner, "name": around(inner.get("name", ""))}
+    return {**call, "function": named} if "function" in call else named
 
 
 def common(first: str, second: str) -> int:

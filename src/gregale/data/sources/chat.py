@@ -98,7 +98,7 @@ class ChatParquetSource(ChatRows, ParquetRows):
 
     def reader(self, schema, path: str) -> tuple[list[str], Callable[[Any], Iterable]]:
         wanted = {self.columns.get(name, name) for name in COLUMNS[self.form]}
-        return [name for name in schema.names if name in wanted], lambda rows: rows
+        return [str(name) for name in schema.names if name in wanted], lambda rows: rows
 
     def document(self, value, path: str, row: int) -> Document | BadDocument:
         try:

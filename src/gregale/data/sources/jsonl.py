@@ -40,9 +40,8 @@ class JsonLines(FileSource):
             if content.strip():
                 try:
                     location = Line(part.path, first, number)
-                    yield Document(
-                        self.content_of(record_of(content, location, self.expected), location), part.path, start
-                    )
+                    record = record_of(content, location, self.expected)
+                    yield Document(self.content_of(record, location), part.path, start)
                 except BadDocument as bad:
                     yield bad
 
