@@ -83,7 +83,8 @@ class Renderer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(line, file=self._process.stdin, flush=True)
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
