@@ -85,11 +85,11 @@ def test_a_data_set_of_hugging_face_has_them_too(tmp_path):
 
 
 BAD = {
-    "no `messages`; the columns are: text": {"text": "a"},
-    "`messages` is no list of objects, or empty": {"messages": []},
+    "no `messages`; there are: text": {"text": "a"},
+    "`messages` is empty, expected a list of objects": {"messages": []},
     "`messages` is text, and no JSON": {"messages": "hello"},
-    "a message without the text `role`": {"messages": [{"content": "a"}]},
-    "`content` of a message is NoneType, expected text": {"messages": [{"role": "assistant", "content": None}]},
+    "no `role`; there are: content": {"messages": [{"content": "a"}]},
+    "`content` is list, expected text": {"messages": [{"role": "assistant", "content": [1]}]},
     "half a surrogate pair": {"messages": [{"role": "user", "content": "\ud800"}]},
     "the chat template rejects the conversation (the built-in chat template has no tools)": {
         "messages": TALK,

@@ -53,7 +53,7 @@ class ChatRows(Settings):
         row = Row(values, self.columns)
         try:
             messages = FORMS[self.form](row)
-            beside = {name: row.objects(name) for name in OPTIONAL if row.get(name)}
+            beside = {name: [each.values for each in row.rows(name)] for name in OPTIONAL if row.get(name)}
         except Malformed as error:
             raise BadDocument(f"{location}: {error}.") from None
         text = encodable(json.dumps({"messages": messages, **beside}, ensure_ascii=False), location)
