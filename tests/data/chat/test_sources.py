@@ -110,9 +110,10 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         assert f"{file}, line 41: " in note
         with pytest.raises(UserError, match="line 41"):
             prepare(DataConfig({"x": ChatSource(files=(file,))}, cache=f"{tmp_path}/c", workers=1), 8, 0)
-    file = write_lines(tmp_path / "roles", [{"conversations": [{"from": "cat", "value": "a"}]}])
-    with pytest.raises(UserError, match="`from` is 'cat', and none of human, user, gpt"):
-        list(ChatSource(files=(file,), form="sharegpt").documents())
+    for role, said in (("cat", "`from` is 'cat', and none of human, user, gpt"), (["user"], "`from` is list")):
+        file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
+        with pytest.raises(UserError, match=said):
+            list(ChatSource(files=(file,), form="sharegpt").documents())
 
 
 def test_conversations_without_a_token_for_the_loss_are_counted_and_named_always(tmp_path):

@@ -74,10 +74,10 @@ def from_messages(row: Row) -> Messages:
 
 
 def from_sharegpt(row: Row) -> Messages:
-    turns = row.rows("conversations")
-    if wrong := next((each for each in turns if each.get("from") not in ROLES), None):
-        raise Malformed(f"`{row.name('from')}` is {wrong.get('from')!r}, and none of {', '.join(ROLES)}")
-    return [*system_of(row), *({"role": ROLES[each.get("from")], "content": each.text("value")} for each in turns)]
+    turns = [(each.text("from"), each.text("value")) for each in row.rows("conversations")]
+    if wrong := next((role for role, _ in turns if role not in ROLES), None):
+        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join(ROLES)}")
+    return [*system_of(row), *({"role": ROLES[role], "content": text} for role, text in turns)]
 
 
 def from_prompt(row: Row) -> Messages:
