@@ -25,7 +25,6 @@ class DataConfig(Settings):
             "fixed": Fixed("the saved parameters were trained on its tokens"),
         },
     )
-    chat_template: str = setting("", "Jinja file for conversations; empty: the tokenizer's own, or a built-in one")
     validation: dict[str, SourceConfig] = setting(dict, "only evaluated on", keys_of="data.sources")
     held_out: float = setting(
         0.02,
@@ -37,8 +36,9 @@ class DataConfig(Settings):
     shuffle: bool = setting(True, "random order, anew each epoch", fixed=ORDER)
     cross_documents: bool = setting(False, "let attention and loss cross documents")
     replica_mixtures: list[dict[str, float]] = setting(list, "of each replica", range=at_least(0), fixed=ORDER)
+    chat_template: str = setting("", "Jinja file; empty: the tokenizer's own, or a built-in one", by_topic=True)
     cache: str = setting("cache", "folder or URL; tokenized text for later runs")
-    local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale")
+    local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale", by_topic=True)
     workers: int = setting(0, "that tokenize; 0: one a core", range=whole(0, 4096))
 
     def __post_init__(self):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gregale.data.chat.conversation import ALL, ASSISTANT, Conversation
-from gregale.data.chat.renderer import Limits, Rendered, Renderer
+from gregale.data.chat.renderer import Limits, NotRendered, Rendered, Renderer
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 
@@ -65,9 +65,12 @@ class ChatEncoder:
         return self._tokenizer.encode_pieces(self._rendered(conversation, prompt=True).pieces)[0]
 
     def end_of_turn(self) -> int:
-        """Return the id that ends the assistant's turns by the template; the end of a document if none does."""
+        """Return the id that ends the assistant's turns by the template; the end of a document if it is not certain."""
         messages = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-        found = self.encode(Conversation(messages, "", "a conversation of two words", ASSISTANT, "2025-01-01"))
+        try:
+            found = self.encode(Conversation(messages, "", "a conversation of two words", ASSISTANT, "2025-01-01"))
+        except (NotRendered, UserError):
+            return self._tokenizer.end_of_document
         assert found.supervised is not None
         last = found.ids[found.supervised][-1:].tolist()
         ends = {self._tokenizer.end_of_document, *self._tokenizer.control_tokens.values()}

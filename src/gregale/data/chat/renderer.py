@@ -63,7 +63,7 @@ class Renderer:
         Raises `NotRendered` if the template rejects the conversation; `UserError` if it cannot be used at all.
         """
         if self._process is None:
-            command = [sys.executable, "-P", str(PROGRAM)]
+            command = [sys.executable, "-P", "-X", "utf8", str(PROGRAM)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -83,7 +83,8 @@ class Renderer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(line, file=self._process.stdin, flush=True)
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""

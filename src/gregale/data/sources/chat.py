@@ -29,10 +29,10 @@ class ChatRows(Settings):
 
     has_conversations = True
 
-    form: str = setting(MESSAGES, "columns of a row", choices=tuple(FORMS))
-    columns: dict[str, str] = setting(dict, "names in these files by the usual name: {messages: chat, content: text}")
-    loss_on: str = setting(ASSISTANT, "messages that the loss is on", choices=LOSS_ON)
-    date: str = setting("2025-01-01", "today, for templates that write it: YYYY-MM-DD")
+    form: str = setting(MESSAGES, "columns that rows have", choices=tuple(FORMS), by_topic=True)
+    columns: dict[str, str] = setting(dict, "names in these files, as {messages: chat, content: text}", by_topic=True)
+    loss_on: str = setting(ASSISTANT, "messages that the loss is on", choices=LOSS_ON, by_topic=True)
+    date: str = setting("2025-01-01", "today, for templates that write it: YYYY-MM-DD", by_topic=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,7 +53,7 @@ class ChatRows(Settings):
         row = Row(values, self.columns)
         try:
             messages = FORMS[self.form](row)
-            beside = {name: row.objects(name) for name in OPTIONAL if row.get(name)}
+            beside = {name: [each.values for each in row.rows(name)] for name in OPTIONAL if row.get(name)}
         except Malformed as error:
             raise BadDocument(f"{location}: {error}.") from None
         text = encodable(json.dumps({"messages": messages, **beside}, ensure_ascii=False), location)
