@@ -4,15 +4,16 @@ import io
 import json
 import shutil
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 
 from gregale.data.chat.encoding import ChatEncoder
 from gregale.data.chat.template import built_in
-from gregale.data.sources.chat import ChatRows, ChatSource
+from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
-from gregale.inference.generate import filled, width_of
+from gregale.inference.generate import filled
 from gregale.programs.sample.chat import Dialogue, chat_prompts, converse, lines_of_user
 from gregale.programs.sample.text_format import Continuation, TextFormat
 from gregale.runs.config import TrainConfig
@@ -21,7 +22,8 @@ from tests.data.chat.families import TALKS, TEMPLATES, without_generation
 from tests.data.chat.test_templates import tokenizer_with
 
 BYTES = BytesTokenizer()
-SPOKEN = [*TALKS["emoji"][:3], {"role": "assistant", "content": "<|im_end|> the <|end_of_document|>"}]
+NAMES = "<|im_end|> the <|end_of_document|>"  # of special tokens, which are text in messages
+SPOKEN = [*TALKS["emoji"][:2], {"role": "user", "content": NAMES}, {"role": "assistant", "content": NAMES}]
 
 
 def with_built_in() -> BytesTokenizer:
@@ -30,40 +32,23 @@ def with_built_in() -> BytesTokenizer:
     return found
 
 
-@pytest.fixture
-def run(tmp_path) -> RunDirectory:
-    run = RunDirectory(tmp_path)
-    run.write_config(TrainConfig("chatty", 1))
-    return run
-
-
 @pytest.mark.parametrize("name", ["built-in", "chatml", "llama 3.1"])
-def test_a_prompt_is_the_begin_of_the_training_example(run, name):
-    """Up to the first token that the loss is on; an answer ends with the last one."""
-    templates = {key.lower(): text for key, text in TEMPLATES.items()}
-    tokenizer = with_built_in() if name == "built-in" else tokenizer_with(without_generation(templates[name]))
+def test_a_prompt_is_the_begin_of_the_training_example(tmp_path, name):
+    """Up to the first token that the loss is on, with the day of the training; an answer ends with the last one."""
+    run, config = RunDirectory(tmp_path), TrainConfig("chatty", 1)
+    source = ChatSource(files=("facts.jsonl",), date="2024-02-29", loss_on="last")
+    run.write_config(replace(config, data=replace(config.data, sources={"facts": source})))
+    tokenizer = with_built_in() if name == "built-in" else tokenizer_with(without_generation(TEMPLATES[name]))
+    text = "{{ strftime_now('%d %b ') }}" + tokenizer.chat_template.text
+    tokenizer.chat_template = replace(tokenizer.chat_template, text=text)
     with chat_prompts(run, tokenizer) as chat, ChatEncoder(tokenizer) as encoder:
         for count in (2, 4):
-            talk = {"messages": SPOKEN[:count]}
-            day = chat._rows.date
-            example = encoder.encode(ChatRows(loss_on="last", date=day).conversation(talk, "here"))
+            example = encoder.encode(source.conversation({"messages": SPOKEN[:count]}, "here"))
             first = int(example.supervised.argmax())
             assert chat.ids({"messages": SPOKEN[: count - 1]}, "here") == example.ids[:first].tolist()
             assert example.ids[example.supervised][-1] in chat.form.ends
-        assert len({*chat.form.ends}) == len(chat.form.ends)
         with pytest.raises(UserError, match="here: the last message is the assistant's"):
             chat.ids({"messages": SPOKEN}, "here")
-
-
-def test_the_day_is_that_of_the_training(run):
-    config = TrainConfig("chatty", 1)
-    sources = {"facts": ChatSource(files=("facts.jsonl",), date="2024-02-29")}
-    run.write_config(replace(config, data=replace(config.data, sources=sources)))
-    tokenizer = with_built_in()
-    text = "{{ strftime_now('%d %b ') }}" + tokenizer.chat_template.text
-    tokenizer.chat_template = replace(tokenizer.chat_template, text=text)
-    with chat_prompts(run, tokenizer) as chat:
-        assert BYTES.decode(chat.ids({"messages": SPOKEN[:1]}, "here")).startswith("29 Feb user")
 
 
 class Words:
@@ -74,23 +59,16 @@ class Words:
 
 
 def test_the_oldest_messages_leave_a_long_conversation(capsys):
-    dialogue = Dialogue(Words(), "s", 10)
-    for asked, wanted in (("abc", ["abc"]), ("de", ["abc", "", "de"]), ("fgh", ["de", "", "fgh"])):
-        prompt = dialogue.ask(asked, 5)
-        assert [each["content"] for each in dialogue.messages] == wanted
-        assert (len(prompt.tokens), prompt.seed) == (2 + sum(1 + len(each) for each in wanted), 5)
-        dialogue.answered("")
+    dialogue = Dialogue(Words(), "s", 300)
+    for size, wanted, width in ((2, [2], 256), (200, [2, 0, 200], 256), (94, [200, 0, 94], 512)):
+        prompt = dialogue.ask("x" * size, 5)
+        assert [len(each["content"]) for each in dialogue.messages] == wanted
+        assert (len(prompt.tokens), filled([prompt])[0].shape) == (2 + len(wanted) + sum(wanted), (1, width))
+        dialogue.messages.append({"role": "assistant", "content": ""})
     assert capsys.readouterr().err.count("The oldest 2 messages leave the conversation") == 1
-    with pytest.raises(UserError, match=r"a prompt of 11 tokens, and the model's context has room for 10 beside"):
-        dialogue.ask("12345678", 5)
+    with pytest.raises(UserError, match=r"a prompt of 302 tokens, and the model's context has room for 300 beside"):
+        dialogue.ask("x" * 299, 5)
     assert len(dialogue.messages) == 4
-
-
-def test_a_conversation_has_few_padded_lengths():
-    dialogue = Dialogue(Words(), "", 5000)
-    widths = {filled([dialogue.ask("x" * size, 0)])[0].shape[1] for size in (1, 70, 150, 200, 300, 290)}
-    assert widths == {256, 512, 1024}
-    assert width_of(70) == 128
 
 
 def test_an_interrupt_ends_the_answer_and_in_a_terminal_not_the_conversation():
@@ -119,15 +97,8 @@ def test_an_interrupt_ends_the_answer_and_in_a_terminal_not_the_conversation():
 
 
 def test_a_terminal_discards_an_interrupted_line(monkeypatch, capsys):
-    typed = iter(["a", KeyboardInterrupt, "", " ", "\udcffb", EOFError])
-
-    def read(prompt):
-        found = next(typed)
-        if not isinstance(found, str):
-            raise found
-        return found
-
-    monkeypatch.setattr("builtins.input", read)
+    typed = Mock(side_effect=["a", KeyboardInterrupt, "", " ", "\udcffb", EOFError])
+    monkeypatch.setattr("builtins.input", typed)
     assert list(lines_of_user(is_terminal=True)) == ["a", "\ufffdb"]
     assert "Ctrl-D ends the conversation." in capsys.readouterr().err
 
@@ -143,38 +114,28 @@ def chatty(inputs, whole):
     return folder
 
 
-DRAWN = ["--temperature", "0", "--tokens", "4"]
-
-
 def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, inputs, chatty, monkeypatch, capsys):
+    drawn = ["chatty", "--temperature", "0", "--tokens", "4"]
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nü"))
-    assert gregale("sample", "chatty", "--chat", "--system", "s", *DRAWN) == 0
+    assert gregale("sample", *drawn, "--chat", "--system", "s") == 0
     out, err = capsys.readouterr()
-    answers = out.splitlines()
-    assert len(answers) == 2, err
-    system, first, second = (
-        {"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "ü"))
-    )
-    kept = [system, first, {"role": "assistant", "content": answers[0]}, second]
-    left = [system, second] if "leave the conversation" in err else kept
-    talks = [{"messages": [system, first], "id": 7}, {"messages": left, "seed": 3}]
+    assert "The oldest 2 messages leave the conversation" in err
+    talks = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]} for text in "aü"]
+    talks[0]["id"], talks[1]["seed"] = 7, 3
     (inputs / "talks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
-    assert gregale("sample", "chatty", "--messages", "talks.jsonl", *DRAWN) == 0
+    assert gregale("sample", *drawn, "--messages", "talks.jsonl") == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["text"] for each in found] == answers
+    assert [each["text"] for each in found] == out.splitlines()
     assert list(found[0]) == ["id", "messages", "text", "tokens", "ended", "seed"]
-    assert (found[0]["id"], found[1]["messages"], found[1]["seed"]) == (7, left, 3)
+    assert (found[0]["id"], found[1]["messages"], found[1]["seed"]) == (7, talks[1]["messages"], 3)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["whole", "--chat"],
-            "whole has no chat template, because it was not trained on conversations. `gregale sample",
-        ),
-        (["chatty", "hello", "--chat"], "a prompt, prompts and parse_special are for texts"),
-        (["chatty", "--chat", "--parse_special", "true"], "a prompt, prompts and parse_special are for texts"),
+        (["whole", "--chat"], "whole has no chat template, because it was not trained on conversations. `gregale"),
+        (["chatty", "hello", "--chat"], "a prompt is for a text to continue"),
+        (["chatty", "--chat", "--parse_special", "true"], "parse_special is for a text to continue"),
         (["chatty", "--system", "s"], "system is for --chat"),
         (["chatty", "--messages", '{"messages": []}'], "line 1: `messages` is empty, expected a list of objects"),
         (["chatty", "--messages", '{"messages": 1, "sed": 1}'], "`sed` is not a valid key. Did you mean `seed`?"),

@@ -256,19 +256,14 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 
 
 def expand(text: str, key: str = "") -> str:
-    """Return a path with ~, variables, {stdlib} and {examples} (Gregale's own) replaced.
-
-    Raises `UserError`, with the key, for unknown variables.
-    """
+    """Return a path with ~, $VARIABLES, {stdlib} and {examples} replaced; raise `UserError` for unknown variables."""
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
             raise UserError(
                 f"{f'{key}: ' if key else ''}{text} has the variable {name}, which is not set in the environment. "
                 f"Set it (`export {name}=...`), or write the path itself."
             )
-    folders = {"{stdlib}": sysconfig.get_path("stdlib"), "{examples}": str(EXAMPLES)}
-    for name, folder in folders.items():
-        text = text.replace(name, folder)
+    text = text.replace("{stdlib}", sysconfig.get_path("stdlib")).replace("{examples}", str(EXAMPLES))
     return os.path.expandvars(os.path.expanduser(text))
 
 

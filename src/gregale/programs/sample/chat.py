@@ -18,6 +18,7 @@ from gregale.programs.sample.text_format import COUNT, INTERRUPTED, Continuation
 from gregale.runs.run_directory import RunDirectory
 from gregale.streams import say_beside
 
+Answerer = Callable[[str], tuple[Continuation, Iterator[str]]]
 FIRST_ROOM = 256  # tokens; prompts of a conversation are padded to powers of two, so that few lengths are compiled
 
 
@@ -49,14 +50,13 @@ class ChatPrompts:
 def chat_prompts(run: RunDirectory, tokenizer: Tokenizer) -> Iterator[ChatPrompts]:
     """Yield the prompts by a run's chat template; an answer ends as the template and the run's texts do.
 
-    `today` of a template is the day in the run's configuration. Raises `UserError` for a run without a template, and
-    for a conversation that the template rejects.
+    A template's date is that of the run's sources. Raises `UserError` for a run without a template, and for a
+    conversation that the template rejects.
     """
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{run.path} has no chat template, because it was not trained on conversations. "
-            '`gregale sample RUN "PROMPT"` continues a text; a run with a source of type chat, or with '
-            "data.chat_template, has a template."
+            f"{run.path} has no chat template, because it was not trained on conversations. `gregale sample RUN PROMPT`"
+            " continues a text; a run with a source of type chat, or with data.chat_template, has a template."
         )
     sources = (each for each in run.read_config().data.sources.values() if isinstance(each, ChatRows))
     day = next((each.date for each in sources), date.today().isoformat())
@@ -99,21 +99,14 @@ class Dialogue:
             "beside an answer. It is left out; shorten it."
         )
 
-    def answered(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-
 
 def converse(
-    dialogue: Dialogue,
-    lines: Iterable[str],
-    answer_to: Callable[[str], tuple[Continuation, Iterator[str]]],
-    write: Callable[[str], None],
-    is_terminal: bool,
+    dialogue: Dialogue, lines: Iterable[str], answer_to: Answerer, write: Callable[[str], None], is_terminal: bool
 ) -> None:
     """Answer the user's lines until they end.
 
     - `answer_to`: asks a message; returns the text of the answer, and its pieces as they are drawn
-    - `is_terminal`: Ctrl-C ends the answer only, and a message that is refused is left out
+    - `is_terminal`: an interrupt ends the answer only, and a message that is refused is left out
     """
     for line in lines:
         try:
@@ -129,10 +122,10 @@ def converse(
         except KeyboardInterrupt:
             write(text.finish(INTERRUPTED))
             if not is_terminal:
-                write("\n")
                 raise
-        write("\n")
-        dialogue.answered(text.text)
+        finally:
+            write("\n")
+        dialogue.messages.append({"role": "assistant", "content": text.text})
         if text.ended == COUNT:
             say_beside(f"The answer has {text.tokens:,} tokens, the limit (--tokens).")
 

@@ -1,9 +1,9 @@
-"""Provides `gregale sample`, which continues a prompt, or the prompts of a file, with a trained model."""
+"""Provides `gregale sample`, which continues prompts with a trained model, and converses with it."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -173,7 +173,8 @@ class SampleOptions(Sampling):
         if self.prompt and self.prompts is not None:
             raise UserError(f"a prompt and prompts {shown(self.prompts)} are both given; leave one out.")
         if self.has_conversations and (self.prompt or self.prompts is not None or self.parse_special):
-            raise UserError("a prompt, prompts and parse_special are for texts; messages name no special tokens.")
+            found = "parse_special" if self.parse_special else "prompts" if self.prompts is not None else "a prompt"
+            raise UserError(f"{found} is for a text to continue; chat and messages have their own. Leave it out.")
         if self.system and (not self.chat or self.messages is not None):
             raise UserError("system is for --chat; conversations of a file have their own message with role system.")
         if self.out is not None and not self.has_file:
@@ -209,25 +210,23 @@ def main(options: SampleOptions) -> int:
         found = counter_of_names(form.tokenizer)(each.prompt for each in requests)
         if note := taken_as_text(found, "the prompts", "parse_special"):
             say_beside(note)
-        return sample_requests(options, form, requests, [form.ids(each.prompt) for each in requests], context)
+        return sample_requests(options, form, requests, lambda each: form.ids(each.prompt), context)
     with chat_prompts(run, tokenizer) as chat:
         if options.messages is None:
             return converse_with(options, chat, context)
         requests = read_messages(options.messages, options.seed)
-        return sample_requests(
-            options, chat.form, requests, [chat.ids(each.given, each.source) for each in requests], context
-        )
+        return sample_requests(options, chat.form, requests, lambda each: chat.ids(each.given, each.source), context)
 
 
 def sample_requests(
     options: SampleOptions,
     form: TextFormat,
     requests: Sequence[PromptRequest],
-    ids: Sequence[list[int]],
+    ids: Callable[[PromptRequest], list[int]],
     context: int,
 ) -> int:
-    """Continue each request's tokens, which have to be within the model's context; return the exit code."""
-    prompts = [Prompt(tokens, each.seed) for tokens, each in zip(ids, requests, strict=True)]
+    """Continue the tokens `ids` of each request, which have to be within the context; return the exit code."""
+    prompts = [Prompt(ids(each), each.seed) for each in requests]
     for each, prompt in zip(requests, prompts, strict=True):
         check_length(each.source, len(prompt.tokens), context)
     if not options.has_file:
@@ -247,8 +246,7 @@ def sample_requests(
 def converse_with(options: SampleOptions, chat: ChatPrompts, context: int) -> int:
     """Answer the lines of standard input, each as a message of one conversation."""
     sampler, model, _ = opened(options, chat.form)
-    room = min(options.tokens, context // 4)  # for an answer
-    dialogue = Dialogue(chat, options.system, context - room)
+    dialogue = Dialogue(chat, options.system, context - min(options.tokens, context // 4))
 
     def answer_to(message: str) -> tuple[Continuation, Iterator[str]]:
         prompt, text = dialogue.ask(message, options.seed), Continuation(chat.form, options.tokens, options.stop)
