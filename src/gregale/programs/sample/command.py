@@ -156,7 +156,9 @@ class SampleOptions(Sampling):
     chat: bool = setting(False, "answer the lines of standard input, in a conversation by the run's chat template")
     messages: str | None = setting(None, "a file of conversations to answer, JSON lines with messages, tools, seed, id")
     system: str = setting("", "with chat: the system's message")
-    out: str | None = setting(None, "with a file: the file for the results, JSON lines; null: standard output")
+    out: str | None = setting(
+        None, "with prompts or messages: the file for the results, JSON lines; null: standard output"
+    )
     tokens: int = setting(256, "number of tokens to add", range=whole(1), aliases=("max_new_tokens", "length"))
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
@@ -178,7 +180,9 @@ class SampleOptions(Sampling):
         if self.system and (not self.chat or self.messages is not None):
             raise UserError("system is for --chat; conversations of a file have their own message with role system.")
         if self.out is not None and not self.has_file:
-            raise UserError(f"out is {shown(self.out)}, which is for results of a file; a single text is printed.")
+            raise UserError(
+                f"out is {shown(self.out)}, which is for results of `prompts` or `messages`; a single text is printed."
+            )
         if "" in self.stop:
             raise UserError("stop has an empty string, which would end every text before it begins.")
         others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]
