@@ -36,11 +36,12 @@ def with_built_in() -> BytesTokenizer:
 def test_a_prompt_is_the_begin_of_the_training_example(tmp_path, name):
     """Up to the first token that the loss is on, with the day of the training; an answer ends with the last one."""
     run, config = RunDirectory(tmp_path), TrainConfig("chatty", 1)
-    source = ChatSource(files=("facts.jsonl",), date="2024-02-29", loss_on="last")
+    source = ChatSource(files=("{examples}/chat_small.jsonl",), date="2024-02-29", loss_on="last")
     run.write_config(replace(config, data=replace(config.data, sources={"facts": source})))
     tokenizer = with_built_in() if name == "built-in" else tokenizer_with(without_generation(TEMPLATES[name]))
-    text = "{{ strftime_now('%d %b ') }}" + tokenizer.chat_template.text
-    tokenizer.chat_template = replace(tokenizer.chat_template, text=text)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = replace(own, text="{{ strftime_now('%d %b ') }}" + own.text)
+    assert source.parts(), "the example's conversations are there"
     with chat_prompts(run, tokenizer) as chat, ChatEncoder(tokenizer) as encoder:
         for count in (2, 4):
             example = encoder.encode(source.conversation({"messages": SPOKEN[:count]}, "here"))

@@ -156,9 +156,7 @@ class SampleOptions(Sampling):
     chat: bool = setting(False, "answer the lines of standard input, in a conversation by the run's chat template")
     messages: str | None = setting(None, "a file of conversations to answer, JSON lines with messages, tools, seed, id")
     system: str = setting("", "with chat: the system's message")
-    out: str | None = setting(
-        None, "with prompts or messages: the file for the results, JSON lines; null: standard output"
-    )
+    out: str | None = setting(None, "file for results of prompts or messages, JSON lines; null: standard output")
     tokens: int = setting(256, "number of tokens to add", range=whole(1), aliases=("max_new_tokens", "length"))
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
@@ -176,7 +174,7 @@ class SampleOptions(Sampling):
             raise UserError(f"a prompt and prompts {shown(self.prompts)} are both given; leave one out.")
         if self.has_conversations and (self.prompt or self.prompts is not None or self.parse_special):
             found = "parse_special" if self.parse_special else "prompts" if self.prompts is not None else "a prompt"
-            raise UserError(f"{found} is for a text to continue; chat and messages have their own. Leave it out.")
+            raise UserError(f"{found} is for a text to continue; leave it out with chat and messages.")
         if self.system and (not self.chat or self.messages is not None):
             raise UserError("system is for --chat; conversations of a file have their own message with role system.")
         if self.out is not None and not self.has_file:
