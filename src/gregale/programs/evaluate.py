@@ -46,7 +46,7 @@ class EvalOptions(Settings):
     data: list[str] = setting(
         list, "files (globs) to evaluate on: text, or the field text of .jsonl, .parquet, .csv and .tsv"
     )
-    tasks: list[str] = setting(list, "files of tasks (globs, JSON lines) to score")
+    tasks: list[str] = setting(list, "files of tasks (globs) to score, or NAME:FILES of a published task")
     parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
     stride: int | None = setting(
         None,

@@ -85,7 +85,7 @@ class EvaluationConfig(Settings):
     sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(2), unique=True)
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
-    tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))
+    tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
     parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
 
 
