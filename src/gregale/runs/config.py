@@ -190,10 +190,9 @@ class TrainConfig(Settings):
             )
         check_each_once(self.trackers)
         self._check_evaluation()
-        if self.stages:
-            if self.islands.lighthouse is not None:
-                raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
-            _ = self.each_stage  # rejects invalid ones
+        if self.stages and self.islands.lighthouse is not None:
+            raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
+        _ = self.each_stage  # rejects invalid ones
 
     @cached_property
     def each_stage(self) -> tuple[Stage, ...]:
