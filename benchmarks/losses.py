@@ -194,12 +194,15 @@ def draw(results: dict[Setting, list[Result]], seeds: list[int], path: Path) -> 
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     by_label = {setting.label: found for setting, found in results.items()}
     window = np.full(LAST_STEPS, 1 / LAST_STEPS)
-    for setting, found in results.items():
-        if setting.label == setting.reference:
-            continue
-        for seed, mine, other in zip(seeds, found, by_label[setting.reference], strict=True):
+    compared = [setting for setting in results if setting.label != setting.reference]
+    for number, setting in enumerate(compared):
+        for seed, mine, other in zip(seeds, results[setting], by_label[setting.reference], strict=True):
             gaps = [loss - other.by_step[step] for step, loss in mine.by_step.items()]
-            axes.plot(list(mine.by_step)[LAST_STEPS - 1 :], np.convolve(gaps, window, "valid"), label=f"seed {seed}")
+            steps, curve = list(mine.by_step)[LAST_STEPS - 1 :], np.convolve(gaps, window, "valid")
+            if len(compared) == 1:
+                axes.plot(steps, curve, label=f"seed {seed}")
+            else:  # one colour for all seeds of a setting
+                axes.plot(steps, curve, f"C{number}", label=setting.label if seed == seeds[0] else None)
     axes.axhline(0, color="#808080", linewidth=0.8)
     axes.set(xlabel="step", ylabel="gap of the training loss, nats")
     axes.grid(alpha=0.3)

@@ -24,7 +24,7 @@ from gregale.model.execution import Execution
 from gregale.model.experts import Experts
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.model.kernels.grouped import BLOCKED
-from gregale.model.routing import choose
+from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
@@ -120,6 +120,7 @@ CASES = {
     "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
     "context, exchanged": (SHARED, MeshConfig(context=2, data=2), 1, {}),
     "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none"}),
+    "pipeline": (GROUPED, MeshConfig(replica=2, stage=2, data=2), 2, {}),
 }
 
 
@@ -130,7 +131,10 @@ def test_gradients_are_those_of_a_loop_over_all_experts(case):
     mapping = EXCHANGED if "exchanged" in case else EMPTY
     if "experts over data" in case:
         mapping = MappingConfig(params={"experts": "data", "embed": None})
-    setup = set_up_on(mesh, model, microbatches, compute=replace(ONE.compute, **compute), mapping=mapping)
+    changes = {"compute": replace(ONE.compute, **compute), "mapping": mapping}
+    if mesh.stage > 1:
+        changes["pipeline"] = PipelineConfig(microbatches=2)
+    setup = set_up_on(mesh, model, microbatches, **changes)
     loss, gradients, sent = step_of(setup)
     exact_loss, exact = looped_step(model)
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-5)
@@ -138,7 +142,7 @@ def test_gradients_are_those_of_a_loop_over_all_experts(case):
         assert_close(gradients[name], expected, name)
     assert [each for each in sent.over(REPLICA) if each.loop] == []
     sends_rings = [each for each in sent.collectives if each.kind == "collective-permute"]
-    assert mesh.context > 1 or not sends_rings, "the router's gradient is no ring of sends"
+    assert mesh.context * mesh.stage > 1 or not sends_rings, "the router's gradient is no ring of sends"
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
@@ -237,7 +241,8 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
 def test_of_experts_with_equal_scores_the_first_are_taken():
     x = NamedArray(jnp.ones((1, 2, 16)), AXES)
     router = NamedArray(jnp.zeros((16, 8)), ("embed", "router"))
-    choice, _, scores = choose(x, router, None, SHARED, one_device())
+    logits = router_logits(x, router, "dtype", one_device())
+    choice, scores = choose(logits, None, SHARED, one_device())
     np.testing.assert_array_equal(choice.experts, np.broadcast_to([0, 1], (1, 2, 2)))
     np.testing.assert_allclose(choice.weights, 0.5)
     np.testing.assert_allclose(scores.array, 1 / 8)
@@ -274,10 +279,10 @@ def test_experts_that_cannot_be_are_refused(experts, words):
         replace(SHARED, **experts)
 
 
-def test_a_pipeline_of_experts_is_refused():
-    mesh, pipeline = MeshConfig(stage=2, data=1), PipelineConfig(microbatches=4)
-    with pytest.raises(UserError, match=r"pipeline: model.experts .* its stages do not carry"):
-        set_up_on(mesh, model_with(GROUPED), pipeline=pipeline)
+def test_a_pipeline_of_experts_that_lie_on_several_devices_is_refused():
+    changes = {"pipeline": PipelineConfig(microbatches=2), "mapping": EXCHANGED}
+    with pytest.raises(UserError, match=r"pipeline: mapping.compute.experts splits the experts"):
+        set_up_on(MeshConfig(stage=2, data=2), model_with(GROUPED), **changes)
 
 
 def test_inspection_has_the_loads_of_layers_with_experts():

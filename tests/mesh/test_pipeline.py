@@ -101,6 +101,8 @@ def test_nothing_else_is_sent():
         ("all-to-all", "f32", ("stage",), 1): 4,  # matrix and bias, there and back
         ("all-gather", "s32", ("stage",), 1): 2,  # positions and segments
         ("all-reduce", "f32", ("stage", "data"), 1): 1,  # the loss
+        ("all-reduce", "f32", ("data",), 1): 1,  # the layers' sums over rows
+        ("all-gather", "f32", ("stage",), 1): 1,
     }
 
 
@@ -123,6 +125,6 @@ def test_an_iteration_keeps_what_is_named_and_no_weights(saved):
     of_rows = hax.zeros((Axis("microbatch", 2), Data, Rows, Position))
     fixed = Fixed({"positions": of_rows, "segment_ids": of_rows}, dict.fromkeys(weights))
     stages = Stages(toy_layer, Schedule(2, 2), layout, saved)
-    _, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), fixed, 0)
+    *_, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), fixed, 0)
     shape = tuple(axis.size for axis in (Stage, Data, Layer, Rows, Position, Embed))
     assert [leaf.shape for leaf in kept] == [shape for _ in saved]

@@ -15,6 +15,7 @@ from gregale.axes.mesh import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import LlamaConfig
+from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup, set_up
@@ -31,7 +32,15 @@ PLAIN = TrainConfig(
     mesh=MeshConfig(replica=2, data=1),
     # Layers of two kinds: a stage has layers with a window and one without, under a `vmap` over stages.
     model=LlamaConfig(
-        layers=4, hidden=32, heads=4, kv_heads=2, mlp=32, init_scale=0.2, sliding_window=3, full_layers=(1,)
+        layers=4,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        mlp=32,
+        init_scale=0.2,
+        sliding_window=3,
+        full_layers=(1,),
+        z_loss=0.01,
     ),
     compute=ComputeConfig(dtype="float32", remat="none", unroll=1, loss_block=64),
     batch=BatchConfig(size=ROWS, sequence_length=POSITIONS, microbatches=2),
@@ -100,4 +109,12 @@ def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
     np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
     np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-5)
     assert_states_close(found.states[0], exact.states[0])
+    assert_sends_its_closed_form(found)
+
+
+def test_a_pipeline_of_experts_sends_its_closed_form():
+    balance = BalanceConfig(loss=0.1, z_loss=0.01, bias=True)
+    experts = ExpertsConfig(8, 2, width=16, shared=24, shared_gate=True, balance=balance)
+    pipeline, model = PipelineConfig(microbatches=4, remat="projections"), replace(PLAIN.model, experts=experts)
+    found = trained(replace(PLAIN, steps=1, mesh=MeshConfig(stage=2, data=2, model=2), pipeline=pipeline, model=model))
     assert_sends_its_closed_form(found)

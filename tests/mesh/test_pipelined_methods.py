@@ -39,7 +39,8 @@ Stack = Callable[[Any, NamedArray, Any], NamedArray]
 def loss_by(stack: Stack):
     def loss(model: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
         extras = {name: batch[name] for name in ("positions", "segment_ids")}
-        out = hax.dot(stack(model["layers"], batch["inputs"], extras), model["readout"], axis="embed")
+        x, _ = stack(model["layers"], batch["inputs"], extras)
+        out = hax.dot(x, model["readout"], axis="embed")
         return hax.sum(hax.square(out - batch["factors"]["embed", 0])).scalar(), jnp.float32(out.size)
 
     return loss

@@ -7,23 +7,40 @@ from gregale.audit.step import Backend, StepShape, is_of_choice, is_of_experts, 
 from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
 
-FLOAT32 = 4
-Z_LOSS = "router_z_loss"
+INTEGER, FLOAT32 = 4, 4
+STAGE, DATA = "stage", "data"
+LOADS = "loads of experts"
+BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def sums_of_loads(step: StepShape) -> list[Transfer]:
-    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas."""
-    name, kind, routers = "loads of experts", "all-reduce", [each for each in step.weights if is_of_choice(each)]
-    if not routers:
+    """Return the sums of the model's `routing_sums`: first over a row's positions, then over rows and replicas.
+
+    The stages of a pipeline have those of their own layers.
+    """
+    kind, counts = "all-reduce", _counts(step)
+    if not counts:
         return []
-    counts = sum(layers_of(each) * each.axes[-1].size for each in routers)
-    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts
+    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts + 1
+    if BALANCE_LOSS in step.balance_terms and step.remat != "none":
+        of_a_row += counts + 1  # the loss's gradient takes the loads, which are computed again
     size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
+    found = [Transfer(LOADS, kind, (REPLICA,) if REPLICA in step.layout.params else (), size)]
+    if step.pipeline is None:
+        found.append(Transfer(LOADS, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches))
+        return [*found, Transfer(LOADS, kind, ("stage", "data"), size, step.microbatches)]
+    sums = FLOAT32 * (counts + (1 + (Z_LOSS in step.balance_terms)) * step.layers_with_experts)
+    mask = FLOAT32 * step.tokens * step.mesh[STAGE]  # it travels with its rows
     return [
-        Transfer(name, kind, (CONTEXT,), FLOAT32 * step.rows_here * (of_a_row + 1), step.microbatches),
-        Transfer(name, kind, ("stage", "data"), size, step.microbatches),
-        Transfer(name, kind, (REPLICA,) if REPLICA in step.layout.params else (), size),
+        *found,
+        Transfer(LOADS, kind, (DATA,), sums // step.mesh[STAGE], step.microbatches),
+        Transfer(LOADS, "all-gather", (STAGE,), sums + mask, step.microbatches),
     ]
+
+
+def _counts(step: StepShape) -> int:
+    """Return the number of loads: experts of all layers."""
+    return sum(layers_of(each) * each.axes[-1].size for each in step.weights if is_of_choice(each))
 
 
 def sums_of_experts(step: StepShape, backend: Backend, activations: int, recomputes: bool) -> list[Transfer]:
@@ -40,6 +57,25 @@ def sums_of_experts(step: StepShape, backend: Backend, activations: int, recompu
     ]
 
 
+def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Transfer]:
+    """Return the all-to-alls of one round, and the comparisons of the number of rounds; the routing decides on others.
+
+    A pass sends each row's expert and weight, and the forward pass a token there and its output back. The backward pass
+    sends the token and the gradient of its output there, and the gradients by token and by weight back.
+
+    - `recomputes`: the backward pass computes a layer again; it shares the rows there with that computation
+    """
+    if not step.exchanged_rows:
+        return []
+    token, number = step.embed * max(step.compute_bytes, backend.narrowest_bytes), INTEGER + FLOAT32
+    a_row = (6 if step.norms_after and recomputes else 5) * token + 2 * number + FLOAT32
+    times = step.microbatches * step.layers_with_experts
+    return [
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), INTEGER, 2 * times),
+    ]
+
+
 def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
     """Return the number of sums of activations, less those of a layer with an MLP.
 
@@ -47,7 +83,7 @@ def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
     weighed or normalised, the backward pass needs its output.
     """
     stack = {weight.axes[0] for weight in step.weights if is_of_experts(weight)}
-    beside = [each for each in step.weights if each.axes[0] in stack and len(each.axes) == 3]
+    beside = [each for each in step.weights if each.axes[0] in stack and not is_of_experts(each)]
     names = {axis.name for weight in beside for axis in weight.axes}
     backward = 0 if backend.merges_sums else -1
     if "mlp" not in names:

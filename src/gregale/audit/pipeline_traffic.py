@@ -1,7 +1,11 @@
 """Provides the bytes that a pipelined stack of layers sends in a step, in closed form as in `audit.traffic`."""
 
+from dataclasses import replace
+
 from haliax import NamedArray
 
+from gregale.audit.expert_traffic import sums_of_experts
+from gregale.audit.pipeline_memory import layers_of_a_stage, of_an_iteration
 from gregale.audit.step import Backend, PipelineShape, StepShape
 from gregale.audit.traffic import (
     DATA,
@@ -28,22 +32,23 @@ def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> lis
     are gathered over `data` for the window. Each iteration sends activations to the next stage.
     """
     stages, passes, iterations = step.mesh[STAGE], step.microbatches, step.microbatches * pipeline.iterations
-    layers_of_a_stage = step.layers // (pipeline.repeats * stages)
-    tokens = step.tokens * stages // pipeline.microbatches
+    one, layers = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline)
     activations = activation_bytes(step, backend) * stages // pipeline.microbatches
     handed_on = HANDED_ON * iterations
     if pipeline.drain == 1:  # not a loop: its last outputs are unused, and their cotangent is zero
         handed_on -= 2 * passes - backend.hoists_gathers
     sums = sums_of_a_layer(step, backend)
-    if layers_of_a_stage > 1 and step.remat in RECOMPUTED_SUMS and not step.norms_after:
+    if layers > 1 and step.remat in RECOMPUTED_SUMS and not step.norms_after:
         sums += 1  # the next layer is recomputed from the complete output
-    norms = head_norm_sums(step) * FLOAT32 * tokens
+    norms, times = head_norm_sums(step) * FLOAT32 * one.tokens, layers * iterations
+    of_experts = sums_of_experts(one, backend, activations, step.remat in RECOMPUTED_SUMS) if step.active else []
     return [
         *(each for weight in step.stacked() for each in _weight(step, weight, pipeline, backend)),
         Transfer("activations", "collective-permute", (STAGE,), activations, handed_on),
         Transfer("positions and segments", "all-gather", (STAGE,), EXTRAS * INTEGER * step.tokens * stages, passes),
-        Transfer("activations", "all-reduce", (MODEL,), sums * activations, layers_of_a_stage * iterations),
-        Transfer("norms over heads", "all-reduce", (MODEL,), norms, layers_of_a_stage * iterations),
+        Transfer("activations", "all-reduce", (MODEL,), sums * activations, times),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, times),
+        *(replace(each, times=times) for each in of_experts),
     ]
 
 

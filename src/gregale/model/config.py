@@ -12,7 +12,7 @@ from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Logits
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Range, above, at_least, setting, whole
+from gregale.settings import Range, above, at_least, restated, setting, whole
 
 if TYPE_CHECKING:
     from gregale.model.llama import Llama
@@ -42,6 +42,9 @@ class LlamaConfig(Sizes):
 
     splits_positions: ClassVar[bool] = True
 
+    # Only `GptOssConfig` has others.
+    sinks: ClassVar[bool] = False  # attention has sinks, see `kernels.sinks`
+    biased: ClassVar[bool] = False  # attention's output, the router and the experts have biases
     # Only `GemmaConfig` has settings for these.
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
@@ -92,6 +95,13 @@ class LlamaConfig(Sizes):
     rotary_scaling: RotaryScaling | None = setting(
         None, "for a longer context; null: none", aliases=("rope_scaling",), fixed=MEANING
     )
+    z_loss: float = setting(
+        0.0,
+        "coefficient of the squared logsumexp of the logits (PaLM)",
+        range=at_least(0),
+        aliases=("z_loss_multiplier", "z_loss_coef"),
+        by_topic=True,
+    )
     init_scale: float = setting(
         0.02, "standard deviation of the initial weights", range=at_least(0), aliases=("initializer_range", "init_std")
     )
@@ -126,11 +136,12 @@ class LlamaConfig(Sizes):
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
             active=0 if self.experts is None else self.experts.active,
             balance_terms=() if self.experts is None else self.experts.balance.terms,
+            z_loss=self.z_loss > 0,
         )
 
     @property
     def logits(self) -> Logits:
-        return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None)
+        return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None, self.z_loss)
 
     @property
     def window_of_all(self) -> int | None:
@@ -231,3 +242,25 @@ class GemmaConfig(LlamaConfig):
         aliases=("rope_local_base_freq",),
         fixed=MEANING,
     )
+
+
+@ModelConfig.register_subclass("gpt_oss")
+@dataclass(frozen=True)
+class GptOssConfig(LlamaConfig):
+    """The Llama family with the additions of gpt-oss: attention sinks, biases, and experts with clipped gates."""
+
+    sinks: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+    activation: ClassVar[str] = "clipped"
+
+    experts: ExpertsConfig | None = field(
+        default_factory=ExpertsConfig, metadata={"help": "experts in place of MLPs", "fixed": SHAPE, "by_topic": True}
+    )
+    attention_bias: bool = restated(LlamaConfig, "attention_bias", True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        mlps = {"dense_layers": self.dense_layers, "experts.shared": self.experts.shared if self.experts else 0}
+        for name, found in ({"experts": "null"} if self.experts is None else mlps).items():
+            if found:
+                raise KeyedError(name, f"is {found}", ", and a layer of type gpt_oss has experts and no other MLP.")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import haliax as hax
@@ -15,7 +14,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout
+from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout, is_named
 from gregale.errors import UserError
 from gregale.model.base import ModelConfig
 from gregale.model.compute_config import DTYPES, ComputeConfig
@@ -28,8 +27,8 @@ from gregale.model.layer_kinds import in_periods
 from gregale.model.layer_scan import LayerScan
 from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
 
-LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
-"""layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
+LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], tuple[NamedArray, Any]]
+"""layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x, sums over its rows"""
 
 Block = Callable[..., Any]
 """block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
@@ -55,7 +54,7 @@ class Execution:
     # layers of a loop's body, or before the loss, where it takes an iteration out of the loop.
     recomputes_late: bool = False
     # runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
-    stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
+    stack: Callable[[LayerFunction, NamedArray, Any, Any], tuple[NamedArray, Any]] | None = None
 
     def gathered(self, weights) -> Any:
         return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
@@ -137,6 +136,7 @@ class Execution:
         segments: jax.Array | None,
         window: int | None,
         cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Compute causal self-attention, see `Attend`; a kernel runs on each device: its rows, positions and heads.
 
@@ -144,14 +144,17 @@ class Execution:
         a pipeline's `stage` and `data`) stay split.
         """
         if not self.kernels.opaque:
-            return self.kernels.attend(q, k, v, segments, window, cap)
+            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
         query, key, ids = (
             self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
-        attend = partial(self.kernels.attend, window=window, cap=cap)
-        run = self.layout.shard_map(attend, (query, key, key, ids), query)
-        return run(q, k, v, segments)
+
+        def attend(q, k, v, segments, sinks) -> jax.Array:
+            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
+
+        run = self.layout.shard_map(attend, (query, key, key, ids, query), query)
+        return run(q, k, v, segments, sinks)
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
@@ -172,17 +175,19 @@ class Execution:
     ) -> tuple[NamedArray, Any]:
         """Run `x, out_i = block(x, weights[i], kinds[i], rows, execution, square)`; return x and the stacked outs.
 
-        A pipeline drops the outs.
+        A pipeline returns their sums over the rows: its outs are a tree of named arrays with `batch`.
 
         - `square`: the mean square of x over `embed` (float32), or None
         """
         if self.stack is not None:
 
-            def alone(x, weights, kind, rows, execution):
-                return block(x, weights, kind, rows, execution, None)[0]
+            def summed(x, weights, kind, rows, execution):
+                x, out = block(x, weights, kind, rows, execution, None)
+                return x, jax.tree.map(lambda leaf: hax.sum(leaf, BATCH), out, is_leaf=is_named)
 
-            layer, periods = in_periods(alone, weights, kinds)
-            return self.stack(layer, x, periods, rows), None
+            layer, periods, joined = in_periods(summed, weights, kinds)
+            x, sums = self.stack(layer, x, periods, rows)
+            return x, joined(sums)
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:
             if not self.kernels.hands_on_squares:

@@ -145,13 +145,18 @@ def _joined_stack(pieces: Sequence[Sequence[Any]]) -> Any:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_segments)
 
 
-def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[Callable, list[dict[str, Any]]]:
+def in_periods(
+    block: Callable, weights: Any, kinds: tuple[int, ...]
+) -> tuple[Callable, list[dict[str, Any]], Callable[[Any], Any]]:
     """Return what a pipeline runs in place of single layers: `layer`, and the stacked arrays of each index of a period.
+
+    The third result turns the stacked outs of `layer` into those of single layers, as a scan returns them.
 
     A period is the pattern of structures that repeats: all stages run the same program. For layers of one structure it
     is one layer. Raises `UserError` if the structures do not repeat.
     """
-    parts = layer_segments(labels_of(weights, (0,) * len(kinds)))
+    labels = labels_of(weights, (0,) * len(kinds))
+    parts = layer_segments(labels)
     pattern = parts[0].pattern
     if len(parts) > 1:
         shown = ", ".join(f"{part.repeats} x {[structure for structure, _ in part.pattern]}" for part in parts)
@@ -162,9 +167,12 @@ def in_periods(block: Callable, weights: Any, kinds: tuple[int, ...]) -> tuple[C
     of_places = [kinds[place :: len(pattern)] for place in range(len(pattern))]
 
     def layer(x, period, rows, execution):
+        outs = []
         for own, of_place in zip(period, of_places, strict=True):
-            x = block(x, own["weights"], own.get("kind", of_place[0]), rows, execution)
-        return x
+            x, out = block(x, own["weights"], own.get("kind", of_place[0]), rows, execution)
+            outs.append(out)
+        return x, outs
 
     stacks = zip(cut(weights, parts)[0], of_places, strict=True)
-    return layer, [{"weights": own, **kind_constants(of_place)} for own, of_place in stacks]
+    periods = [{"weights": own, **kind_constants(of_place)} for own, of_place in stacks]
+    return layer, periods, lambda outs: joined([outs], labels, parts)

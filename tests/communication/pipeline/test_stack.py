@@ -23,12 +23,16 @@ CASES = [(2, 2, 1, 1, 1), (3, 3, 2, 1, 1), (3, 9, 3, 1, 2)]
 TOLERANCE = 1e-5
 
 
-def toy_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
-    """tanh(x W + b + place) where the row's segment says so, else x: it is not linear, and extras matter."""
+def toy_layer(x: NamedArray, weights: dict, extras: dict) -> tuple[NamedArray, dict[str, NamedArray]]:
+    """tanh(x W + b + place) where the row's segment says so, else x: it is not linear, and extras matter.
+
+    Its sums over rows are those of the squares of tanh.
+    """
     hidden = hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"})
     hidden = NamedArray(checkpoint_name(hidden.array, "hidden"), hidden.axis_names)
     new = hax.tanh(hidden + weights["bias"] + 0.1 * extras["positions"])
-    return hax.where(extras["segment_ids"] > 0, new, 0.5 * x + 0.1 * new)
+    sums = {"squares": hax.sum(hax.square(new), (BATCH, "position"))}
+    return hax.where(extras["segment_ids"] > 0, new, 0.5 * x + 0.1 * new), sums
 
 
 @cache
@@ -54,15 +58,19 @@ def plain(weights, inputs, extras):
 
     def layer(x, weights):
         new = jnp.tanh(x @ weights["matrix"] + weights["bias"] + 0.1 * positions)
-        return jnp.where(segments > 0, new, 0.5 * x + 0.1 * new), None
+        return jnp.where(segments > 0, new, 0.5 * x + 0.1 * new), jnp.square(new).sum((0, 1))
 
     arrays = {name: leaf.array for name, leaf in weights.items()}
-    return NamedArray(jax.lax.scan(layer, inputs.array, arrays)[0], inputs.axis_names)
+    x, squares = jax.lax.scan(layer, inputs.array, arrays)
+    return NamedArray(x, inputs.axis_names), {"squares": NamedArray(squares, (LAYERS, "embed"))}
 
 
 def loss_of(stack):
     def loss(weights, inputs, extras, factors):
-        return jnp.sum((stack(weights, inputs, extras) * factors).array)
+        found, sums = stack(weights, inputs, extras)
+        squares = sums["squares"].rearrange((LAYERS, "embed")).array
+        by_layer = 1 + jnp.arange(squares.shape[0])[:, None]
+        return jnp.sum((found * factors).array) + 0.01 * jnp.sum(squares * by_layer)
 
     return jax.value_and_grad(loss, argnums=(0, 1))
 
@@ -111,7 +119,7 @@ def test_what_is_kept_by_name_changes_no_number():
     assert_equals_plain(found, 12, 24)
 
 
-def dropout_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
+def dropout_layer(x: NamedArray, weights: dict, extras: dict) -> tuple[NamedArray, None]:
     """x / 2 + drop(tanh(x W)), twice as large in some layers; rows draw by their keys and the layer's number."""
 
     def draw(key):
@@ -119,7 +127,7 @@ def dropout_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
 
     new = hax.tanh(hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"}))
     dropped = hax.where(NamedArray(jax.vmap(draw)(extras["keys"].array), x.axis_names), new, 0)
-    return 0.5 * x + hax.where(weights["doubled"], 2 * dropped, dropped)
+    return 0.5 * x + hax.where(weights["doubled"], 2 * dropped, dropped), None
 
 
 def test_layers_have_constants_and_rows_their_dropout_keys():
@@ -130,7 +138,7 @@ def test_layers_have_constants_and_rows_their_dropout_keys():
     extras = {"keys": NamedArray(jax.random.split(jax.random.key(0), rows), (BATCH,))}
 
     def pipelined_loss(matrix, inputs):
-        found = pipelined(dropout_layer, {"matrix": matrix, **constants}, inputs, extras, pipeline)
+        found, _ = pipelined(dropout_layer, {"matrix": matrix, **constants}, inputs, extras, pipeline)
         return jnp.sum((found * factors).array)
 
     def plain_loss(matrix, x):

@@ -49,7 +49,7 @@ def pipelined_execution(config: PipelineConfig, execution: Execution) -> Executi
     execution = replace(execution, splits_stream=False)
     inside = replace(execution, layout=pipeline.inside, weights_ready=True)
 
-    def stack(block: LayerFunction, x: NamedArray, weights: Any, rows: Any) -> NamedArray:
+    def stack(block: LayerFunction, x: NamedArray, weights: Any, rows: Any) -> tuple[NamedArray, Any]:
         return pipelined(lambda x, weights, rows: block(x, weights, rows, inside), weights, x, rows, pipeline)
 
     return replace(execution, stack=stack)

@@ -92,6 +92,15 @@ class Schedule:
         n = iteration - self.forwarding * stage
         return Item(n % self.microbatches, n // self.microbatches) if 0 <= n < self.items else None
 
+    @property
+    def uses(self) -> np.ndarray:
+        """Return whether a stage uses a repeat's weights in an iteration for one of its items: [iteration, repeat,
+        stage].
+        """
+        n = self.item_numbers(np.arange(self.iterations)[:, None])
+        used = (n >= 0) & (n < self.items)
+        return used[:, None] & (n[:, None] // self.microbatches == np.arange(self.repeats)[:, None])
+
     def item_numbers(self, iteration):
         """Return n = t - F s of every stage, [stage]; `iteration` may be traced. Stages with n < 0 or n >= `items`
         idle.

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named
@@ -48,16 +50,21 @@ class Pipeline:
         return self.layout.inside(STAGE).inside(DATA)
 
 
-def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pipeline: Pipeline) -> NamedArray:
-    """Return the output of the last layer, `x = layer(x, weights[i], extras)` for every i along `layers`.
+def pipelined(
+    layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pipeline: Pipeline
+) -> tuple[NamedArray, Tree]:
+    """Return the output of the last layer, and the layers' sums over all rows, [layers, ...].
+
+        x, sums[i] = layer(x, weights[i], extras)   for every i along `layers`
 
     In each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
     pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
     never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
     Raises `UserError` if the schedule does not divide the layers or the rows.
 
-    - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
-      microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
+    - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x, sums; it runs on one device's rows of a
+      microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values. The sums are
+      a tree of named arrays, float32, each a sum over these rows
     - `weights`: named arrays with an axis `layers`, in the plain order of the model; buffers, and those that are not
       floats (a layer's number, its window), are constants of their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
@@ -77,9 +84,10 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     weights, constants = eqx.partition(weights, _is_trained, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
     fixed = Fixed(layout.constrain(extras, layout.compute), layout.constrain(_grouped(constants, schedule), {}))
     io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
-    out = run(_by_stage(weights, pipeline), io, fixed)
+    out, sums = run(_by_stage(weights, pipeline), io, fixed)
     whole = NamedArray(jnp.moveaxis(out, 2, 0).reshape(inputs.array.shape), inputs.axis_names)
-    return pipeline.layout.constrain(whole, pipeline.layout.compute)
+    sums = jax.tree.map(lambda leaf: leaf.flatten_axes((REPEAT, STAGE, LAYER), LAYERS), sums, is_leaf=is_named)
+    return pipeline.layout.constrain((whole, sums), pipeline.layout.compute)
 
 
 @dataclass(frozen=True)
@@ -91,34 +99,36 @@ class _Run:
     window: Window
     names: tuple[str, ...]
 
-    def __call__(self, weights: Tree, io: jax.Array, fixed: Fixed) -> jax.Array:
+    def __call__(self, weights: Tree, io: jax.Array, fixed: Fixed) -> tuple[jax.Array, Tree]:
         run = jax.custom_vjp(lambda weights, io, fixed: self.forward(weights, io, fixed)[0])
         run.defvjp(self.forward, self.backward)
         return run(weights, io, fixed)
 
     def forward(self, weights: Tree, io: jax.Array, fixed: Fixed):
-        """Return outputs [stage, M / S, data, batch, ...], and the residuals for `backward`."""
+        """Return outputs [stage, M / S, data, batch, ...] and sums [repeat, stage, layer, ...], and the residuals."""
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
         ready = window.ready(weights)
 
         def iteration(slots: Slots, loop: Loop, t: jax.Array):
             x = self._named(stage_inputs(loop, t, schedule))
-            y, kept = self.stages.forward(window.used(slots, t), x, fixed, t)
-            return advanced(loop, y.array, t, schedule), (x, kept)
+            y, sums, kept = self.stages.forward(window.used(slots, t), x, fixed, t)
+            return advanced(loop, y.array, t, schedule), ((x, kept), sums)
 
         def repeat(carry, r: jax.Array):
             now, loop = carry
             slots = Slots(now, window.filled(ready, r))
-            loop, kept = jax.lax.scan(partial(iteration, slots), loop, r * M + jnp.arange(M))
-            return (slots.next, loop), kept
+            loop, outs = jax.lax.scan(partial(iteration, slots), loop, r * M + jnp.arange(M))
+            return (slots.next, loop), outs
 
         start = (window.empty(ready), started(io, schedule))
-        (last, loop), kept = jax.lax.scan(repeat, start, jnp.arange(R))
-        loop, kept_in_drain = jax.lax.scan(partial(iteration, Slots(last, last)), loop, self._drain())
-        return finished(loop, schedule), (ready, fixed, last, kept, kept_in_drain)
+        (last, loop), (kept, sums) = jax.lax.scan(repeat, start, jnp.arange(R))
+        drain = jax.lax.scan(partial(iteration, Slots(last, last)), loop, self._drain())
+        loop, (kept_in_drain, sums_in_drain) = drain
+        sums = jax.tree.map(self._summed, sums, sums_in_drain, is_leaf=is_named)
+        return (finished(loop, schedule), sums), (ready, fixed, last, kept, kept_in_drain)
 
-    def backward(self, residuals, ct_outputs: jax.Array):
+    def backward(self, residuals, cts: tuple[jax.Array, Tree]):
         """Return cotangents of the weights and the inputs; fixed values have none.
 
         In reverse, the use of repeat r's weights as `now` ends with repeat r + 1; they leave as `next` of repeat r. So
@@ -127,12 +137,14 @@ class _Run:
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
         ready, fixed, last, kept, kept_in_drain = residuals
+        ct_outputs, ct_sums = cts
 
         def iteration(slots: Slots, carry, at):
             (ct_loop, sums), (t, (x, kept)) = carry, at
             ct_loop, ct_y = advanced_transpose(ct_loop, t, schedule)
             used = window.used(slots, t)
-            ct_weights, ct_x = self.stages.backward(used, x, fixed, t, kept, self._named(ct_y))
+            cts = self._named(ct_y), jax.tree.map(partial(self._summed_transpose, t), ct_sums, is_leaf=is_named)
+            ct_weights, ct_x = self.stages.backward(used, x, fixed, t, kept, cts)
             ct_loop = stage_inputs_transpose(ct_loop, ct_x.array, t, schedule)
             sums = window.added(sums, window.reduced("per_iteration", ct_weights), t)
             return (ct_loop, sums), None
@@ -153,6 +165,22 @@ class _Run:
         (_, _, ct_loop), ct_weights = jax.lax.scan(repeat, start, (jnp.arange(R), kept), reverse=True)
         ct_weights = window.reduced("once", with_repeats(ct_weights))
         return jax.tree.map(lambda ct: ct.astype(window.dtype), ct_weights), ct_loop.io, None
+
+    def _summed(self, found: NamedArray, in_drain: NamedArray) -> NamedArray:
+        """Return the sums of all microbatches and devices, [repeat, stage, layer, ...].
+
+        - `found`: [repeat, M, stage, data, layer, ...], of every iteration; `in_drain`: [iteration, stage, ...]
+        """
+        whole = jnp.concatenate([found.array.reshape(-1, *found.array.shape[2:]), in_drain.array])
+        of_devices = jnp.einsum("trs,tsd...->rsd...", self.schedule.uses.astype(np.float32), whole)
+        names = (REPEAT, STAGE, DATA, *in_drain.axis_names[2:])
+        layout = self.stages.layout
+        return hax.sum(layout.constrain(NamedArray(of_devices, names), layout.compute), DATA)
+
+    def _summed_transpose(self, t: jax.Array, ct: NamedArray) -> NamedArray:
+        """Return the cotangent of iteration t's sums on each device, [stage, layer, ...]; 0 for stages that idle."""
+        used = jnp.asarray(self.schedule.uses, jnp.float32)[t]
+        return NamedArray(jnp.einsum("rs,rs...->s...", used, ct.array), ct.axis_names[1:])
 
     def _drain(self) -> jax.Array:
         return jnp.arange(self.schedule.items, self.schedule.iterations)

@@ -14,8 +14,8 @@ from haliax import NamedArray
 from gregale.axes.layout import Layout, Tree, is_named, vmap_over
 from gregale.communication.pipeline.schedule import Schedule
 
-Layer = Callable[[NamedArray, Tree, Tree], NamedArray]
-"""layer(x [batch, ...], weights of one layer, extras [batch, ...]) -> x"""
+Layer = Callable[[NamedArray, Tree, Tree], tuple[NamedArray, Tree]]
+"""layer(x [batch, ...], weights of one layer, extras [batch, ...]) -> x, and sums over its rows, float32"""
 
 REPEAT, STAGE, LAYER = "repeat", "stage", "layer"
 DATA = "data"  # the devices that share a replica's rows, as an axis of the arrays
@@ -48,44 +48,49 @@ class Stages:
     layout: Layout  # see `loop_layout`
     saved: tuple[str, ...]  # names of the values that the forward pass keeps for the backward pass
 
-    def forward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array) -> tuple[NamedArray, list[jax.Array]]:
-        """Return the outputs of all stages, and the values kept by name for `backward`.
+    def forward(
+        self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array
+    ) -> tuple[NamedArray, Tree, list[jax.Array]]:
+        """Return the outputs of all stages, their layers' sums [stage, data, layer, ...], and the values kept by name.
 
         - `weights`: gathered, [stage, layer, ...]
         - `x`: [stage, data, batch, ...]
         """
 
         def one(weights, x, fixed):
-            y, pullback = jax.vjp(self._stage(), weights, x, fixed)
-            return y, pullback.opaque_residuals
+            (y, sums), pullback = jax.vjp(self._stage(), weights, x, fixed)
+            return y, sums, pullback.opaque_residuals
 
-        y, kept = self._everywhere(one)(weights, x, self._at(fixed, t))
-        return self.layout.constrain(y, self.layout.compute), kept
+        y, sums, kept = self._everywhere(one)(weights, x, self._at(fixed, t))
+        return self.layout.constrain(y, self.layout.compute), self.layout.constrain(sums, self.layout.compute), kept
 
-    def backward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array, kept: list[jax.Array], ct: NamedArray):
-        """Return cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`), from that of the outputs.
+    def backward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array, kept: list[jax.Array], cts: tuple):
+        """Return cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`).
+
+        - `cts`: those of the outputs, and of the sums [stage, layer, ...]
 
         Each device's addend of the weights' gradient stays separate: nothing is summed over `data`.
         """
 
-        def one(weights, x, fixed, kept, ct):
+        def one(weights, x, fixed, kept, cts):
             # The forward pass in this trace is dead code except for values that are not kept.
             _, pullback = jax.vjp(self._stage(), weights, x, fixed)
             pullback.opaque_residuals = kept
-            ct_weights, ct_x, _ = pullback(ct)
+            ct_weights, ct_x, _ = pullback(cts)
             return jax.tree.map(lambda g: g.astype(jnp.float32), ct_weights), ct_x
 
-        ct_weights, ct_x = self._everywhere(one)(weights, x, self._at(fixed, t), kept, ct)
+        ct_weights, ct_x = self._everywhere(one)(weights, x, self._at(fixed, t), kept, cts)
         return self.layout.constrain(ct_weights, self.layout.compute), self.layout.constrain(ct_x, self.layout.compute)
 
     def _stage(self) -> Callable:
         """Return all layers of a stage for one repeat; only its arguments and the `saved` values are kept."""
 
-        def stage(weights: Tree, x: NamedArray, fixed: Fixed) -> NamedArray:
+        def stage(weights: Tree, x: NamedArray, fixed: Fixed) -> tuple[NamedArray, Tree]:
             def layer(x, weights):
-                return self.layer(x, weights, fixed.extras).rearrange(x.axes)
+                y, sums = self.layer(x, weights, fixed.extras)
+                return y.rearrange(x.axes), sums
 
-            return hax.fold(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_named))
+            return hax.scan(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_named))
 
         policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
         return jax.checkpoint(stage, policy=policy, prevent_cse=False)

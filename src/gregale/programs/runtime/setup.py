@@ -11,7 +11,8 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, POSITION, Layout
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
+from gregale.axes.mapping import EXCHANGED
 from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
@@ -24,12 +25,13 @@ from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
+from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.training.compiler_options import check_compiler_options, compiler_options
-from gregale.training.state import TrainState, abstract_state, initial_state
+from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
@@ -65,6 +67,12 @@ class Setup:
         """Return the state before the first step; each device makes its shards."""
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
+
+    def new_spikes(self, step: int) -> Any:
+        """Return an empty window of spikes for the method that makes the step after `step` steps; None: it has none."""
+        method = self.method_after(step)
+        shardings = state_shardings(method, abstract_state(method, self.model)).spikes
+        return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()
 
     def state_from(self, model) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated."""
@@ -164,6 +172,29 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Raises `UserError` for values that contradict one another.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if not config.mapping.leaves_experts_open:
+        return _placed(config, tokens, mesh)
+    gathered, exchanged = in_places(config, tokens, mesh)
+    exchanges = choice_of(gathered, exchanged).exchanges
+    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+
+
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
+
+    def one(place: str | None) -> Setup:
+        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
+        return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
+
+    gathered = one(None)
+    try:
+        return gathered, one(EXCHANGED)
+    except UserError as error:
+        return gathered, error
+
+
+def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+    """Return the setup of a configuration that says where experts lie."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
@@ -230,10 +261,10 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     """Return the PSDP method of a configuration on a layout, the full layout or that of one replica."""
     run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
-        if config.model.experts is not None:
+        if layout.mesh_axes((EXPERTS,), layout.compute):
             raise UserError(
-                "pipeline: model.experts needs sums of each layer for its balance and its loads, and its stages do not "
-                "carry them. Remove pipeline and mesh.stage: experts' weights are split over mesh.data and mesh.model."
+                "pipeline: mapping.compute.experts splits the experts, and a stage has the experts of its layers "
+                "gathered. Remove mapping.compute.experts, or pipeline and mesh.stage."
             )
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
@@ -249,6 +280,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
+        spikes=config.skip_spikes,
         update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )

@@ -56,6 +56,8 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
         )
     state = converted(setup, restored.tree, restored.step, saved_by(saved, restored.metadata))
+    if state.spikes is None:
+        state = state._replace(spikes=setup.new_spikes(restored.step))
     counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
     return Start(state, restored.step, *counted)
 
