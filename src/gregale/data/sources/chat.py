@@ -8,13 +8,13 @@ from typing import Any
 
 from gregale.data.chat.conversation import ALL, ASSISTANT, LOSS_ON, Conversation
 from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, Malformed, Row
-from gregale.data.sources.base import BadDocument, Document, SourceConfig, encodable
+from gregale.data.sources.base import FIT, BadDocument, Document, SourceConfig, encodable
 from gregale.data.sources.csv import CsvRecords, invalid_byte
 from gregale.data.sources.huggingface import HuggingFaceRows
 from gregale.data.sources.jsonl import JsonLines
 from gregale.data.sources.parquet import ParquetRows
 from gregale.errors import KeyedError
-from gregale.settings import Settings, setting
+from gregale.settings import Settings, restated, setting
 
 OPTIONAL = ("tools", "documents")  # what a template gets beside the messages
 
@@ -24,7 +24,7 @@ class ChatRows(Settings):
     """Rows with a conversation each.
 
     The loss is on the tokens of the assistant's messages (`assistant`), of the last of them, of those after the user's
-    last message (`completion`), or on all tokens.
+    last message (`completion`), or on all tokens. Rows have whole conversations by default.
     """
 
     has_conversations = True
@@ -32,6 +32,7 @@ class ChatRows(Settings):
     form: str = setting(MESSAGES, "columns that rows have", choices=tuple(FORMS), by_topic=True)
     columns: dict[str, str] = setting(dict, "names in these files, as {messages: chat, content: text}", by_topic=True)
     loss_on: str = setting(ASSISTANT, "messages that the loss is on", choices=LOSS_ON, by_topic=True)
+    packing: str = restated(SourceConfig, "packing", FIT)
     date: str = setting("2025-01-01", "today, for templates that write it: YYYY-MM-DD", by_topic=True)
 
     def __post_init__(self):
