@@ -24,15 +24,15 @@ class ChatRows(Settings):
     """Rows with a conversation each.
 
     The loss is on the tokens of the assistant's messages (`assistant`), of the last of them, of those after the user's
-    last message (`completion`), or on all tokens. Rows have whole conversations by default.
+    last message (`completion`), or on all tokens.
     """
 
     has_conversations = True
 
+    packing: str = restated(SourceConfig, "packing", FIT)
     form: str = setting(MESSAGES, "columns that rows have", choices=tuple(FORMS), by_topic=True)
     columns: dict[str, str] = setting(dict, "names in these files, as {messages: chat, content: text}", by_topic=True)
     loss_on: str = setting(ASSISTANT, "messages that the loss is on", choices=LOSS_ON, by_topic=True)
-    packing: str = restated(SourceConfig, "packing", FIT)
     date: str = setting("2025-01-01", "today, for templates that write it: YYYY-MM-DD", by_topic=True)
 
     def __post_init__(self):
