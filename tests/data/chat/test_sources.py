@@ -109,8 +109,9 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         file = write_lines(tmp_path / f"{number}", [{"messages": TALK}] * 40 + [row])
         (note,) = (line for line in prepare(data(file, tmp_path), 8, 0).notes if said in line)
         assert f"{file}, line 41: " in note
+        source = ChatSource(files=(file,), packing="concat")
         with pytest.raises(UserError, match="line 41"):
-            prepare(DataConfig({"x": ChatSource(files=(file,))}, cache=f"{tmp_path}/c", workers=1), 8, 0)
+            prepare(DataConfig({"x": source}, cache=f"{tmp_path}/c", workers=1), 8, 0)
     for role, said in (("cat", "`from` is 'cat', and none of human, user, gpt"), (["user"], "`from` is list")):
         file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
         with pytest.raises(UserError, match=said):
