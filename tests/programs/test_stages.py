@@ -15,25 +15,17 @@ from gregale.programs.train.steps import MeshSteps
 from gregale.storage.jsonl_reader import read_entries
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
 
-# At 4 a further source; at 7 a larger batch of longer rows, which devices share; at 10 another method.
+MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
 YARN = "{rotary_scaling: {type: yarn, factor: 2, original_context: 32}}"
-SIZES = {"mesh": "{context: 2, model: 1}", "batch": "{size: 16, sequence_length: 64}"}
-CHANGES = {
-    4: {"data.sources.more": "{type: text, files: ['text/[0-3].txt'], weight: 3}"},
-    7: {**SIZES, "model": YARN, "compute": "{remat: full}"},
-    10: {"sync": "{type: diloco, period: 2}"},
-}
+LONGER = f"mesh: {{context: 2, model: 1}}, batch: {{size: 16, sequence_length: 64}}, model: {YARN}"
+# A further source; then a larger batch of longer rows, which devices share; then another method.
+CHANGES = {4: f"data: {{sources: {{more: {MORE}}}}}", 7: f"{LONGER}, compute: {{remat: full}}", 10: f"sync: {DILOCO}"}
 STOPPED = 128 + 15
 
 
 def stages(*steps: int) -> str:
     """The changes of some steps, or of all, as the value of `stages` on the command line."""
-    found = []
-    for step in steps or CHANGES:
-        each = CHANGES[step].items()
-        nested = ", ".join(f"{': {'.join(key.split('.'))}: {text}{'}' * key.count('.')}" for key, text in each)
-        found.append(f"{{from: {step}, {nested}}}")
-    return f"[{', '.join(found)}]"
+    return f"[{', '.join(f'{{from: {step}, {CHANGES[step]}}}' for step in steps or CHANGES)}]"
 
 
 @pytest.fixture
@@ -57,11 +49,11 @@ def staged(train, inputs) -> Path:
 
 def test_it_equals_resuming_by_hand(train, staged, inputs):
     """Only a stage can change the length of rows: it is added when the run is there."""
+    by_hand = {4: ["--data.sources.more", MORE], 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
     arguments: list[str] = []
-    for step, changes in CHANGES.items():
+    for step, changes in by_hand.items():
         assert train("hand", *arguments, stop=step) == STOPPED
-        by_hand = changes if step != 7 else {"stages": stages(7)}
-        arguments += [word for key, text in by_hand.items() for word in (f"--{key}", text)]
+        arguments += changes
     assert train("hand", *arguments) == 0
     hand = inputs / "runs" / "hand"
     assert losses(staged) == losses(hand)
@@ -116,9 +108,11 @@ def test_later_stages_may_change_and_what_was_used_may_not(train, staged, refuse
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_the_run_begins(refused, inputs):
-    assert "stages.0: mesh: " in refused(
-        "train", "tiny.yaml", "--name", "never", "--stages", "[{from: 4, mesh: {data: 3}}]"
-    )
+    """Its mesh; and rows of another length, for which the only document would hold out another end."""
+    train = ["train", "tiny.yaml", "--name", "never", "--data.sources.words.files", "text/0.txt", "--stages"]
+    assert "stages.0: mesh: " in refused(*train, "[{from: 4, mesh: {data: 3}}]")
+    line = refused(*train, "[{from: 4, batch: {sequence_length: 16}}]")
+    assert "stages.0: batch.sequence_length: data.sources.words has few documents" in line
     assert not (inputs / "runs" / "never").exists()
 
 

@@ -46,8 +46,7 @@ REFUSED = {  # stage, message, and changes of the run
     "no from": ({"batch": {"size": 2}}, r"stages\.0\.from is missing; a stage begins after a number of steps", {}),
     "at the begin": ({"from": 0}, r"stages\.0\.from is 0, step 0; it has to be after step 0", {}),
     "at the end": ({"from": 100}, r"stages\.0\.from is 100, step 100; .* before step 100, the end of the run", {}),
-    "the name": ({"from": 5, "name": "b"}, rf"stages\.0\.name {WHOLE}", {}),
-    "the length": ({"from": 5, "steps": 7}, rf"stages\.0\.steps {WHOLE}", {}),
+    "of the run": ({"from": 5, "steps": 7}, rf"stages\.0\.steps {WHOLE}", {}),
     "the seed": ({"from": 5, "seed": 1}, rf"{NEVER}seed 0 -> 1 \(it orders", {}),
     "the shape": (
         {"from": 5, "model": {"layers": 3}},
