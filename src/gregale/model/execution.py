@@ -26,6 +26,7 @@ from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import in_periods
 from gregale.model.layer_scan import LayerScan
+from gregale.model.lora import Lora
 from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], tuple[NamedArray, Any]]
@@ -111,7 +112,10 @@ class Execution:
         return named(self.stream(self.placed(x)), PART + name)
 
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
-        """Return the product of a linear layer, and its bias, by `compute.matmul`."""
+        """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
+        if isinstance(layer, Lora):
+            inner = self.placed(self.kernels.project(layer.lora_a, x) * layer.scale)
+            return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
         product = quantised_product(self._quantisation(), x, layer.weight)
@@ -119,7 +123,9 @@ class Execution:
 
     def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
         """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
-        if self.matmul != "int8" or activation != "silu" or any(layer.bias is not None for layer in layers):
+        if self.matmul != "int8" or activation != "silu":
+            return None
+        if any(layer.bias is not None or isinstance(layer, Lora) for layer in layers):
             return None
         return quantised_mlp(self._quantisation(), x, tuple(layer.weight for layer in layers))
 

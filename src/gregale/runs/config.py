@@ -11,6 +11,7 @@ from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
+from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
@@ -133,6 +134,9 @@ class TrainConfig(Settings):
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
+    adapter: AdapterConfig | None = setting(
+        None, "small weights to train beside those of start_from, which are frozen; null: none", fixed=SHAPE
+    )
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
     data: DataConfig = setting(DataConfig(), "the data to train on")
@@ -179,12 +183,23 @@ class TrainConfig(Settings):
                 f"; it names a directory, so it has at most {MAX_NAME_BYTES}.",
             )
         check_each_once(self.trackers)
+        if self.adapter is not None:
+            self._check_adapter()
         self._check_evaluation()
 
     @property
     def evaluates(self) -> bool:
         """Whether there is text or a task to evaluate on."""
         return self.data.evaluates or bool(self.evaluation.tasks)
+
+    def _check_adapter(self) -> None:
+        """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""
+        if self.start_from is None:
+            raise UserError(
+                "adapter needs a model to adapt: set start_from to a run, or to a folder of `gregale import`."
+            )
+        if self.pipeline is not None:
+            raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
 
     def _check_evaluation(self) -> None:
         """Raise `UserError` if an evaluation lacks text."""

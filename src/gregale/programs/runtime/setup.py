@@ -11,16 +11,18 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout, is_named
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import buffers_of, parameter_count
+from gregale.axes.parameters import buffers_of, frozen_of, holding, parameter_count
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.compute_config import CompilerOptions
+from gregale.model.adapter_config import LoraConfig
+from gregale.model.adapters import adapted
+from gregale.model.compute_config import DTYPES, CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
@@ -67,11 +69,21 @@ class Setup:
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
     def state_from(self, model) -> TrainState:
-        """Return the state before the first step of a run that starts from a model; the model's arrays are donated."""
-        return initial_state(self.method_after(0), identity, self.compiler_options, model)
+        """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
+
+        With an adapter, the model has the dtypes of frozen weights.
+        """
+        config, key = self.config, jax.random.key(self.config.seed)
+        make = identity if config.adapter is None else lambda model: with_adapters(config, model, key)
+        return initial_state(self.method_after(0), make, self.compiler_options, model)
 
     def init_model(self, key):
-        return self.config.model.init(self.Vocab, key)
+        return initial_model(self.config, self.Vocab, key)
+
+    @cached_property
+    def base(self) -> Any:
+        """Return the abstract model without adapters."""
+        return jax.eval_shape(partial(self.config.model.init, self.Vocab), jax.random.key(0))
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)
@@ -168,7 +180,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
     with plugin_errors(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
-        model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
+        model = jax.eval_shape(partial(initial_model, config, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
     if buffers_of(model) is not None and not hasattr(model, "update_buffers"):
@@ -180,6 +192,21 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
+
+
+def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model before the first step; with an adapter, frozen weights are marked, in the compute dtype."""
+    if config.adapter is None:
+        return config.model.init(Vocab, key)
+    model = with_adapters(config, config.model.init(Vocab, key), key)
+    dtype = DTYPES[config.compute.dtype]
+    return holding(model, jax.tree.map(lambda weight: weight.astype(dtype), frozen_of(model), is_leaf=is_named))
+
+
+def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
+    """Return a model with new adapters, and with marks on its own weights."""
+    assert isinstance(config.adapter, LoraConfig)
+    return adapted(model, config.adapter, jax.random.fold_in(key, 1))
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
@@ -261,6 +288,7 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     loop over them.
     """
     joined = config.sync.separate_axis(layout) is None and config.islands.lighthouse is None
+    joined = joined and config.adapter is None  # adapters are small
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 import jax
 
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import parameter_count
+from gregale.axes.parameters import frozen_of, parameter_count
 from gregale.checkpoint.multihost import agreed, by_first_process, first_message
 from gregale.checkpoint.retention import committed_steps
 from gregale.checkpoint.store import Checkpoints
@@ -289,11 +289,18 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
     validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
-        f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
+        f"{config.name}: {counted(setup)} on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
         f"{f'; compiler options: {options}' if options else ''}"
     )
+
+
+def counted(setup: Setup) -> str:
+    """Return the number of parameters, and of frozen ones beside them."""
+    text, frozen = f"{parameter_count(setup.model):,} parameters", frozen_of(setup.model)
+    count = sum(leaf.size for leaf in jax.tree.leaves(frozen))
+    return f"{text} of adapters, {count:,} frozen ones," if count else text
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:

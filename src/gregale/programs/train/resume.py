@@ -12,9 +12,17 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
+from gregale.model.compute_config import DTYPES
 from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, recorded, saved_by
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import find_run, restored_model
+from gregale.programs.runtime.trained_model import (
+    Base,
+    as_here,
+    base_model,
+    find_run,
+    frozen_weights,
+    restored_model,
+)
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
@@ -30,6 +38,7 @@ class Start(NamedTuple):
     step: int  # steps done
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
+    base: Base | None = None  # the origin of frozen weights, for the checkpoints
 
 
 def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus) -> Start:
@@ -48,16 +57,22 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
     )
     if restored is None:
-        starts = setup.config.start_from is not None
-        return Start(started_state(setup, corpus.tokenizer) if starts else setup.initial_state(), 0, 0, 0)
+        if setup.config.start_from is None:
+            return Start(setup.initial_state(), 0, 0, 0)
+        base = None if setup.config.adapter is None else Base.of(setup.config)
+        return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, base)
     if recorded(restored.metadata, "data") != corpus.fingerprint:
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
         )
-    state = converted(setup, restored.tree, restored.step, saved_by(saved, restored.metadata))
+    state, base = restored.tree, None
+    if setup.config.adapter is not None:
+        base = Base.of(setup.config, recorded(restored.metadata, "base"))
+        state = state._replace(frozen=frozen_weights(setup, base))
+    state = converted(setup, state, restored.step, saved_by(saved, restored.metadata))
     counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, restored.step, *counted)
+    return Start(state, restored.step, *counted, base)
 
 
 def converted(setup: Setup, state: TrainState, step: int, method: Method) -> TrainState:
@@ -77,12 +92,12 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
 
 
 def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainState:
-    shardings = state_shardings(method, abstract_state(method, setup.model))
+    shardings = state_shardings(method, abstract_state(method, setup.model)._replace(frozen=None))
     options = setup.compiler_options
     move = jax.jit(
         lambda inner: new_train_state(method, change(inner), 0), out_shardings=shardings, compiler_options=options
     )
-    return move(state.method)._replace(step=state.step)
+    return move(state.method)._replace(step=state.step, frozen=state.frozen)
 
 
 def origin_of(config: TrainConfig) -> RunDirectory:
@@ -116,8 +131,12 @@ def origin_of(config: TrainConfig) -> RunDirectory:
     return origin
 
 
-def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
+def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) -> TrainState:
     """Return the state before the first step, with the parameters of the newest checkpoint of `start_from`.
+
+    Adapters that it has are merged into its weights.
+
+    - `base`: the weights to freeze, in a run with adapters
 
     Raises `UserError` if the tokenizers differ.
     """
@@ -129,8 +148,11 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "
             f"`data.tokenizer` of {origin.config}."
         )
-    own = {name: getattr(config, name) for name in ("model", "mesh", "pipeline", "batch", "compute", "evaluation")}
-    here = replace(theirs, **own)
+    if base is not None:
+        return setup.state_from(base_model(setup, base, DTYPES[config.compute.dtype]))
+    if theirs.adapter is not None:
+        return setup.state_from(base_model(setup, Base.of(config)))
+    here = as_here(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
 

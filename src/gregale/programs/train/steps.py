@@ -10,6 +10,7 @@ from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import Observers
 from gregale.training.state import StepReport, TrainState
@@ -25,6 +26,7 @@ class Steps(ABC):
     - `compiled`: the step before which the step's program was new, so that the next step compiles it
     - `stop`: the requests of signals and of callbacks to end the run
     - `stop_reason`: the reason of the callback that ended the run; None if none did
+    - `base`: the origin of frozen weights; None if there are none
     """
 
     state: TrainState
@@ -33,6 +35,7 @@ class Steps(ABC):
     compiled: int
     stop: StopRequest
     stop_reason: str | None = None
+    base: Base | None = None
 
     @property
     @abstractmethod
@@ -76,7 +79,7 @@ class MeshSteps(Steps):
     def __init__(self, setup: Setup, corpus: Corpus, start: Start, stop: StopRequest, observers: Observers):
         self._setup, self.stop, self._observers = setup, stop, observers
         self._batches = GlobalBatches(corpus.train, setup.batch_axes, setup.layout, start.examples)
-        self.state, self.step = start.state, start.step
+        self.state, self.step, self.base = start.state, start.step, start.base
         self._use(setup.method_after(start.step))
 
     def _use(self, method: Method) -> None:
