@@ -29,6 +29,7 @@ from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import (
+    ADAPTER,
     BESIDE,
     CONFIG,
     GENERATION,
@@ -39,6 +40,7 @@ from gregale.huggingface.folder import (
     tensors_of,
     write_json,
 )
+from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_settings, adapter_slots
 from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
 from gregale.huggingface.writing import (
@@ -51,6 +53,7 @@ from gregale.huggingface.writing import (
     slots_by_name,
     write_index,
 )
+from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import Setup
@@ -77,6 +80,7 @@ class ExportOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
     dtype: str | None = setting(
         None,
         "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
@@ -140,25 +144,34 @@ def main(options: ExportOptions) -> int:
     """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
+    if options.adapter and config.adapter is None:
+        raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
-        check_family(setup.model)
+        check_family(setup.base)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         family = family_that_has(model, imported.config.get("model_type"))
         rows = model.vocabulary or tokenizer.vocabulary_size
-        slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
-        dtypes = dtypes_of(slots, options.dtype, imported)
+        slots = [slot.cut_to(rows) for slot in slots_of(setup.base, family)]
+        if options.adapter:
+            slots = adapter_slots(slots, setup.model)
+        asked = options.dtype or ("float32" if options.adapter else None)
+        dtypes = dtypes_of(slots, asked, imported)
         sizes = bytes_of(slots, dtypes)
-        files = files_for(sizes, options.shard_gigabytes, imported)
+        files = {ADAPTER_WEIGHTS: list(sizes)} if options.adapter else None
+        files = files or files_for(sizes, options.shard_gigabytes, imported)
         found = stack.enter_context(opened(run, setup, options.step))
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
         write_tensors(folder, files, slots, found, setup.layout, dtypes)
         exported = Exported(
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
-        by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
+        if options.adapter:
+            by_first(lambda: write_adapter_settings(folder, exported, slots, found.metadata["base"]["origin"]), None)
+        else:
+            by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:
             by_first(lambda: write_index(folder, files, sizes, imported.index.get("metadata", {})), None)
     if jax.process_index() == 0:
@@ -302,11 +315,18 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     (folder / "README.md").write_text(model_card(exported, metrics), encoding="utf-8")
 
 
+def write_adapter_settings(folder: Path, exported: Exported, slots: list[Slot], base: str) -> None:
+    """Write adapter_config.json; `base`: the run, or the imported model, that the adapters are for."""
+    config = exported.setup.config
+    assert isinstance(config.adapter, LoraConfig)
+    write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))
+
+
 def model_card(exported: Exported, metrics: Figures) -> str:
     """Return README.md: the hub's header, and a table of facts; `metrics`: of the run."""
     config, step = exported.run.read_config(), exported.step
     facts = {
-        "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
+        "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.base):,} parameters in "
         f"{exported.dtype}",
         "trained by": f"Gregale {gregale.__version__}",
     }

@@ -44,7 +44,7 @@ def checkpoint_metadata(
     }
 
 
-def recorded(metadata: dict, key: str):
+def recorded(metadata: Mapping[str, Any], key: str):
     """Return an entry of a checkpoint's metadata; raise `UserError` if another version wrote it without this entry."""
     if key not in metadata:
         raise UserError(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout, is_named
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import buffers_of, frozen_of, holding, parameter_count
+from gregale.axes.parameters import buffers_of, frozen_of, holding, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, plugin_errors
@@ -56,6 +56,11 @@ class Setup:
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
 
     @property
+    def tokens(self) -> int:
+        """Return a vocabulary size that `set_up` pads to this setup's."""
+        return self.config.model.vocabulary or self.Vocab.size
+
+    @property
     def parts(self) -> MethodContext:
         """Return the context from which this configuration builds its method and methods for comparison."""
         return parts_of(self.config, self.model, self.layout, self.callbacks)
@@ -68,14 +73,19 @@ class Setup:
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
-    def state_from(self, model) -> TrainState:
+    def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
 
         With an adapter, the model has the dtypes of frozen weights.
+
+        - `adapters`: those to continue, in the structure of the parameters; None: new ones
         """
         config, key = self.config, jax.random.key(self.config.seed)
-        make = identity if config.adapter is None else lambda model: with_adapters(config, model, key)
-        return initial_state(self.method_after(0), make, self.compiler_options, model)
+
+        def make(model, adapters):
+            return model if config.adapter is None else with_arrays(with_adapters(config, model, key), adapters)
+
+        return initial_state(self.method_after(0), make, self.compiler_options, model, adapters)
 
     def init_model(self, key):
         return initial_model(self.config, self.Vocab, key)

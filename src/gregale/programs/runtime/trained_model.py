@@ -147,6 +147,7 @@ class Opened:
 
     step: int  # the checkpoint's step; 0 for an imported model
     read: Callable[[str], NamedArray]  # returns a parameter by its path, on the mesh of the setup
+    metadata: Mapping[str, Any]  # of the checkpoint
 
 
 @contextmanager
@@ -159,7 +160,7 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
     """
     if run.is_imported:
         refuse_step(run, step)
-        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.base, setup.layout))
+        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.base, setup.layout), {})
         return
     with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints, ExitStack() as stack:
         found = checkpoints.sound_step() if step is None else step
@@ -167,12 +168,11 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
             raise no_checkpoint(run, setup)
         if step is not None:
             checkpoints.check(step)
-        own = partial(_read, checkpoints, setup, found)
-        if setup.config.adapter is None:
-            yield Opened(found, own)
-            return
-        base = Base.of(setup.config, recorded(checkpoints.metadata(found), "base"))
-        yield Opened(found, merging(setup, own, stack.enter_context(base.opened(setup)).read))
+        read, metadata = partial(_read, checkpoints, setup, found), checkpoints.metadata(found)
+        if setup.config.adapter is not None:
+            base = Base.of(setup.config, recorded(metadata, "base"))
+            read = merging(setup, read, stack.enter_context(base.opened(setup)).read)
+        yield Opened(found, read, metadata)
 
 
 def merging(
@@ -241,8 +241,9 @@ class Base:
 
         Raises `UserError` if there is no such model, or if it has changed.
         """
-        assert config.start_from is not None
-        text = by_first_process(lambda: json.dumps(_origin(config.start_from, record)), "")
+        name = config.start_from
+        assert name is not None
+        text = by_first_process(lambda: json.dumps(_origin(name, record)), "")
         found = json.loads(messages_of_all(text)[0])
         if record is not None and found["digest"] != record["digest"]:
             raise UserError(
@@ -256,7 +257,7 @@ class Base:
     def opened(self, setup: Setup) -> Iterator[Opened]:
         """Yield the model on the mesh of a setup, without adapters of the setup."""
         config = as_here(self.origin.read_config(), setup.config)
-        origin = set_up(config, setup.Vocab.size, setup.layout.mesh)
+        origin = set_up(config, setup.tokens, setup.layout.mesh)
         with opened(self.origin, origin, self.step or None) as found:
             yield found
 

@@ -13,6 +13,7 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
+from gregale.programs.runtime.adapters import continued
 from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, recorded, saved_by
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import (
@@ -52,7 +53,7 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
-        saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
+        saved = set_up(as_before, setup.tokens, setup.layout.mesh)
     restored = checkpoints.latest(
         lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
     )
@@ -72,7 +73,8 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         state = state._replace(frozen=frozen_weights(setup, base))
     state = converted(setup, state, restored.step, saved_by(saved, restored.metadata))
     counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, restored.step, *counted, base)
+    replica_bytes, examples = counted
+    return Start(state, restored.step, replica_bytes, examples, base)
 
 
 def converted(setup: Setup, state: TrainState, step: int, method: Method) -> TrainState:
@@ -149,7 +151,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) 
             f"`data.tokenizer` of {origin.config}."
         )
     if base is not None:
-        return setup.state_from(base_model(setup, base, DTYPES[config.compute.dtype]))
+        return setup.state_from(base_model(setup, base, DTYPES[config.compute.dtype]), continued(setup, base))
     if theirs.adapter is not None:
         return setup.state_from(base_model(setup, Base.of(config)))
     here = as_here(theirs, config)

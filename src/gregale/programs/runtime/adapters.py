@@ -1,0 +1,73 @@
+"""Provides the adapters of runs in files: those that a run continues, and the export to a folder of PEFT."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from haliax import NamedArray
+
+from gregale.axes.layout import is_named
+from gregale.axes.parameters import trainable
+from gregale.errors import UserError
+from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.folder import ADAPTER, CONFIG, read_json
+from gregale.huggingface.peft import adapter_slots, read_adapters
+from gregale.huggingface.tensor_names import Slot, path_of, slots_of
+from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LlamaConfig
+from gregale.programs.runtime.checkpointed import recorded
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
+from gregale.runs.config_diff import changes
+from gregale.runs.run_directory import RunDirectory
+
+
+def continued(setup: Setup, base: Base) -> Any:
+    """Return the adapters of `adapter.start_from` in the structure of the parameters; None: new ones are wanted.
+
+    Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
+    """
+    config = setup.config.adapter
+    if not isinstance(config, LoraConfig) or config.start_from is None:
+        return None
+    folder = Path(config.start_from)
+    found = _of_peft(setup, config, folder, base) if (folder / ADAPTER).is_file() else _of_run(setup, config, base)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: found[path_of(path)], trainable(setup.model), is_leaf=is_named
+    )
+
+
+def _of_peft(setup: Setup, config: LoraConfig, folder: Path, base: Base) -> dict[str, NamedArray]:
+    slots = slots_of_adapters(setup, family_of(setup, base.origin))
+    return read_adapters(folder, config, slots, setup.model, setup.layout)
+
+
+def _of_run(setup: Setup, config: LoraConfig, base: Base) -> dict[str, NamedArray]:
+    assert config.start_from is not None
+    run = find_run(config.start_from)
+    theirs = run.read_config()
+    if theirs.adapter is None:
+        raise UserError(f"adapter.start_from: {run.path} has no adapters; start_from names the model to adapt.")
+    found = [each for each in changes(theirs.adapter, config, "adapter") if each.key != "adapter.start_from"]
+    if fixed := [change for change in found if change.fixed]:
+        raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
+    other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(trainable(setup.model), is_named)[0]]
+    with opened(run, other, None) as found:
+        if recorded(found.metadata, "base")["digest"] != base.digest:
+            raise UserError(
+                f"adapter.start_from: the adapters of {run.path} were trained beside other weights than those of "
+                f"{base.origin.path}. Set start_from to {theirs.start_from}, or merge them: start_from {run.path}."
+            )
+        return {path: found.read(path) for path in paths}
+
+
+def family_of(setup: Setup, run: RunDirectory) -> Family:
+    """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
+    assert isinstance(setup.config.model, LlamaConfig)
+    saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
+    return family_that_has(setup.config.model, saved.get("model_type"))
+
+
+def slots_of_adapters(setup: Setup, family: Family) -> list[Slot]:
+    return adapter_slots(slots_of(setup.base, family), setup.model)
