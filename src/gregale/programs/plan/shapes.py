@@ -57,7 +57,8 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
 
 def has_closed_forms(setup: Setup) -> bool:
     """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
-    return setup.config.model.closed_form_sizes() is not None and setup.config.mapping.is_default
+    config = setup.config
+    return config.model.closed_form_sizes() is not None and config.mapping.is_default and config.adapter is None
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -67,7 +68,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         UserError: the model has no closed forms, see `has_closed_forms`.
     """
     config, sizes = setup.config, setup.config.model.closed_form_sizes()
-    if sizes is None or not config.mapping.is_default:
+    if sizes is None or not has_closed_forms(setup):
         raise UserError(f"{lacking(setup)}.")
     compute = config.compute
     run = execution(compute, setup.layout, config.model)
@@ -94,6 +95,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 
 def lacking(setup: Setup) -> str:
     """Return the sentence, without its stop, about the closed forms that a run lacks."""
+    if setup.config.adapter is not None:
+        return "there is an adapter, and the closed forms of memory and time are for models without frozen weights"
     if not setup.config.mapping.is_default:
         return "mapping is not the default, which the closed forms of memory and time are for"
     kind = setup.config.model.get_choice_name(type(setup.config.model))
