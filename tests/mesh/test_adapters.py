@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -10,17 +11,21 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
+from haliax import Axis
+from haliax.nn import Linear
 
 from gregale.audit import audit
+from gregale.axes.layout import LORA_RANK
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.huggingface.tensor_names import parameters_of
+from gregale.model.lora import Lora
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
-from tests.mesh.support import placed, token_batch
+from tests.mesh.support import one_device, placed, token_batch
 
 EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
 ROWS, POSITIONS = 8, 32
@@ -92,7 +97,7 @@ def test_no_product_and_no_sum_has_the_size_of_a_frozen_gradient():
     assert gradients_of_frozen(compiled(False)[1]), "the check finds gradients where there are some"
     found = audit(text, setup.layout.mesh, known_trips(setup)).collectives
     sizes = {prod(shape) for each in found if "reduce" in each.kind and each.touched for shape in each.shapes}
-    assert max(sizes) <= LAYERS * max(QUERY, DOWN) < min(FROZEN)
+    assert max(sizes) <= max(QUERY, DOWN) < min(FROZEN)
 
 
 def test_replicas_send_adapters_only():
@@ -172,3 +177,27 @@ def test_targets_in_experts_are_refused():
     setup_of((1, 1, 1), model=experts, adapter="{targets: [query]}")
     with pytest.raises(UserError, match="names 'gate', and experts have no adapters"):
         setup_of((1, 1, 1), model=experts, adapter="{targets: [query, gate]}")
+
+
+def test_dropout_takes_a_share_of_the_inputs_of_a_in_training_only():
+    In, Out, run = Axis("embed", 64), Axis("mlp", 64), one_device()
+    same = hax.named(np.eye(64, dtype=np.float32), ("embed", "mlp"))
+    plain = Linear(hax.zeros((In, Out)), None, In, Out)
+    found = []
+    for scale in (1.0, 1.0, 2.0):
+        a = Linear(same.rename({"mlp": LORA_RANK}) * scale, None, In, Axis(LORA_RANK, 64))
+        b = Linear(same.rename({"embed": LORA_RANK}) / scale, None, Axis(LORA_RANK, 64), Out)
+        layer = Lora(plain.weight, None, In, Out, lora_a=a, lora_b=b, scale=3.0, dropout=0.25)
+        x = hax.ones((Axis("batch", 8), Axis("position", 8), In))
+        np.testing.assert_array_equal(run.project(layer, x).array, 3.0)
+        found.append(replace(run, dropout_key=jax.random.key(1)).project(layer, x).array)
+    assert set(np.unique(found[0])) == {0.0, np.float32(4.0)}
+    assert np.mean(found[0] == 0) == pytest.approx(0.25, abs=0.03)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.mean(found[0] != found[2]) > 0.3, "another A drops other values"
+    setup = setup_of((2, 1, 1), adapter="{targets: [query], dropout: 0.5}")
+    step = setup.stepper()
+    losses = [float(step(first_state(setup), batch_of(setup, 1), 1)[1].metrics.grad_norm) for _ in range(2)]
+    without = setup_of((2, 1, 1), adapter="{targets: [query], dropout: 0.0}")
+    other = float(without.stepper()(first_state(without), batch_of(without, 1), 1)[1].metrics.grad_norm)
+    assert losses[0] == losses[1] != other

@@ -229,9 +229,9 @@ def test_evaluation_and_samples_are_of_the_adapted_model(tuned, gregale, evaluat
 def started(*options: str) -> TrainState:
     """The state before the first step of a run with other options."""
     config = load(TrainConfig, "tuned.yaml", options)
-    setup = set_up(config, load_tokenizer("mine").vocabulary_size)
+    setup = set_up(config, load_tokenizer(Path("mine")).vocabulary_size)
     base = None if config.adapter is None else Base.of(config)
-    return jax.device_get(started_state(setup, load_tokenizer("mine"), base))
+    return jax.device_get(started_state(setup, load_tokenizer(Path("mine")), base))
 
 
 def test_a_run_continues_adapters_or_merges_them_first(tuned, inputs, monkeypatch):

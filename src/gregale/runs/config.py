@@ -135,7 +135,10 @@ class TrainConfig(Settings):
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
     adapter: AdapterConfig | None = setting(
-        None, "small weights to train beside those of start_from, which are frozen; null: none", fixed=SHAPE
+        None,
+        "small weights to train beside those of start_from, which are frozen; null: none",
+        fixed=SHAPE,
+        by_topic=True,
     )
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")

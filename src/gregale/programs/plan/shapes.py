@@ -108,12 +108,14 @@ class Bytes:
     """Bytes of a run's trees on one device, exactly, from their shardings.
 
     - `parameters`, `optimizer`: for DiLoCo the replica's own
+    - `frozen`: weights beside adapters
     - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
     - `counters`: all else in the state, such as counts of steps and tokens, and other trees of a method
     - `gradients`: the buffers that sum microbatches
     """
 
     parameters: int
+    frozen: int
     optimizer: int
     outer_parameters: int
     outer_optimizer: int
@@ -125,7 +127,7 @@ class Bytes:
     def state(self) -> int:
         """Return the bytes of the state between steps."""
         outer = self.outer_parameters + self.outer_optimizer
-        return self.parameters + self.optimizer + outer + self.counters
+        return self.parameters + self.frozen + self.optimizer + outer + self.counters
 
     @property
     def arguments(self) -> int:
@@ -136,9 +138,11 @@ def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     trees = dict.fromkeys(TREES, 0)
     trees |= {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items() if name in trees}
+    frozen = bytes_on_device(state.frozen)
     return Bytes(
         **trees,
-        counters=bytes_on_device(state) - sum(trees.values()),
+        frozen=frozen,
+        counters=bytes_on_device(state) - sum(trees.values()) - frozen,
         gradients=bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params)),
         batch=bytes_on_device(abstract_batch(setup)),
     )

@@ -25,6 +25,7 @@ from gregale.model.adapters import adapted
 from gregale.model.compute_config import DTYPES, CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.model.lora import hashed
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -280,7 +281,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop),
+        loss=lambda model, batch: checked_loss(config.model, model, batch, dropping(config, in_loop, batch)),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
@@ -289,6 +290,13 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
+
+
+def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
+    """Return the execution of training on a batch; its tokens determine what adapters drop, so a resume repeats it."""
+    if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
+        return run
+    return replace(run, dropout_key=jax.random.fold_in(jax.random.key(config.seed), hashed(batch["tokens"].array)))
 
 
 def first_layers(config: TrainConfig, model, layout: Layout) -> int:
