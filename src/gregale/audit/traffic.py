@@ -12,7 +12,7 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.expert_traffic import sums_of_experts, sums_of_loads
+from gregale.audit.expert_traffic import exchanges, sums_of_experts, sums_of_loads
 from gregale.audit.step import (
     Backend,
     ParameterShape,
@@ -25,7 +25,7 @@ from gregale.audit.step import (
     values,
 )
 from gregale.audit.transfer import Transfer
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, Layout, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -46,21 +46,26 @@ def expected_transfers(
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
-    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
+    terms = FLOAT32 * (1 + step.z_loss)
+    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
+    if step.z_loss and REPLICA in step.layout.params:
+        found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of a stack of layers that each microbatch scans."""
     weights, layers = step.stacked(), step.microbatches * step.layers
+    recomputes = step.remat in RECOMPUTED_SUMS
     return [
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
-        *sums_of_experts(step, backend, activation_bytes(step, backend), step.remat in RECOMPUTED_SUMS),
+        *sums_of_experts(step, backend, activation_bytes(step, backend), recomputes),
+        *exchanges(step, backend, recomputes),
     ]
 
 
@@ -100,7 +105,7 @@ def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
     - `step`: has the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)
-    return kept(step, [*reduced(step, axis), weight, *_squared_norms(step), *agreement(step, axis)])
+    return kept(step, [*reduced(step, axis), weight, *squared_norms(step.weights, step.layout), *agreement(step, axis)])
 
 
 def apply_transfers(step: ParameterShape) -> list[Transfer]:
@@ -144,7 +149,9 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
     passes = 1 if step.remat == "none" else 2
     found = []
     for weight in weights:
-        if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
+        own = step.split_by(weight, step.layout.compute)
+        over = tuple(axis for axis in SHARDS if axis in step.split_by(weight, step.layout.params) and axis not in own)
+        if not over:
             continue
         eight_bits = step.matmul != "dtype" and is_of_linear(weight) and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
@@ -156,7 +163,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
-        found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
+        found.append(Transfer("weights", "all-gather", over, size * (1 if eight_bits else width), times))
         if eight_bits:
             found.append(_scales(step, weight, times * (layers_of(weight) if once else 1)))
     return found
@@ -182,7 +189,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
         if table or is_of_experts(weight) or is_of_router(weight):
-            found += _scattered(step, size, times * step.uses(weight))
+            found += _scattered(step, weight, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
         elif vector and kind == "all-reduce":
@@ -200,10 +207,10 @@ def _summed_over_tokens(purpose: str, size: int, times: int, positions: tuple[st
     return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), positions)]
 
 
-def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
-    """Return the sums of a table's gradient over the devices of a replica, which go axis by axis."""
-    found = []
-    for axis in (CONTEXT, DATA, STAGE):
+def _scattered(step: StepShape, weight: NamedArray, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a table's gradient over the devices that compute with all of it, which go axis by axis."""
+    found, own = [], step.split_by(weight, step.layout.compute)
+    for axis in (axis for axis in (CONTEXT, DATA, STAGE) if axis not in own):
         found.append(Transfer("gradients", "reduce-scatter", (axis,), size, times))
         size //= step.mesh[axis]
     return found
@@ -292,7 +299,7 @@ def _shard_bytes(step: ParameterShape, weight: NamedArray, split: Iterable[str])
 
 def exact_averages(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of gradients, loss and weight over replicas, of squared norms, and of updates."""
-    found = [*reduced(step), *gathers(step), *_squared_norms(step)]
+    found = [*reduced(step), *gathers(step), *squared_norms(step.weights, step.layout)]
     if REPLICA in step.layout.params:
         found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
     return found
@@ -307,11 +314,10 @@ def agreement(step: ParameterShape, axis: str) -> list[Transfer]:
     return found
 
 
-def _squared_norms(step: ParameterShape) -> list[Transfer]:
-    """Return the sums of squared norms by weight, over the devices that share it under `opt_state`."""
-    over_shards = {}
-    for weight in step.weights:
-        axes = step.split_by(weight, step.layout.opt_state)
-        for part in (tuple(axis for axis in axes if axis == MODEL), tuple(axis for axis in axes if axis != MODEL)):
-            over_shards[part] = over_shards.get(part, 0) + FLOAT32
-    return [Transfer("norm", "all-reduce", axes, size) for axes, size in over_shards.items()]
+def squared_norms(weights: Iterable[NamedArray], layout: Layout) -> list[Transfer]:
+    """Return the sums of squared norms by weight, over the devices that share each of its axes under `opt_state`."""
+    over: Counter[tuple[str, ...]] = Counter()
+    for weight in weights:
+        for part in layout.splits(weight.axes, layout.opt_state):
+            over[tuple(axis for axis, size in layout.mesh.shape.items() if axis in part and size > 1)] += FLOAT32
+    return [Transfer("norm", "all-reduce", axes, size) for axes, size in over.items()]

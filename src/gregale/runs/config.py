@@ -11,6 +11,7 @@ from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
+from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
@@ -82,7 +83,7 @@ class EvaluationConfig(Settings):
     sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(2), unique=True)
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
-    tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))
+    tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
     parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
 
 
@@ -129,6 +130,9 @@ class TrainConfig(Settings):
         "number of steps between lines of metrics.jsonl",
         range=whole(1),
         aliases=("logging_steps", "log_steps"),
+    )
+    skip_spikes: SpikesConfig | None = setting(
+        None, "steps far above the last ones that change nothing; null: none", by_topic=True
     )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")

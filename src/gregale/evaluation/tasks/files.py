@@ -17,7 +17,8 @@ from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_
 from gregale.data.sources.files import read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.errors import UserError
-from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score
+from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score, extracted
+from gregale.evaluation.tasks.published import PUBLISHED, name_of
 from gregale.settings import did_you_mean, shown
 
 SETTINGS = tuple(each.name for each in fields(Form))
@@ -31,6 +32,16 @@ class Task:
     kind: str  # a name of `KINDS`
     questions: tuple[Question, ...]  # one at least
     path: str  # of the file
+    form: Form
+
+    @property
+    def generates(self) -> bool:
+        """Return whether a model generates the answers."""
+        return KINDS[self.kind].generates
+
+    def metrics_of_answers(self, answers: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of generated answers by name."""
+        return KINDS[self.kind].metrics(self.questions, [extracted(each, self.form.extract) for each in answers])
 
     def metrics(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the metrics of the questions' scores by name; all NaN if any log-likelihood is NaN."""
@@ -42,17 +53,20 @@ class Task:
 def read_tasks(patterns: Sequence[str]) -> list[Task]:
     """Return the tasks in the files that match glob patterns, on a disk or in an object store, in their order.
 
+    A pattern with the name of a published task, `mmlu:test/*.csv`, is one task of this name with all its files.
+
     Raises `UserError` if a pattern matches no file, two files have one name, or a file is invalid; names the file and
     the line.
     """
-    paths = dict.fromkeys(path for pattern in patterns for path in matching(pattern))
+    named = [name_of(pattern) for pattern in patterns]
+    paths = dict.fromkeys(path for name, pattern in named if name is None for path in matching(pattern))
+    found = [*map(read_task, paths), *(published_task(name, pattern) for name, pattern in named if name is not None)]
     tasks: dict[str, Task] = {}
-    for path in paths:
-        task = read_task(path)
+    for task in found:
         if task.name in tasks:
             raise UserError(
-                f"{tasks[task.name].path} and {path}: two tasks would have the name `{task.name}`, and figures are "
-                "told apart by it. Rename one of the files."
+                f"{tasks[task.name].path} and {task.path}: two tasks would have the name `{task.name}`, and figures "
+                "are told apart by it. Rename one of the files."
             )
         tasks[task.name] = task
     return list(tasks.values())
@@ -76,7 +90,17 @@ def read_task(path: str) -> Task:
         raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
     read = KINDS[form.kind].read
     questions = tuple(read(line, form, location) for location, line in lines)
-    return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
+    return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path, form)
+
+
+def published_task(name: str, pattern: str) -> Task:
+    """Return a published task with the questions of all files that match."""
+    published, paths = PUBLISHED[name], matching(pattern)
+    form, lines = published.form, (line for path in paths for line in published.lines(name, path))
+    questions = tuple(KINDS[published.kind].read(line, form, location) for location, line in lines)
+    if not questions:
+        raise UserError(f"{pattern}: no question of {name} is in it.")
+    return Task(name, published.kind, questions, pattern, form)
 
 
 EXAMPLE = '{"context": "Two and three is", "choices": ["four", "five"], "answer": 1}.'

@@ -70,7 +70,8 @@ MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets"),
     "batch.sequence_length",
-    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
     *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
     *("islands.outlier_factor", "islands.network"),
 )

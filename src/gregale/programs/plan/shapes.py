@@ -1,8 +1,10 @@
 """Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
-from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
+
+if TYPE_CHECKING:
+    from gregale.programs.runtime.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
@@ -58,7 +62,7 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
 def has_closed_forms(setup: Setup) -> bool:
     """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
     config = setup.config
-    return config.model.closed_form_sizes() is not None and config.mapping.is_default and config.adapter is None
+    return config.model.closed_form_sizes() is not None and config.mapping.has_closed_forms and config.adapter is None
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -97,8 +101,8 @@ def lacking(setup: Setup) -> str:
     """Return the sentence, without its stop, about the closed forms that a run lacks."""
     if setup.config.adapter is not None:
         return "there is an adapter, and the closed forms of memory and time are for models without frozen weights"
-    if not setup.config.mapping.is_default:
-        return "mapping is not the default, which the closed forms of memory and time are for"
+    if not setup.config.mapping.has_closed_forms:
+        return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     kind = setup.config.model.get_choice_name(type(setup.config.model))
     return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
@@ -185,11 +189,12 @@ def estimated_link_bytes(setup: Setup) -> dict[str, float] | None:
     traffic = setup.method.traffic(step)
     if traffic is None or not has_closed_forms(setup):
         return None
-    sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
+    sent, joins = sent_by_link(step_transfers(setup, ACCELERATOR), step), sent_by_link(traffic.joins(), step)
     return {link: count + joins[link] / traffic.period for link, count in sent.items()}
 
 
-def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+def sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+    """Return the bytes that a device sends inside a slice, and between slices."""
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
     for transfer in transfers:
         sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)

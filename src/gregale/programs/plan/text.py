@@ -79,9 +79,28 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"tokens a step\n{_flops(report)}\n"
         f"Rules of differentiation: {others}"
     )
+    if report["experts"] is not None:
+        console.print(experts_line(report["experts"]))
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
         console.print(f"Compiler options: {options}")
+
+
+def experts_line(found: dict[str, Any]) -> str:
+    """Return the line about the place of experts, with a step in closed form for both places."""
+
+    def figures(place: str) -> str:
+        if found[place] is None:
+            return f"{place}: {found['refused']}"
+        seconds, peak, sent = (found[place][key] for key in ("seconds", "peak", "sent"))
+        return f"{place} {seconds:.4g} s, peak {size(peak)}, {size(sent)} sent inside a replica"
+
+    place, other = ("gathered", "exchanged") if found["place"] == "gathered" else ("exchanged", "gathered")
+    why = "the fastest that fits" if found["auto"] else "as configured"
+    return (
+        f"Experts: {place}, {why}. By closed forms for {found['chip']}, with one round of an exchange (more depend on "
+        f"the routing): {figures(place)}; {figures(other)}"
+    )
 
 
 def _flops(report: dict[str, Any]) -> str:
@@ -140,7 +159,8 @@ def _collectives(name: str, collectives: list[dict[str, Any]], console: Console)
             continue
         inside = "/".join(each["loop"]) or "-"
         axes = ", ".join(each["axes"]) or "-"
-        key = (each["kind"], each["dtype"], axes, each["link"], inside, str(each["times"] or "?"))
+        times = "?" if each["times"] is None else str(each["times"])
+        key = (each["kind"], each["dtype"], axes, each["link"], inside, times)
         counts[key] += 1
         payloads[key] += each["bytes"]
     rows = [(*key, str(counts[key]), size(payloads[key])) for key in counts]

@@ -11,28 +11,28 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout, is_named
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
+from gregale.axes.mapping import EXCHANGED
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import buffers_of, frozen_of, holding, parameter_count, with_arrays
+from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.adapter_config import LoraConfig
-from gregale.model.adapters import adapted
-from gregale.model.compute_config import DTYPES, CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
-from gregale.model.lora import hashed
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
+from gregale.programs.runtime.initial_model import dropping, initial_model, with_adapters
+from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.training.compiler_options import check_compiler_options, compiler_options
-from gregale.training.state import TrainState, abstract_state, initial_state
+from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
@@ -73,6 +73,12 @@ class Setup:
         """Return the state before the first step; each device makes its shards."""
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
+
+    def new_spikes(self, step: int) -> Any:
+        """Return an empty window of spikes for the method that makes the step after `step` steps; None: it has none."""
+        method = self.method_after(step)
+        shardings = state_shardings(method, abstract_state(method, self.model)).spikes
+        return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()
 
     def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
@@ -187,6 +193,29 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Raises `UserError` for values that contradict one another.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if not config.mapping.leaves_experts_open:
+        return _placed(config, tokens, mesh)
+    gathered, exchanged = in_places(config, tokens, mesh)
+    exchanges = choice_of(gathered, exchanged).exchanges
+    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+
+
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
+
+    def one(place: str | None) -> Setup:
+        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
+        return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
+
+    gathered = one(None)
+    try:
+        return gathered, one(EXCHANGED)
+    except UserError as error:
+        return gathered, error
+
+
+def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+    """Return the setup of a configuration that says where experts lie."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
@@ -203,21 +232,6 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
-
-
-def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
-    """Return the model before the first step; with an adapter, frozen weights are marked, in the compute dtype."""
-    if config.adapter is None:
-        return config.model.init(Vocab, key)
-    model = with_adapters(config, config.model.init(Vocab, key), key)
-    dtype = DTYPES[config.compute.dtype]
-    return holding(model, jax.tree.map(lambda weight: weight.astype(dtype), frozen_of(model), is_leaf=is_named))
-
-
-def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
-    """Return a model with new adapters, and with marks on its own weights."""
-    assert isinstance(config.adapter, LoraConfig)
-    return adapted(model, config.adapter, jax.random.fold_in(key, 1))
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
@@ -287,16 +301,10 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
+        spikes=config.skip_spikes,
         update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
-
-
-def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
-    """Return the execution of training on a batch; its tokens determine what adapters drop, so a resume repeats it."""
-    if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
-        return run
-    return replace(run, dropout_key=jax.random.fold_in(jax.random.key(config.seed), hashed(batch["tokens"].array)))
 
 
 def first_layers(config: TrainConfig, model, layout: Layout) -> int:
