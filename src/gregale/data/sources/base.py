@@ -12,10 +12,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import draccus
 import numpy as np
 
+from gregale.data.chat.conversation import Conversation
 from gregale.data.sources.files import WILD, each_once, files_of
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, above, setting
@@ -31,6 +33,7 @@ CHANGED = (
     "changed while it was read: its text would be partly old and partly new. Nothing of it is kept. Run the same "
     "command again when no program writes to the file any more."
 )
+EXAMPLES = Path(__file__).parents[2] / "starters"
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has it
 
 
@@ -51,9 +54,12 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` are its location (of a CSV file: the line)."""
+    """One document: text, a conversation, or token ids [token].
 
-    content: str | np.ndarray
+    `path` and `start` are its location (of a CSV file: the line).
+    """
+
+    content: str | Conversation | np.ndarray
     path: str
     start: int
 
@@ -84,6 +90,7 @@ class Skipped:
 class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
+    has_conversations: ClassVar[bool] = False
     weight: float = setting(1.0, "share of the examples, beside others", range=above(0), fixed=ORDER)
     on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
     packing: str = setting(
@@ -132,16 +139,23 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
             for found in self.scan(part):
                 if isinstance(found, Document):
                     yield found
-                elif self.on_bad_document == STOP:
-                    raise found
                 else:
-                    skipped.note(found)
+                    self.leave_out(found, skipped)
         except BadDocument as bad:
             check_unchanged(part)  # a change explains more than the damage that it makes
-            if self.on_bad_document == STOP:
-                raise
-            skipped.note(bad)
+            self.leave_out(bad, skipped)
         check_unchanged(part)
+
+    def leave_out(self, bad: BadDocument, skipped: Skipped) -> None:
+        """Count a document that is left out; raise it if bad documents stop the run."""
+        if self.on_bad_document == STOP:
+            raise bad
+        skipped.note(bad)
+
+    @property
+    def has_masks(self) -> bool:
+        """Return whether the loss is on some tokens of a document only."""
+        return False
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in order, read by this process."""
@@ -154,7 +168,7 @@ class FileSource(SourceConfig):
     """A source that reads files found by glob patterns."""
 
     files: tuple[str, ...] = setting(
-        (), "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"
+        (), "glob patterns of files or URLs; ~, $VARIABLES, {stdlib} (Python's) and {examples} (Gregale's) expand"
     )
     exclude: tuple[str, ...] = setting((), "patterns of paths to leave out; a * matches any text, / included")
 
@@ -232,7 +246,7 @@ def ranges(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def files_matching(pattern: str, key: str) -> dict[str, Status]:
-    """Return the files that match a pattern, by name, after the expansion of ~, variables and {stdlib}.
+    """Return the files that match a pattern, by name, after the expansion by `expand`.
 
     Raises `UserError` that names the key if the pattern is a folder, or the name of a file that it does not match.
     """
@@ -259,14 +273,15 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 
 
 def expand(text: str, key: str = "") -> str:
-    """Return a path with ~, variables and {stdlib} replaced; raise `UserError`, with the key, for unknown variables."""
+    """Return a path with ~, $VARIABLES, {stdlib} and {examples} replaced; raise `UserError` for unknown variables."""
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
             raise UserError(
                 f"{f'{key}: ' if key else ''}{text} has the variable {name}, which is not set in the environment. "
                 f"Set it (`export {name}=...`), or write the path itself."
             )
-    return os.path.expandvars(os.path.expanduser(text.replace("{stdlib}", sysconfig.get_path("stdlib"))))
+    text = text.replace("{stdlib}", sysconfig.get_path("stdlib")).replace("{examples}", str(EXAMPLES))
+    return os.path.expandvars(os.path.expanduser(text))
 
 
 def encodable(text: str, location: object) -> str:

@@ -1,0 +1,106 @@
+"""The forms in which data sets have conversations: rows become messages with `role` and `content`."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MESSAGES, SHAREGPT, PROMPT, INSTRUCTION = ("messages", "sharegpt", "prompt", "instruction")
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+COLUMNS = {  # by form, the columns of a row and the fields of a message
+    MESSAGES: ("messages", "tools", "documents", "role", "content"),
+    SHAREGPT: ("conversations", "system", "tools", "from", "value"),
+    PROMPT: ("prompt", "completion", "system", "tools", "role", "content"),
+    INSTRUCTION: ("instruction", "input", "output", "system"),
+}
+Messages = list[dict[str, Any]]
+
+
+class Malformed(ValueError):
+    """A row that has no conversation."""
+
+
+class Row:
+    """A row of a data set, or a message in it, with own names for the usual ones in `names`."""
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]):
+        self.values, self._names = values, names
+
+    def name(self, usual: str) -> str:
+        return self._names.get(usual, usual)
+
+    def get(self, usual: str) -> Any:
+        return self.values.get(self.name(usual))
+
+    def text(self, usual: str) -> str:
+        if not isinstance(found := self.get(usual), str):
+            raise self._wrong(usual, "text")
+        return found
+
+    def rows(self, usual: str) -> list["Row"]:
+        """Return a column's objects, which may be JSON in a text; raise `Malformed` if there are none."""
+        found = self.get(usual)
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise Malformed(f"`{self.name(usual)}` is text, and no JSON ({error})") from None
+        if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+            raise self._wrong(usual, "a list of objects")
+        return [Row(each, self._names) for each in found]
+
+    def message(self) -> dict[str, Any]:
+        """Return a message with the usual names; fields that have no name here stay."""
+        own = {self.name("role"): "role", self.name("content"): "content"}
+        message = {own.get(name, name): value for name, value in self.values.items()}
+        self.text("role")
+        if message.get("content") is not None or not message.get("tool_calls"):
+            self.text("content")
+        return message
+
+    def _wrong(self, usual: str, expected: str) -> Malformed:
+        found, names = type(self.get(usual)).__name__, ", ".join(map(str, self.values)) or "none"
+        if self.get(usual) is None:
+            return Malformed(f"no `{self.name(usual)}`; there are: {names}")
+        return Malformed(f"`{self.name(usual)}` is {found if self.get(usual) else 'empty'}, expected {expected}")
+
+
+def from_messages(row: Row) -> Messages:
+    return [each.message() for each in row.rows("messages")]
+
+
+def from_sharegpt(row: Row) -> Messages:
+    turns = [(each.text("from"), each.text("value")) for each in row.rows("conversations")]
+    if wrong := next((role for role, _ in turns if role not in ROLES), None):
+        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join(ROLES)}")
+    return [*system_of(row), *({"role": ROLES[role], "content": text} for role, text in turns)]
+
+
+def from_prompt(row: Row) -> Messages:
+    found = system_of(row)
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        is_text = isinstance(row.get(name), str)
+        found += [{"role": role, "content": row.text(name)}] if is_text else [each.message() for each in row.rows(name)]
+    return found
+
+
+def from_instruction(row: Row) -> Messages:
+    asked = "\n\n".join([row.text("instruction"), *([row.text("input")] if row.get("input") else [])])
+    answer = {"role": "assistant", "content": row.text("output")}
+    return [*system_of(row), {"role": "user", "content": asked}, answer]
+
+
+def system_of(row: Row) -> Messages:
+    return [{"role": "system", "content": row.text("system")}] if row.get("system") else []
+
+
+FORMS: dict[str, Callable[[Row], Messages]] = {
+    MESSAGES: from_messages,
+    SHAREGPT: from_sharegpt,
+    PROMPT: from_prompt,
+    INSTRUCTION: from_instruction,
+}
