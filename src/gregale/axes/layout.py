@@ -28,6 +28,7 @@ LAYERS = "layers"
 EXPERTS = "experts"  # of the weights of experts
 ROUTER = "router"  # a value for each expert, wherever its weights lie
 SHARED_GATE = "shared_gate"
+LORA_RANK = "lora_rank"
 
 
 @dataclass(frozen=True)

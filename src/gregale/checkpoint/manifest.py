@@ -59,7 +59,7 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
 
 def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
     try:
-        found_size, found_digest = _measured(folder / name)
+        found_size, found_digest = measured(folder / name)
     except (FileNotFoundError, IsADirectoryError):
         return f"{name} is missing"
     except OSError as error:
@@ -73,7 +73,7 @@ def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str 
     return None
 
 
-def _measured(path: StoragePath) -> tuple[int, str]:
+def measured(path: StoragePath) -> tuple[int, str]:
     """Return the current size and checksum of a file or an object."""
     if isinstance(path, ObjectPath):
         content = path.read_bytes()

@@ -3,6 +3,7 @@
 `quantised` has the same methods for values of few bits. No other module reduces over `replica`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,7 +89,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
     """Sum [axis, *names] under `params` over the first axis to [*names] under `opt_state`."""
     if axis not in layout.params:
         return array[0]
-    cuts = [further_split(name, layout) for name in names]
+    cuts = further_splits(names, layout)
 
     def add(shard: jax.Array) -> jax.Array:
         shard, summed = shard[0], False
@@ -113,10 +114,10 @@ def _scattered(shard: jax.Array, dimension: int, axis: str) -> jax.Array:
     return jnp.moveaxis(jax.lax.psum_scatter(jnp.moveaxis(shard, dimension, 0), axis, tiled=True), 0, dimension)
 
 
-def further_split(name: str, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
-    coarse = layout.mesh_axes((name,), layout.params)
-    return layout.mesh_axes((name,), layout.opt_state)[len(coarse) :]
+def further_splits(names: Sequence[str], layout: Layout) -> list[tuple[str, ...]]:
+    """Return, for each axis of an array, the mesh axes by which `opt_state` splits it further than `params` does."""
+    both = zip(layout.splits(names, layout.params), layout.splits(names, layout.opt_state), strict=True)
+    return [fine[len(coarse) :] for coarse, fine in both]
 
 
 def all_gather_params(reduced: Tree, layout: Layout) -> Tree:

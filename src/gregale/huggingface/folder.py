@@ -113,7 +113,8 @@ def _reject_other_formats(path: Path) -> None:
     """Raise `UserError` with advice for adapters, pickles and other formats than safetensors."""
     if (path / ADAPTER).is_file():
         raise UserError(
-            f"{path} is an adapter, by its {ADAPTER}: changes to another model. Join them where you have both: "
+            f"{path} is an adapter, by its {ADAPTER}: changes to another model. A run that starts from that model may "
+            "continue it (`adapter.start_from`). Or join them where you have both: "
             "`AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)` of peft, and "
             "the tokenizer beside it."
         )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from haliax import NamedArray
+from jax.sharding import NamedSharding
 
 from gregale.axes.layout import Layout, Tree, is_named
 from gregale.axes.parameters import buffers_of
@@ -31,12 +32,19 @@ def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], Named
 
     def read(path: str) -> NamedArray:
         leaf = leaves[path]
-        array: Any = leaf.array
-        shard: Any = partial(_shard, by_path.get(path), folder.tensors, array)
         sharding = layout.sharding(leaf.axes, layout.compute if path in buffers else layout.params)
-        return NamedArray(jax.make_array_from_callback(leaf.array.shape, sharding, shard), leaf.axis_names)
+        return read_slot(by_path.get(path), folder.tensors, leaf, sharding)
 
     return read
+
+
+def read_slot(
+    slot: Slot | None, tensors: Mapping[str, Tensor], leaf: NamedArray, sharding: NamedSharding
+) -> NamedArray:
+    """Return a parameter from its tensors; `leaf`: its abstract form; `slot`: None if the files lack it."""
+    array: Any = leaf.array
+    shard: Any = partial(_shard, slot, tensors, array)
+    return NamedArray(jax.make_array_from_callback(array.shape, sharding, shard), leaf.axis_names)
 
 
 def read_model(folder: Folder, model: Tree, layout: Layout) -> Tree:

@@ -106,7 +106,7 @@ def slots_by_name(slots: list[Slot]) -> dict[str, Slot]:
         for name, place in slot.tensors().items():
             if slot.layers is not None:
                 layers.setdefault(slot.layers[place[0]], {})[name] = slot
-    found = {outside[0].hub: outside[0]}
+    found = {slot.hub: slot for slot in outside[:1]}
     for layer in sorted(layers):
         found |= layers[layer]
     return found | {slot.hub: slot for slot in outside[1:]}

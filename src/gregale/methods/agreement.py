@@ -9,7 +9,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import Layout, Tree, is_named
-from gregale.communication.reduce import further_split, own_part
+from gregale.communication.reduce import further_splits, own_part
 
 
 class PseudoGradient(NamedTuple):
@@ -47,7 +47,7 @@ def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) 
 
 def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
     """Turn [axis, *names] under `params` and twice [*names] under `opt_state` into [axis] and [axis]."""
-    cuts = [further_split(name, layout) for name in names]
+    cuts = further_splits(names, layout)
     split = layout.mesh_axes(names, layout.opt_state)
     inside = tuple(mesh_axis for mesh_axis in split if mesh_axis != axis)
     share = layout.mesh.shape[axis] if axis in split else 1

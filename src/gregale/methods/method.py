@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout
@@ -75,6 +76,13 @@ class Method(ABC):
     def replica_axes(self) -> tuple[str, ...]:
         """Return the axes of the step's metrics: none, or the one whose indices make their own steps."""
         return ()
+
+    def holding(self, frozen: Tree) -> Self:
+        """Return the method whose model has these frozen weights, under `params`; None: it has none.
+
+        The weights are shared by all replicas, and belong to no state of a method.
+        """
+        return self if frozen is None else replace(self, inner=self.inner.holding(frozen))  # type: ignore
 
     # A step.
 

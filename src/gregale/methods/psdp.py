@@ -1,7 +1,7 @@
 """PSDP (replica-FSDP): gradients are averaged over `replica` once a step; the optimizer runs on the shards."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -11,7 +11,7 @@ from haliax import NamedArray
 
 from gregale.audit.step import ParameterShape
 from gregale.axes.layout import AxisMapping, Layout, Tree
-from gregale.axes.parameters import buffers_of, is_parameter, trainable, with_buffers
+from gregale.axes.parameters import buffers_of, frozen_of, holding, static_of, trainable, with_arrays
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.layer_groups import cut_layers, joined_layers
@@ -52,7 +52,8 @@ class Psdp(Method):
         params  = params + (updates gathered to params)
         buffers = update_buffers(model before the step, sums of `Losses.statistics`, sum of weights)
 
-    - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained
+    - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained,
+      except those that it marks as `Buffer` or `Frozen`
     - `loss`: loss(model, batch) -> `Losses`, or (sum of losses, sum of weights)
     - `update_buffers`: update_buffers(model, statistics, weight) -> the model with new buffers; default: its own
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
@@ -101,6 +102,9 @@ class Psdp(Method):
     def home(self) -> AxisMapping:
         """Return the mapping of the parameters between steps: `opt_state` if a step begins with their gather."""
         return self.layout.opt_state if self.first_layers and self.optimizer.only_shards else self.layout.params
+
+    def holding(self, frozen: Tree) -> "Psdp":
+        return replace(self, model=holding(self.model, frozen))
 
     def reset_error(self, state: PsdpState) -> PsdpState:
         return state._replace(error=self.reducer.init(state.parameters))
@@ -158,8 +162,10 @@ class Psdp(Method):
     def sums(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
 
+        held = self.holding(self.prepare(frozen_of(self.model)))
+
         def loss(parameters: Tree, batch: Tree):
-            return self.loss(self.model_with(joined_layers(parameters), buffers), batch)
+            return self.loss(held.model_with(joined_layers(parameters), buffers), batch)
 
         return accumulate(loss, ready, batch, self.layout, self.microbatches, self.prepare)
 
@@ -229,10 +235,10 @@ class Psdp(Method):
 
     def arrays(self, state: PsdpState) -> Tree:
         """Return the parameters and buffers of a state, in the structure of the model."""
-        return with_buffers(state.parameters, state.buffers)
+        return with_arrays(state.parameters, state.buffers)
 
     def model_with(self, parameters: Tree, buffers: Tree = None) -> Tree:
-        return eqx.combine(with_buffers(parameters, buffers), self._static)
+        return eqx.combine(with_arrays(parameters, buffers), self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
         return PsdpState(state.parameters, None, None, buffers=state.buffers)
@@ -243,4 +249,4 @@ class Psdp(Method):
 
     @property
     def _static(self) -> Tree:
-        return eqx.filter(self.model, is_parameter, inverse=True)
+        return static_of(self.model)

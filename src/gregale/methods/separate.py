@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.audit.memory import bytes_on_device
-from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
+from gregale.axes.layout import EMBED, LORA_RANK, Layout, is_named, vmap_over
 from gregale.axes.parameters import trainable
 from gregale.errors import UserError
 from gregale.methods.inspection import Inspected, Probe
@@ -57,8 +57,10 @@ class Separate(Method):
     @property
     def outer_layout(self) -> Layout:
         """Return the layout whose `opt_state` also splits joined parameters over the axis, as the finest split."""
-        finest = dict.fromkeys((*self.layout.mesh_axes((EMBED,), self.layout.opt_state), self.axis))
-        return replace(self.layout, opt_state={**self.layout.opt_state, EMBED: tuple(finest)})
+        split = [name for name in (EMBED, LORA_RANK) if name == EMBED or name in self.layout.opt_state]
+        of_each = {name: (*self.layout.mesh_axes((name,), self.layout.opt_state), self.axis) for name in split}
+        finest = {name: tuple(dict.fromkeys(axes)) for name, axes in of_each.items()}
+        return replace(self.layout, opt_state={**self.layout.opt_state, **finest})
 
     @property
     def replicas(self) -> Replicas:

@@ -16,6 +16,7 @@ from jax.experimental.layout import with_layout_constraint
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout, is_named
 from gregale.errors import UserError
+from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
 from gregale.model.compute_config import DTYPES, ComputeConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
@@ -48,6 +49,7 @@ class Execution:
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
+    dropout_key: jax.Array | None = None  # of what adapters drop in training; None: they drop nothing
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
     # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
@@ -110,7 +112,12 @@ class Execution:
         return named(self.stream(self.placed(x)), PART + name)
 
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
-        """Return the product of a linear layer, and its bias, by `compute.matmul`."""
+        """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
+        if isinstance(layer, Lora):
+            key = self.dropout_key if layer.dropout > 0 else None
+            seen = x if key is None else layer.dropped(x, key)
+            inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
+            return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
         product = quantised_product(self._quantisation(), x, layer.weight)
@@ -118,7 +125,9 @@ class Execution:
 
     def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
         """Return down(activation(gate(x)) * up(x)) as one operation; None: there is none for `compute.matmul`."""
-        if self.matmul != "int8" or activation != "silu" or any(layer.bias is not None for layer in layers):
+        if self.matmul != "int8" or activation != "silu":
+            return None
+        if any(layer.bias is not None or isinstance(layer, Lora) for layer in layers):
             return None
         return quantised_mlp(self._quantisation(), x, tuple(layer.weight for layer in layers))
 

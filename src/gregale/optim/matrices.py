@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, EXPERTS, is_layers, is_named
+from gregale.axes.layout import EMBED, EXPERTS, LORA_RANK, is_layers, is_named
 from gregale.axes.parameters import trainable
 
 VOCAB = "vocab"
@@ -23,17 +23,18 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. Each
-    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. An
-    array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads, head_size]`), is not
-    a matrix. Without names: an array with exactly two axes.
+    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In adapters it is `lora_rank`.
+    An array with a `vocab` axis, and one without such a side (an attention bias `[layers, heads, head_size]`), is not a
+    matrix. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
     names = [name for name in leaf.axis_names if not is_layers(name) and name != EXPERTS]
-    others = tuple(name for name in names if name != EMBED)
-    if EMBED not in names or not others or VOCAB in names:
+    side = LORA_RANK if LORA_RANK in names else EMBED
+    others = tuple(name for name in names if name != side)
+    if side not in names or not others or VOCAB in names:
         return None
-    return MatrixAxes((EMBED,), others) if names[0] == EMBED else MatrixAxes(others, (EMBED,))
+    return MatrixAxes((side,), others) if names[0] == side else MatrixAxes(others, (side,))
 
 
 def decays(leaf: NamedArray | jax.Array) -> bool:

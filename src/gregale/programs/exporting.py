@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import ml_dtypes
 import numpy as np
@@ -28,6 +27,7 @@ from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.malloc_tuning import release_memory
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
+from gregale.huggingface.exportable import check_family
 from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import (
     BESIDE,
@@ -40,6 +40,7 @@ from gregale.huggingface.folder import (
     tensors_of,
     write_json,
 )
+from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_slots
 from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_template, write_tokenizer
 from gregale.huggingface.writing import (
@@ -54,6 +55,7 @@ from gregale.huggingface.writing import (
 )
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
+from gregale.programs.runtime.adapters import write_adapter_settings
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
@@ -78,6 +80,7 @@ class ExportOptions(Settings):
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
+    adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
     dtype: str | None = setting(
         None,
         "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
@@ -141,25 +144,34 @@ def main(options: ExportOptions) -> int:
     """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.config_at(options.step), options)
+    if options.adapter and config.adapter is None:
+        raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
-        check_family(setup.model)
+        check_family(setup.base)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
         family = family_that_has(model, imported.config.get("model_type"))
         rows = model.vocabulary or tokenizer.vocabulary_size
-        slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
-        dtypes = dtypes_of(slots, options.dtype, imported)
+        slots = [slot.cut_to(rows) for slot in slots_of(setup.base, family)]
+        if options.adapter:
+            slots = adapter_slots(slots, setup.model)
+        asked = options.dtype or ("float32" if options.adapter else None)
+        dtypes = dtypes_of(slots, asked, imported)
         sizes = bytes_of(slots, dtypes)
-        files = files_for(sizes, options.shard_gigabytes, imported)
+        files = {ADAPTER_WEIGHTS: list(sizes)} if options.adapter else None
+        files = files or files_for(sizes, options.shard_gigabytes, imported)
         found = stack.enter_context(opened(run, setup, options.step))
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
         write_tensors(folder, files, slots, found, setup.layout, dtypes)
         exported = Exported(
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
-        by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
+        if options.adapter:
+            by_first(lambda: write_adapter_settings(folder, setup, slots, found.metadata["base"]["origin"]), None)
+        else:
+            by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:
             by_first(lambda: write_index(folder, files, sizes, imported.index.get("metadata", {})), None)
     if jax.process_index() == 0:
@@ -179,23 +191,6 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
             "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
     return config.model
-
-
-def check_family(module: Any) -> None:
-    """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
-
-    A class outside of Gregale and Haliax has to say that it does not, itself: a subclass of it may differ again.
-    """
-    kind = type(module)
-    if kind.__module__.partition(".")[0] not in ("gregale", "haliax") and not vars(kind).get("exports_as_llama"):
-        raise UserError(
-            f"the model has a {kind.__name__}, a class of your own, so that other programs may compute other outputs "
-            f"from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
-            f"{kind.__name__}."
-        )
-    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=lambda part: isinstance(part, eqx.Module)):
-        if isinstance(part, eqx.Module):
-            check_family(part)
 
 
 def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:
@@ -321,7 +316,7 @@ def model_card(exported: Exported, metrics: Figures) -> str:
     """Return README.md: the hub's header, and a table of facts; `metrics`: of the run."""
     config, step = exported.run.config_at(exported.step), exported.step
     facts = {
-        "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
+        "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.base):,} parameters in "
         f"{exported.dtype}",
         "trained by": f"Gregale {gregale.__version__}",
     }

@@ -14,6 +14,7 @@ from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.spikes import SpikesConfig
+from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
@@ -143,6 +144,12 @@ class TrainConfig(Settings):
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
+    adapter: AdapterConfig | None = setting(
+        None,
+        "small weights to train beside those of start_from, which are frozen; null: none",
+        fixed=SHAPE,
+        by_topic=True,
+    )
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
     data: DataConfig = setting(DataConfig(), "the data to train on")
@@ -189,6 +196,8 @@ class TrainConfig(Settings):
                 f"; it names a directory, so it has at most {MAX_NAME_BYTES}.",
             )
         check_each_once(self.trackers)
+        if self.adapter is not None:
+            self._check_adapter()
         self._check_evaluation()
         if self.stages and self.islands.lighthouse is not None:
             raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
@@ -211,6 +220,15 @@ class TrainConfig(Settings):
     def evaluates(self) -> bool:
         """Whether there is text or a task to evaluate on."""
         return self.data.evaluates or bool(self.evaluation.tasks)
+
+    def _check_adapter(self) -> None:
+        """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""
+        if self.start_from is None:
+            raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
+        if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
+            raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
+        if self.pipeline is not None:
+            raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
 
     def _check_evaluation(self) -> None:
         """Raise `UserError` if an evaluation lacks text."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
+from gregale.axes.parameters import frozen_of
 from gregale.methods.method import Method, StepMetrics
 from gregale.methods.spikes import SpikeWindow
 from gregale.model.compute_config import CompilerOptions
@@ -18,7 +19,7 @@ Leaf = Any
 
 
 class TrainState(NamedTuple):
-    """The complete state of a run, as a checkpoint contains it; arrays only."""
+    """The complete state of a run; arrays only."""
 
     step: Leaf  # int32 scalar: steps done, including skipped steps
     method: Tree  # the method's own state
@@ -26,6 +27,7 @@ class TrainState(NamedTuple):
     skipped_in_a_row: Leaf  # int32 [*replica_axes]: skipped steps since the last step that was not skipped
     spikes: Tree = None  # `SpikeWindow`, if the method leaves out spikes
     joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: parameters and buffers of `to_psdp`
+    frozen: Tree = None  # weights that nothing trains, under `params`; never in a checkpoint
 
 
 class StepReport(NamedTuple):
@@ -47,7 +49,8 @@ def initial_state(
     """
 
     def make(*given: Tree) -> TrainState:
-        return new_train_state(method, method.init(make_model(*given)), 0)
+        model = make_model(*given)
+        return new_train_state(method, method.init(model), 0)._replace(frozen=frozen_of(model))
 
     shardings = state_shardings(method, jax.eval_shape(make, *given))
     options = {**(fast_compile_options(method.layout.mesh) or {}), **(options or {})}
@@ -76,23 +79,26 @@ def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -
     window, limited = state.spikes, {}
     if method.spikes is not None:
         limited = {"limits": window.limits(method.spikes.sigma)}
-    updated, metrics = method.step(state.method, batch, *during, **limited)
+    updated, metrics = method.holding(state.frozen).step(state.method, batch, *during, **limited)
     skipped = state.skipped + ~metrics.finite
     in_a_row = jnp.where(metrics.finite, 0, state.skipped_in_a_row + 1)
     if window is not None:
         window = window.after(metrics.loss, metrics.grad_norm, metrics.finite, metrics.spike)
     report = StepReport(metrics, skipped, in_a_row, None if window is None else window.spikes)
-    return TrainState(state.step + 1, updated, skipped, in_a_row, window), report
+    counts = {"skipped": skipped, "skipped_in_a_row": in_a_row, "spikes": window}
+    return state._replace(step=state.step + 1, method=updated, **counts), report
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
     mesh = method.layout.mesh
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
+    frozen = method.layout.shardings(state.frozen, method.layout.params)
     windows = jax.tree.map(lambda _: counts, state.spikes)
-    return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), counts, counts, windows)
+    scalar = NamedSharding(mesh, PartitionSpec())
+    return TrainState(scalar, method.shardings(state.method), counts, counts, windows, frozen=frozen)
 
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
     """Return the state of a run as `jax.ShapeDtypeStruct`s with shardings, without allocating arrays."""
-    state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))
+    state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))._replace(frozen=frozen_of(model))
     return with_shardings(state, state_shardings(method, state))

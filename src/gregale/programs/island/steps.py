@@ -105,7 +105,7 @@ class IslandSteps(Steps):
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
-        self.state, self.step, self.batches = start.state, start.step, 0
+        self.state, self.step, self.base, self.batches = start.state, start.step, start.base, 0
         self._report: StepReport | None = None  # of the newest step with these parameters
         self.arrived: int | None = None
         self.save_offset = 0.0

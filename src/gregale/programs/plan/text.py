@@ -12,6 +12,7 @@ from gregale.terminal import Console
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {
     "parameters": "parameters",
+    "frozen": "frozen weights",
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",

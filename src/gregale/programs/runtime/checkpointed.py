@@ -16,7 +16,11 @@ from gregale.training.state import TrainState, abstract_state
 
 
 def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
-    """Return the state after `step` steps as stored, with joined arrays for an evaluation that has no replicas."""
+    """Return the state after `step` steps as stored, with joined arrays for an evaluation that has no replicas.
+
+    Frozen weights are not stored: the metadata has their origin.
+    """
+    state = state._replace(frozen=None)
     if not method.needs_full_state(step):
         return state
     assert method is setup.method
@@ -44,7 +48,7 @@ def checkpoint_metadata(
     }
 
 
-def recorded(metadata: dict, key: str):
+def recorded(metadata: Mapping[str, Any], key: str):
     """Return an entry of a checkpoint's metadata; raise `UserError` if another version wrote it without this entry."""
     if key not in metadata:
         raise UserError(
@@ -83,7 +87,7 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
             f"parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first "
             f"resume with sync.type psdp until the next checkpoint, which joins them."
         )
-    state = abstract_state(method, setup.model)
+    state = abstract_state(method, setup.model)._replace(frozen=None)
     if not same_spikes(setup, metadata):
         state = state._replace(spikes=None)
     return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))

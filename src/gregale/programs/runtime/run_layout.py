@@ -1,6 +1,8 @@
 """Provides the layout of a run, with the checks of its mesh and mappings against model, batch and pipeline."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 import jax
 from haliax import Axis
@@ -9,23 +11,27 @@ from jax.sharding import Mesh
 from gregale.axes.layout import (
     BATCH,
     EMBED,
+    ISLAND,
+    LORA_RANK,
     POSITION,
     REPLICA,
     Layout,
     check_divides,
     check_used,
     is_named,
+    mesh_axes_of,
 )
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
 from gregale.communication.accumulate import rows_per_part
-from gregale.communication.reduce import further_split
+from gregale.communication.reduce import further_splits
 from gregale.errors import UserError, multiples_near
+from gregale.model.adapter_config import LoraConfig
 from gregale.runs.config import TrainConfig
 
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     """Return the layout of a run; raise `UserError` for sizes that the mesh does not divide, before any compilation."""
-    layout = mapped_layout(mesh, config.mapping)
+    layout = with_rank(mapped_layout(mesh, config.mapping), config)
     check_mapping(config.mapping, layout)
     check_messages(config, layout)
     batch = config.batch
@@ -47,12 +53,23 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     return layout
 
 
+def with_rank(layout: Layout, config: TrainConfig) -> Layout:
+    """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
+    if not isinstance(config.adapter, LoraConfig) or LORA_RANK in layout.params:
+        return layout
+    params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))
+    if config.adapter.rank % prod(layout.mesh.shape[name] for name in (*finest, ISLAND)):
+        return layout
+    own = {"params": {**layout.params, LORA_RANK: params}, "opt_state": {**layout.opt_state, LORA_RANK: finest}}
+    return replace(layout, **own)
+
+
 def check_messages(config: TrainConfig, layout: Layout) -> None:
     """Raise `UserError` if messages are of values that `opt_state` splits more than once further than `params`."""
     if not config.reduce.quantised and config.islands.lighthouse is None:
         return
     for name in layout.opt_state:
-        further = further_split(name, layout)
+        (further,) = further_splits((name,), layout)
         if more := [axis for axis in further if axis != REPLICA and layout.mesh.shape[axis] > 1]:
             raise UserError(
                 f"mapping.opt_state.{name} splits {name} over {more[0]}, which mapping.params does not: messages of "

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
 from gregale.axes.mapping import EXCHANGED
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import buffers_of, parameter_count
+from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, plugin_errors
@@ -25,6 +25,7 @@ from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
+from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, with_adapters
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -56,6 +57,11 @@ class Setup:
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
 
     @property
+    def tokens(self) -> int:
+        """Return a vocabulary size that `set_up` pads to this setup's."""
+        return self.config.model.vocabulary or self.Vocab.size
+
+    @property
     def parts(self) -> MethodContext:
         """Return the context from which this configuration builds its method and methods for comparison."""
         return parts_of(self.config, self.model, self.layout, self.callbacks)
@@ -74,12 +80,27 @@ class Setup:
         shardings = state_shardings(method, abstract_state(method, self.model)).spikes
         return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()
 
-    def state_from(self, model) -> TrainState:
-        """Return the state before the first step of a run that starts from a model; the model's arrays are donated."""
-        return initial_state(self.method_after(0), identity, self.compiler_options, model)
+    def state_from(self, model, adapters: Any = None) -> TrainState:
+        """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
+
+        With an adapter, the model has the dtypes of frozen weights.
+
+        - `adapters`: those to continue, in the structure of the parameters; None: new ones
+        """
+        config, key = self.config, jax.random.key(self.config.seed)
+
+        def make(model, adapters):
+            return model if config.adapter is None else with_arrays(with_adapters(config, model, key), adapters)
+
+        return initial_state(self.method_after(0), make, self.compiler_options, model, adapters)
 
     def init_model(self, key):
-        return self.config.model.init(self.Vocab, key)
+        return initial_model(self.config, self.Vocab, key)
+
+    @cached_property
+    def base(self) -> Any:
+        """Return the abstract model without adapters, see `base_model`."""
+        return jax.eval_shape(partial(base_model, self.config, self.Vocab), jax.random.key(0))
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)
@@ -199,7 +220,7 @@ def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
     with plugin_errors(f"model.type {kind}: {type(config.model).__name__}.init", type(config.model)):
-        model = jax.eval_shape(partial(config.model.init, Vocab), jax.random.key(0))
+        model = jax.eval_shape(partial(initial_model, config, Vocab), jax.random.key(0))
     if not hasattr(model, "loss"):
         raise UserError(f"model.type {kind}: {type(config.model).__name__}.init returns a model without `loss`.")
     if buffers_of(model) is not None and not hasattr(model, "update_buffers"):
@@ -274,7 +295,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop),
+        loss=lambda model, batch: checked_loss(config.model, model, batch, dropping(config, in_loop, batch)),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
@@ -293,6 +314,7 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     loop over them.
     """
     joined = config.sync.separate_axis(layout) is None and config.islands.lighthouse is None
+    joined = joined and config.adapter is None  # adapters are small
     scanned = config.pipeline is None and config.batch.microbatches == 1 and not config.reduce.quantised
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)

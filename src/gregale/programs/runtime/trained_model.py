@@ -1,11 +1,13 @@
 """Provides the model of a complete or running training run, whole or one parameter at a time."""
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from haliax import NamedArray
@@ -13,22 +15,30 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH, is_named
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.parameters import buffers_of, frozen_of, trainable, with_arrays
+from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
+from gregale.checkpoint.multihost import by_first_process, messages_of_all
+from gregale.checkpoint.retention import folder_name
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.errors import UserError
-from gregale.huggingface.folder import BESIDE, WEIGHTS, check_files, open_folder
+from gregale.huggingface.folder import BESIDE, CONFIG, WEIGHTS, check_files, open_folder
 from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
-from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template
+from gregale.model.adapters import merged_weight
+from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs import run_paths
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
+from gregale.storage import ObjectPath, parallel_map, storage_path
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
+
+Read = Callable[[str], NamedArray]
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,11 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
         raise no_checkpoint(run, setup)
-    return evaluated_model(setup, restored.metadata, restored.tree), restored.step, restored.metadata
+    model = evaluated_model(setup, restored.metadata, restored.tree)
+    if setup.config.adapter is not None:
+        base = Base.of(setup.config, recorded(restored.metadata, "base"))
+        model = with_arrays(model, weights_of(base, setup, frozen_of(setup.model)))
+    return model, restored.step, restored.metadata
 
 
 def refuse_step(run: RunDirectory, step: int | None) -> None:
@@ -134,27 +148,52 @@ class Opened:
     """A model of a run."""
 
     step: int  # the checkpoint's step; 0 for an imported model
-    read: Callable[[str], NamedArray]  # returns a parameter by its path, on the mesh of the setup
+    read: Read  # returns a parameter by its path, on the mesh of the setup
+    metadata: Mapping[str, Any]  # of the checkpoint
 
 
 @contextmanager
 def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened]:
     """Yield the model to evaluate of a step's checkpoint; None: the newest valid checkpoint.
 
-    All processes of the mesh make the same calls of `read` in the same order. Raises `UserError` if there is no such
+    Of a run with adapters it has the paths of `setup.base`, with merged weights, and those of the adapters. All
+    processes of the mesh make the same calls of `read` in the same order. Raises `UserError` if there is no such
     checkpoint.
     """
     if run.is_imported:
         refuse_step(run, step)
-        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.model, setup.layout))
+        yield Opened(0, reader(open_folder(Path(str(run.huggingface))), setup.base, setup.layout), {})
         return
-    with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints:
+    with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints, ExitStack() as stack:
         found = checkpoints.sound_step() if step is None else step
         if found is None:
             raise no_checkpoint(run, setup)
         if step is not None:
             checkpoints.check(step)
-        yield Opened(found, partial(_read, checkpoints, setup, found))
+        read, metadata = partial(_read, checkpoints, setup, found), checkpoints.metadata(found)
+        if setup.config.adapter is not None:
+            base = Base.of(setup.config, recorded(metadata, "base"))
+            read = merging(setup, read, stack.enter_context(base.opened(setup)).read)
+        yield Opened(found, read, metadata)
+
+
+def merging(setup: Setup, own: Read, base: Read) -> Read:
+    """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
+    trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
+    scale = getattr(setup.config.adapter, "scale", 1.0)
+
+    def read(path: str) -> NamedArray:
+        if path in trained:
+            return own(path)
+        a, b = (f"{path.removesuffix('.weight')}.{factor}.weight" for factor in ("lora_a", "lora_b"))
+        weight = base(path)
+        if a not in trained:
+            return weight
+        place = setup.layout.sharding(weight.axes, setup.layout.params)
+        merge = jax.jit(partial(merged_weight, scale=scale), out_shardings=place)
+        return merge(weight, own(a), own(b))
+
+    return read
 
 
 def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> NamedArray:
@@ -169,3 +208,90 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
 
     restored = checkpoints.read(step, template, partial=True)
     return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
+
+
+# The frozen weights of runs with adapters.
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model whose weights a run with adapters freezes: the one that the run starts from.
+
+    - `step`: of its checkpoint; 0 for an imported model
+    - `digest`: of its files; for a checkpoint that of its manifest, which has those of its files
+    """
+
+    origin: RunDirectory
+    step: int
+    digest: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the entry `base` of a checkpoint's metadata."""
+        return {"origin": str(self.origin.path), "step": self.step, "digest": self.digest}
+
+    @staticmethod
+    def of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> "Base":
+        """Return the base of a configuration; all processes make this call.
+
+        - `record`: the entry of a checkpoint that needs the same weights; None: the newest checkpoint of the origin
+
+        Raises `UserError` if there is no such model, or if it has changed.
+        """
+        name = config.start_from
+        assert name is not None
+        text = by_first_process(lambda: json.dumps(_origin(name, record)), "")
+        found = json.loads(messages_of_all(text)[0])
+        if record is not None and found["digest"] != record["digest"]:
+            raise UserError(
+                f"start_from: the weights of {found['origin']} are not those that the adapters were trained with "
+                f"(digest {found['digest'][:12]}, and the checkpoint names {record['digest'][:12]}). Put the old "
+                "files back, or name a copy of them in start_from."
+            )
+        return Base(RunDirectory(storage_path(found["origin"])), found["step"], found["digest"])
+
+    @contextmanager
+    def opened(self, setup: Setup) -> Iterator[Opened]:
+        """Yield the model on the mesh of a setup, without adapters of the setup."""
+        config = as_here(self.origin.read_config(), setup.config)
+        origin = set_up(config, setup.tokens, setup.layout.mesh)
+        with opened(self.origin, origin, self.step or None) as found:
+            yield found
+
+
+def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entry `base` of a model; one that has moved is at `record`, unless `name` leads to it."""
+    try:
+        run = find_run(name)
+    except UserError:
+        if record is None:
+            raise
+        run = find_run(record["origin"])
+    if run.is_imported:
+        folder = open_folder(Path(str(run.huggingface)))
+        digests = parallel_map(lambda file: [file.name, measured(file)[1]], [folder.path / CONFIG, *folder.files])
+        return {"origin": str(run.path.absolute()), "step": 0, "digest": digest_of(json.dumps(digests).encode())}
+    with Checkpoints(run.checkpoints) as checkpoints:
+        steps = checkpoints.steps()
+    step = record["step"] if record is not None else max(steps, default=None)
+    if step not in steps:
+        raise UserError(f"start_from: {run.path} has no checkpoint of step {step}; there are: {steps or 'none'}.")
+    manifest = (run.checkpoints / folder_name(step) / MANIFEST).read_bytes()
+    origin = run.path if isinstance(run.path, ObjectPath) else run.path.absolute()
+    return {"origin": str(origin), "step": step, "digest": json.loads(manifest)["blake2b"]}
+
+
+def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
+    """Return the configuration of another run on the mesh of this one."""
+    own = ("model", "mesh", "mapping", "pipeline", "batch", "compute", "evaluation")
+    return replace(theirs, **{name: getattr(here, name) for name in own})
+
+
+def weights_of(base: Base, setup: Setup, like: Any) -> Any:
+    """Return the base's weights with the paths and dtypes of a tree, read one at a time, on the mesh of a setup."""
+    with base.opened(setup) as found:
+
+        def one(path, leaf):
+            return found.read(path_of(path)).astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(one, like, is_leaf=is_named)

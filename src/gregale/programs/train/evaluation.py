@@ -108,5 +108,7 @@ class Saving(Callback):
         self._observers.progress.at(step, Phase.SAVING)
         consumed = {"examples": self._consumed.examples(step), "mixtures": self._consumed.mixtures}
         counts = {"replica_bytes": self._traffic.bytes_sent(step), **consumed}
+        if self._steps.base is not None:
+            counted = {**counted, "base": self._steps.base.record}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
         self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)

@@ -10,7 +10,6 @@ change the step's program. The error of quantised averages also has a separate p
 import math
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -62,15 +61,16 @@ class Inspector:
 
     def __init__(self, setup: Setup, method: Method):
         self._by_array = setup.config.inspect.granularity == "array"
+        probe = _probe(setup, method)
         self._inspected = jax.jit(
-            partial(method.inspected, probe=_probe(setup, method)),
+            lambda frozen, state, batch: method.holding(frozen).inspected(state, batch, probe),
             out_shardings=setup.layout.sharding((), {}),
             compiler_options=setup.compiler_options,
         )
 
     def __call__(self, state: TrainState, batch: Tree) -> dict[str, float]:
         """Return the metrics of the step that takes this batch; wait for the devices."""
-        return figures(jax.device_get(self._inspected(state.method, batch)), self._by_array)
+        return figures(jax.device_get(self._inspected(state.frozen, state.method, batch)), self._by_array)
 
 
 def _probe(setup: Setup, method: Method) -> Probe:
@@ -169,8 +169,9 @@ class QuantisationFigures:
 
     def __init__(self, setup: Setup, held_out: Examples):
         self._setup, self._held_out = setup, held_out
+        method = setup.method
         self._lost = jax.jit(
-            setup.method.quantisation_loss,
+            lambda frozen, state, batch: method.holding(frozen).quantisation_loss(state, batch),
             out_shardings=setup.layout.sharding((), {}),
             compiler_options=setup.compiler_options,
         )
@@ -179,5 +180,5 @@ class QuantisationFigures:
         """Return `quantisation_error`, relative to the values, and `feedback_norm`, the norm of the kept error."""
         with closing(GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout)) as batches:
             batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
-            lost = self._lost(state.method, batch)
+            lost = self._lost(state.frozen, state.method, batch)
         return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from gregale.axes.parameters import with_arrays
 from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
@@ -114,7 +115,12 @@ class Loop:
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
         method = self._steps.method
-        return Pause(step, self._steps.state, method, batch, self._trained[method.name], self._steps.stop.ask)
+        state, program = self._steps.state, self._trained[method.name]
+
+        def trained(of_method: Any) -> Any:
+            return with_arrays(program(of_method), state.frozen)
+
+        return Pause(step, state, method, batch, trained, self._steps.stop.ask)
 
     def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from gregale.axes.parameters import frozen_of
 from gregale.checkpoint.store import Checkpoints, Restored
 from gregale.data.preparation import Corpus
 from gregale.data.staged import Mixtures, sources_of, with_mixture
@@ -13,9 +14,10 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
+from gregale.programs.runtime.adapters import continued
 from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, mixtures_of, recorded, saved_by
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import find_run, restored_model
+from gregale.programs.runtime.trained_model import Base, as_here, find_run, restored_model, weights_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
@@ -32,6 +34,7 @@ class Start(NamedTuple):
     replica_bytes: int  # bytes that a device has sent over `replica` in those steps
     examples: int  # examples of those steps
     mixtures: Mixtures = ()  # of the sources, so far and from this point on
+    base: Base | None = None  # the origin of frozen weights, for the checkpoints
 
 
 def starting_point(
@@ -47,13 +50,16 @@ def starting_point(
     """
     mixture = setup.config.data.weights, setup.config.batch.sequence_length
     if step is None:
-        starts = setup.config.start_from is not None
-        state = started_state(setup, corpus.tokenizer) if starts else setup.initial_state()
-        return Start(state, 0, 0, 0, with_mixture((), 0, *mixture))
+        mixtures, base = with_mixture((), 0, *mixture), None
+        if setup.config.start_from is None:
+            return Start(setup.initial_state(), 0, 0, 0, mixtures)
+        if setup.config.adapter is not None:
+            base = Base.of(setup.config)
+        return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, mixtures, base)
     saved = setup
     if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
-        saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
+        saved = set_up(as_before, setup.tokens, setup.layout.mesh)
     restored = checkpoints.read(
         step,
         lambda metadata: checkpoint_template(saved, metadata),
@@ -61,11 +67,15 @@ def starting_point(
     )
     mixtures = mixtures_of(restored.metadata, before or setup.config)
     check_text(restored, mixtures, corpus)
-    state = converted(setup, restored.tree, step, saved_by(saved, restored.metadata))
+    state, base = restored.tree, None
+    if setup.config.adapter is not None:
+        base = Base.of(setup.config, recorded(restored.metadata, "base"))
+        state = state._replace(frozen=weights_of(base, setup, frozen_of(setup.model)))
+    state = converted(setup, state, step, saved_by(saved, restored.metadata))
     if state.spikes is None:
         state = state._replace(spikes=setup.new_spikes(step))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture))
+    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base)
 
 
 def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
@@ -100,12 +110,12 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
 
 
 def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainState:
-    shardings = state_shardings(method, abstract_state(method, setup.model))
+    shardings = state_shardings(method, abstract_state(method, setup.model)._replace(frozen=None))
     options = setup.compiler_options
     move = jax.jit(
         lambda inner: new_train_state(method, change(inner), 0), out_shardings=shardings, compiler_options=options
     )
-    return move(state.method)._replace(step=state.step)
+    return move(state.method)._replace(step=state.step, frozen=state.frozen)
 
 
 def origin_of(config: TrainConfig) -> RunDirectory:
@@ -139,8 +149,12 @@ def origin_of(config: TrainConfig) -> RunDirectory:
     return origin
 
 
-def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
+def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) -> TrainState:
     """Return the state before the first step, with the parameters of the newest checkpoint of `start_from`.
+
+    Adapters that it has are merged into its weights.
+
+    - `base`: the weights to freeze, in a run with adapters
 
     Raises `UserError` if the tokenizers differ.
     """
@@ -152,8 +166,11 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "
             f"`data.tokenizer` of {origin.config}."
         )
-    own = {name: getattr(config, name) for name in ("model", "mesh", "pipeline", "batch", "compute", "evaluation")}
-    here = replace(theirs, **own)
+    if base is not None:
+        return setup.state_from(weights_of(base, setup, setup.base), continued(setup, base))
+    if theirs.adapter is not None:
+        return setup.state_from(weights_of(Base.of(config), setup, setup.base))
+    here = as_here(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
 

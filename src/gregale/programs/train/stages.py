@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import parameter_count
+from gregale.axes.parameters import frozen_of, parameter_count
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
 from gregale.data.tokenizer_training import naming
@@ -98,12 +98,15 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model)))
+    beside = f" of adapters, {frozen:,} frozen ones," if frozen else ""
     epochs = config.steps * config.batch.size / sum(map(len, corpus.train_rows.values()))
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
     validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
-        f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
-        f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
+        f"{config.name}: {parameter_count(setup.model):,} parameters{beside} on {setup.layout.mesh.size} "
+        f"{device.device_kind} device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of "
+        f"{config.batch.tokens:,} tokens, {epochs:.2f} epochs of {corpus.training_tokens:,} tokens; "
+        f"{', '.join([held_out, *validation])}"
         f"{f'; compiler options: {options}' if options else ''}"
     )

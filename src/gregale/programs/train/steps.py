@@ -8,6 +8,7 @@ from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers
@@ -24,6 +25,7 @@ class Steps(ABC):
     - `compiled`: the step before which the step's program was new, so that the next step compiles it
     - `stop`: the requests of signals and of callbacks to end the run
     - `stop_reason`: the reason of the callback that ended the run; None if none did
+    - `base`: the origin of frozen weights; None if there are none
     """
 
     state: TrainState
@@ -32,6 +34,7 @@ class Steps(ABC):
     compiled: int
     stop: StopRequest
     stop_reason: str | None = None
+    base: Base | None = None
 
     @property
     @abstractmethod
@@ -81,7 +84,7 @@ class MeshSteps(Steps):
         self.ended_stage = False
         examples = stage.corpus.training(start.mixtures)
         self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
-        self.state, self.step = start.state, start.step
+        self.state, self.step, self.base = start.state, start.step, start.base
         self._use(setup.method_after(start.step))
 
     def _use(self, method: Method) -> None:

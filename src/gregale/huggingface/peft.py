@@ -1,0 +1,100 @@
+"""Provides adapters in the format of PEFT: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from haliax import NamedArray
+
+from gregale.axes.layout import LORA_RANK, Layout
+from gregale.errors import UserError
+from gregale.huggingface.folder import ADAPTER, check_files, read_json
+from gregale.huggingface.safetensors import read_header
+from gregale.huggingface.tensor_names import Slot, parameters_of
+from gregale.huggingface.weights import read_slot
+from gregale.model.adapter_config import LoraConfig
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Settings of PEFT's LoraConfig that change the outputs of the adapters that Gregale has.
+ABSENT = {
+    "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "modules_to_save": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None,
+}  # fmt: skip
+
+
+def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
+    """Return the slots of a model's adapters.
+
+    - `slots`: of the model without adapters
+    - `model`: with adapters; it may be abstract
+    """
+    leaves, found = parameters_of(model), []
+    for slot in slots:
+        path, hub = slot.path.removesuffix(".weight"), PREFIX + slot.hub.removesuffix(".weight")
+        rank = (LORA_RANK,)
+        for factor, groups in (("A", (rank, *slot.groups[1:])), ("B", (*slot.groups[:1], rank))):
+            if (own := f"{path}.lora_{factor.lower()}.weight") in leaves:
+                name = f"{hub}.lora_{factor}.weight"
+                found.append(replace(slot, hub=name, path=own, axes=leaves[own].axes, groups=groups))
+    return found
+
+
+def adapter_settings(config: LoraConfig, slots: list[Slot], base: str, has_experts: bool) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    - `slots`: of the adapters
+    - `base`: the model that they are for
+    - `has_experts`: names of modules need their parents, because experts have the same ones
+    """
+    modules = sorted({slot.hub.removeprefix(PREFIX).rsplit(".", 2)[0].partition("{layer}.")[2] for slot in slots})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha % 1 == 0 else config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.scaling == "rank_stabilised",
+        "bias": "none",
+        "target_modules": modules if has_experts else [name.rpartition(".")[2] for name in modules],
+    }
+
+
+def read_adapters(folder: Path, config: LoraConfig, slots: list[Slot], model: Any, layout: Layout) -> dict[str, Any]:
+    """Return the adapters of a folder by their paths, under `params`; `slots`, `model`: as for `adapter_slots`.
+
+    Raises `UserError` if the folder has adapters of other targets or of another rank or scale.
+    """
+    check_files(folder, (ADAPTER, ADAPTER_WEIGHTS))
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"adapter.start_from: {folder} has no {ADAPTER_WEIGHTS}: Gregale reads no pickles.")
+    check_settings(read_json(folder / ADAPTER), config, str(folder / ADAPTER))
+    tensors, leaves = read_header(folder / ADAPTER_WEIGHTS), parameters_of(model)
+    wanted = {name: slot.shape for slot in slots for name in slot.tensors()}
+    if (found := {name: tensor.shape for name, tensor in tensors.items()}) != wanted:
+        name, shape = min({*found.items()} ^ {*wanted.items()})
+        where = "is there, and not here" if name in found else "is missing"
+        raise UserError(
+            f"adapter.start_from: {folder} has adapters of other projections or sizes than adapter.targets: {name} "
+            f"{list(shape)} {where}."
+        )
+
+    def read(slot: Slot) -> NamedArray:
+        leaf = leaves[slot.path]
+        return read_slot(slot, tensors, leaf, layout.sharding(leaf.axes, layout.params))
+
+    return {slot.path: read(slot) for slot in slots}
+
+
+def check_settings(found: Mapping[str, Any], config: LoraConfig, source: str) -> None:
+    """Raise `UserError` if adapters of a file compute other outputs than those of a configuration."""
+    wanted = adapter_settings(config, [], "", False)
+    same = ("peft_type", "r", "lora_alpha", "use_rslora")
+    expected = {name: wanted[name] for name in same} | ABSENT
+    for name, value in expected.items():
+        there = found.get(name, ABSENT.get(name))
+        if (there or None) != (value or None):
+            raise UserError(f"adapter.start_from: {name} is {there!r} in {source}; here it has to be {value!r}.")

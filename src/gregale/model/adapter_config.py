@@ -1,0 +1,63 @@
+"""The configuration of adapters: small trained weights beside frozen ones."""
+
+from dataclasses import dataclass
+
+import draccus
+
+from gregale.model.base import SHAPE
+from gregale.model.scaling import MEANING
+from gregale.settings import Fixed, Range, Settings, above, setting, whole
+
+MLP_TARGETS = ("gate", "up", "down")
+TARGETS = ("query", "key", "value", "out", *MLP_TARGETS)
+SCALINGS = ("standard", "rank_stabilised")
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Settings, draccus.ChoiceRegistry):
+    """The choice of an adapter by `type`."""
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "lora"
+
+
+@AdapterConfig.register_subclass("lora")
+@dataclass(frozen=True)
+class LoraConfig(AdapterConfig):
+    """LoRA (arXiv 2106.09685): y = x W + scale * (x A) B, where W is frozen, A is drawn and B is zero at the start."""
+
+    rank: int = setting(16, "width of x A", range=whole(1), aliases=("r", "lora_r"), fixed=SHAPE, by_topic=True)
+    alpha: float = setting(
+        32.0, "scale times rank, or its root", range=above(0), aliases=("lora_alpha",), fixed=MEANING, by_topic=True
+    )
+    scaling: str = setting(
+        "standard",
+        "scale is alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732)",
+        choices=SCALINGS,
+        aliases=("use_rslora",),
+        fixed=MEANING,
+        by_topic=True,
+    )
+    dropout: float = setting(
+        0.0, "share of x that A does not see", range=Range(0, 1, below=True), aliases=("lora_dropout",), by_topic=True
+    )
+    targets: tuple[str, ...] = setting(
+        ("query", "value"),
+        "projections with an adapter",
+        choices=TARGETS,
+        unique=True,
+        aliases=("target_modules",),
+        fixed=SHAPE,
+        by_topic=True,
+    )
+    start_from: str | None = setting(
+        None,
+        "run with adapters, or folder of PEFT, whose adapters to continue; null: new ones",
+        fixed=Fixed("it was read before the first step"),
+        by_topic=True,
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank if self.scaling == "standard" else self.rank**0.5)

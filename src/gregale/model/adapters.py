@@ -1,0 +1,126 @@
+"""Adapters of a model (LoRA, arXiv 2106.09685), and the marks of its other weights."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax.axis import axis_spec_to_tuple
+from haliax.nn import Linear
+
+from gregale.axes.layout import LORA_RANK, is_named
+from gregale.axes.parameters import Frozen, is_buffer, is_parameter
+from gregale.errors import UserError
+from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
+
+
+class Lora(Linear):
+    """A linear layer of a model that computes, with an adapter: y = x W + bias + scale * (x A) B.
+
+    `gregale.model.execution.Execution.project` computes it: A B, which has the size of W, is never made.
+
+    - `dropout`: share of the values of x that are zero for A in training; the others are divided by the rest
+    """
+
+    lora_a: Linear = eqx.field(kw_only=True)  # A: [*In] -> [LoraRank]
+    lora_b: Linear = eqx.field(kw_only=True)  # B: [LoraRank] -> [*Out]
+    scale: float = eqx.field(static=True, kw_only=True)
+    dropout: float = eqx.field(static=True, kw_only=True)
+
+    @property
+    def base(self) -> Linear:
+        """Return the layer without its adapter."""
+        return Linear(self.weight, self.bias, self.In, self.Out)
+
+    def dropped(self, x: NamedArray, key: jax.Array) -> NamedArray:
+        """Return x for A in training, zero with the probability `dropout`; bits of A are part of each layer's key."""
+        row = jax.lax.stop_gradient(self.lora_a.weight.array).reshape(-1, self.lora_a.weight.array.shape[-1])[0]
+        bits = jax.lax.bitcast_convert_type(row.astype(jnp.float32), jnp.uint32)
+        own = jax.random.fold_in(key, hashed(bits))
+        kept = jax.random.bernoulli(own, 1 - self.dropout, x.array.shape)
+        return NamedArray(jnp.where(kept, x.array / (1 - self.dropout), 0).astype(x.dtype), x.axis_names)
+
+    def __call__(self, inputs: Any, *, key: Any = None) -> Any:
+        raise TypeError("a layer with an adapter is computed by `Execution.project(layer, x)`")
+
+
+def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
+    """Return a model whose `config.targets` have adapters, and whose other weights are marked as frozen.
+
+    A is uniform in +-1 / sqrt(inputs), and B is zero, so that outputs are those of the model. Buffers stay.
+
+    Raises `UserError` if the model lacks a target, or a target is in experts, which have no adapters.
+    """
+    check_targets(model, config)
+    found = [path for path, node in _linears(model) if path[-1] in config.targets]
+    keys = dict(zip(found, jax.random.split(key, len(found)), strict=True))
+
+    def marked(leaf):
+        return Frozen(leaf) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+
+    def one(path, node):
+        if not isinstance(node, Linear):
+            return marked(node)
+        frozen = jax.tree.map(marked, node, is_leaf=is_named)
+        return with_adapter(node, frozen, config, keys[words]) if (words := _words(path)) in keys else frozen
+
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_whole)
+
+
+def with_adapter(layer: Linear, frozen: Linear, config: LoraConfig, key: jax.Array) -> Lora:
+    """Return a linear layer, or a stack of them, with an adapter; `frozen`: the layer with its marks."""
+    In, Out, Rank = axis_spec_to_tuple(layer.In), axis_spec_to_tuple(layer.Out), Axis(LORA_RANK, config.rank)
+    stacked = tuple(axis for axis in layer.weight.axes if axis not in (*In, *Out))
+    bound = float(np.prod([axis.size for axis in In])) ** -0.5
+    a = hax.random.uniform(key, (*stacked, *In, Rank), minval=-bound, maxval=bound)
+    b = hax.zeros((*stacked, Rank, *Out))
+    return Lora(
+        frozen.weight,
+        frozen.bias,
+        layer.In,
+        layer.Out,
+        lora_a=Linear(a, None, layer.In, Rank),
+        lora_b=Linear(b, None, Rank, layer.Out),
+        scale=config.scale,
+        dropout=config.dropout,
+    )
+
+
+def hashed(values: jax.Array) -> jax.Array:
+    """Return a number that depends on all integers of an array and on their places: uint32."""
+    flat = values.reshape(-1).astype(jnp.uint32)
+    factors = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
+    return jnp.sum(flat * factors * jnp.uint32(2654435761), dtype=jnp.uint32)
+
+
+def merged_weight(weight: NamedArray, a: NamedArray, b: NamedArray, scale: float) -> NamedArray:
+    """Return W + scale * A B in float32, [*axes of W]."""
+    update = hax.dot(a.astype(jnp.float32), b.astype(jnp.float32), axis=LORA_RANK)
+    return weight.astype(jnp.float32) + scale * update.rearrange(weight.axes)
+
+
+def check_targets(model: Any, config: LoraConfig) -> None:
+    """Raise `UserError` if the model lacks a target, or if a target is in experts."""
+    there = {path[-1] for path, _ in _linears(model)}
+    if lacking := [name for name in config.targets if name not in there]:
+        reason = "experts have no adapters" if lacking[0] in MLP_TARGETS else "the model has no such projection"
+        raise UserError(
+            f"adapter.targets names {lacking[0]!r}, and {reason}. Targets of this model: "
+            f"{', '.join(sorted(there)) or 'none'}."
+        )
+
+
+def _linears(model: Any) -> list[tuple[tuple[str, ...], Linear]]:
+    found = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_whole)[0]
+    return [(_words(path), node) for path, node in found if isinstance(node, Linear)]
+
+
+def _words(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, Linear) or is_named(node) or is_buffer(node)

@@ -1,0 +1,73 @@
+"""Provides the adapters of runs in files: those that a run continues, and the export to a folder of PEFT."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from haliax import NamedArray
+
+from gregale.axes.layout import is_named
+from gregale.axes.parameters import trainable
+from gregale.errors import UserError
+from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
+from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
+from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
+from gregale.model.adapter_config import LoraConfig
+from gregale.model.config import LlamaConfig
+from gregale.programs.runtime.checkpointed import recorded
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.runtime.trained_model import Base, as_here, find_run, opened
+from gregale.runs.config_diff import changes
+from gregale.runs.run_directory import RunDirectory
+
+
+def continued(setup: Setup, base: Base) -> Any:
+    """Return the adapters of `adapter.start_from` in the structure of the parameters; None: new ones are wanted.
+
+    Raises `UserError` if they are of other targets or of another rank or scale, or were trained beside other weights.
+    """
+    config = setup.config.adapter
+    if not isinstance(config, LoraConfig) or config.start_from is None:
+        return None
+    folder = Path(config.start_from)
+    if (folder / ADAPTER).is_file():
+        slots = adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model)
+        found = read_adapters(folder, config, slots, setup.model, setup.layout)
+    else:
+        found = _of_run(setup, config, config.start_from, base)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: found[path_of(path)], trainable(setup.model), is_leaf=is_named
+    )
+
+
+def _of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str, NamedArray]:
+    run = find_run(name)
+    theirs = run.read_config()
+    if theirs.adapter is None:
+        raise UserError(f"adapter.start_from: {run.path} has no adapters; start_from names the model to adapt.")
+    found = [each for each in changes(theirs.adapter, config, "adapter") if each.key != "adapter.start_from"]
+    if fixed := [change for change in found if change.fixed]:
+        raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
+    other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)
+    with opened(run, other, None) as found:
+        if recorded(found.metadata, "base")["digest"] != base.digest:
+            raise UserError(
+                f"adapter.start_from: the adapters of {run.path} were trained beside other weights than those of "
+                f"{base.origin.path}. Set start_from to {theirs.start_from}, or merge them: start_from {run.path}."
+            )
+        return {path: found.read(path) for path in parameters_of(trainable(setup.model))}
+
+
+def family_of(setup: Setup, run: RunDirectory) -> Family:
+    """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
+    assert isinstance(setup.config.model, LlamaConfig)
+    saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
+    return family_that_has(setup.config.model, saved.get("model_type"))
+
+
+def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
+    """Write adapter_config.json; `base`: the run, or the imported model, that the adapters are for."""
+    config = setup.config
+    assert isinstance(config.adapter, LoraConfig)
+    write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

@@ -1,0 +1,46 @@
+"""Provides the model of a run before its first step, with its adapters, and what these drop in training."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from haliax import Axis
+
+from gregale.axes.layout import is_named
+from gregale.axes.parameters import is_buffer, is_parameter
+from gregale.model.adapter_config import LoraConfig
+from gregale.model.adapters import adapted, hashed
+from gregale.model.compute_config import DTYPES
+from gregale.model.execution import Execution
+from gregale.runs.config import TrainConfig
+
+
+def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model without adapters; beside adapters its weights are in the compute dtype."""
+    model, dtype = config.model.init(Vocab, key), DTYPES[config.compute.dtype]
+    if config.adapter is None:
+        return model
+
+    def cast(leaf):
+        return leaf.astype(dtype) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+
+    return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
+
+
+def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model before the first step; beside adapters its own weights are marked as frozen."""
+    model = base_model(config, Vocab, key)
+    return model if config.adapter is None else with_adapters(config, model, key)
+
+
+def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
+    """Return a model with new adapters, and with marks on its own weights."""
+    assert isinstance(config.adapter, LoraConfig)
+    return adapted(model, config.adapter, jax.random.fold_in(key, 1))
+
+
+def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
+    """Return the execution of training on a batch; its tokens determine what adapters drop, so a resume repeats it."""
+    if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
+        return run
+    return replace(run, dropout_key=jax.random.fold_in(jax.random.key(config.seed), hashed(batch["tokens"].array)))
