@@ -25,7 +25,8 @@ from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
-from gregale.data.tokenizers import BpeConfig, FileConfig, train_bpe
+from gregale.data.tokenizer_training import train_bpe
+from gregale.data.tokenizers import BpeConfig, FileConfig
 
 VOCABULARY = 32_000
 SAMPLE_BYTES = 4_000_000

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from gregale.cli import main
-from gregale.data.tokenizers import BpeConfig, FileConfig, TokenizerConfig, train_bpe
+from gregale.data.tokenizer_training import train_bpe
+from gregale.data.tokenizers import BpeConfig, FileConfig, TokenizerConfig
 from tests.programs.tiny import write_inputs
 
 

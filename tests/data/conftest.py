@@ -15,6 +15,7 @@ from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, wri
 from gregale.data.progress import silent
 from gregale.data.store import TokenStore, complete_store, open_store
 from gregale.data.stream import DocumentStream
+from gregale.data.supervised import Supervised
 from gregale.data.text_bytes import NONE, Corrections
 from gregale.data.tokenizers import BytesTokenizer
 
@@ -45,6 +46,7 @@ class InMemory:
     tokens: np.ndarray
     offsets: np.ndarray
     corrections: Corrections = NONE
+    supervised: Supervised | None = None
 
 
 def in_memory(documents: Sequence[Sequence[int]]) -> InMemory:

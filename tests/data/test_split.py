@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from gregale.data.examples import Windows
 from gregale.data.split import cut_of, end_cut, end_of, split_at
 from gregale.data.stream import held_out_documents
-from gregale.data.tokenizers import BpeConfig, BytesTokenizer, train_bpe
+from gregale.data.tokenizer_training import train_bpe
+from gregale.data.tokenizers import BpeConfig, BytesTokenizer
 from tests.data.conftest import in_memory
 
 BYTES = BytesTokenizer()

@@ -89,7 +89,7 @@ def test_another_version_of_the_format_is_refused(tmp_path):
     manifest = json.loads(path.read_bytes()) | {"format": 0}
     del manifest["sha256"]
     path.write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
-    with pytest.raises(UserError, match="format 0, this program reads format 2"):
+    with pytest.raises(UserError, match="format 0, this program reads format 3"):
         open_store(path.parent, NO_DISK)
 
 

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from gregale.data.special_names import counter_of_names, taken_as_text
+from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import (
     BpeConfig,
     BytesConfig,
@@ -15,11 +17,8 @@ from gregale.data.tokenizers import (
     FileConfig,
     LibraryTokenizer,
     TokenizerConfig,
-    counter_of_names,
     load_tokenizer,
     save_tokenizer,
-    taken_as_text,
-    train_bpe,
 )
 from gregale.data.vocabulary_bytes import byte_level_reader, vocabulary_bytes
 from gregale.errors import UserError

@@ -76,7 +76,7 @@ def test_a_command_shows_the_keys_that_it_reads():
     assert "held_out" in shown
     assert "sequence_length" in shown
     assert not {"microbatches", "learning_rate", "--steps"} & set(shown.split())
-    assert topics(TrainConfig, only=("data",)) == ["data.sources", "data.tokenizer"]
+    assert topics(TrainConfig, only=("data",)) == ["data"]
     with pytest.raises(UserError, match=r"--help optimizer: there is no such key\. The first parts of .*: data\."):
         render(TrainConfig, "optimizer", only=("data",))
 
@@ -111,7 +111,7 @@ def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
     assert "betas" in short
     assert "iterations" not in short, "Muon's own"
     assert "--sync.outer" not in short, "there is none with sync.type psdp"
-    named = ["data.sources", "data.tokenizer", "mapping", "mesh", "model", "optimizer", "sync", "trackers"]
+    named = ["data", "mapping", "mesh", "model", "optimizer", "sync", "trackers"]
     assert topics(TrainConfig) == named
     assert "--mapping" not in short
 

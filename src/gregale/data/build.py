@@ -52,7 +52,8 @@ class TokenCache:
 
 def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
     """Return the name of the store of a source and a tokenizer: a hash of everything that determines its content."""
-    return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint])[:24]
+    template = [asdict(tokenizer.chat_template)] if source.has_conversations and tokenizer.chat_template else []
+    return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint, *template])[:24]
 
 
 def build_store(
@@ -135,9 +136,10 @@ class Build:
         """Assemble the store from its parts; discard a damaged part so that it is encoded again."""
         try:
             manifests = [require_manifest(self._folder, task.number) for task in self._tasks]
-            skipped, names = Skipped(), Counter()
+            skipped, unsupervised, names = Skipped(), Skipped(), Counter()
             for manifest in manifests:
                 skipped.add(Skipped(**manifest.skipped))
+                unsupervised.add(Skipped(**manifest.unsupervised or {}))
                 names.update(manifest.special_names or {})
             if not any(manifest.tokens for manifest in manifests):
                 left_out = format_skipped(skipped) if skipped.count else []
@@ -148,6 +150,7 @@ class Build:
                 "tokenizer": self._tokenizer.fingerprint,
                 "source": self._identity,
                 **({"skipped": asdict(skipped)} if skipped.count else {}),
+                **({"unsupervised": asdict(unsupervised)} if unsupervised.count else {}),
                 **({"special_names": dict(names)} if names else {}),
             }
             complete_store(self._folder, manifests, description, self._report)

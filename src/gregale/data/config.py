@@ -36,8 +36,9 @@ class DataConfig(Settings):
     shuffle: bool = setting(True, "random order, anew each epoch", fixed=ORDER)
     cross_documents: bool = setting(False, "let attention and loss cross documents")
     replica_mixtures: list[dict[str, float]] = setting(list, "of each replica", range=at_least(0), fixed=ORDER)
+    chat_template: str = setting("", "Jinja file; empty: the tokenizer's own, or a built-in one", by_topic=True)
     cache: str = setting("cache", "folder or URL; tokenized text for later runs")
-    local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale")
+    local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale", by_topic=True)
     workers: int = setting(0, "that tokenize; 0: one a core", range=whole(0, 4096))
 
     def __post_init__(self):

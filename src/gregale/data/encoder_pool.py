@@ -29,9 +29,7 @@ class EncoderPool:
         self._pool = None
         if max_processes > 1:
             context = multiprocessing.get_context("spawn")  # a worker starts when it has work
-            self._pool = ProcessPoolExecutor(
-                max_processes, context, start_worker, (tokenizer.to_json(), type(tokenizer))
-            )
+            self._pool = ProcessPoolExecutor(max_processes, context, start_worker, (tokenizer.saved(), type(tokenizer)))
         self._running: dict[Future, EncodeTask] = {}
         self._others = set(multiprocessing.active_children())
 

@@ -55,7 +55,7 @@ class Windows(Sequence[ExampleBatch]):
         tokens, documents = self._streams[number].read(start, stop)
         if self._cross:
             documents = np.zeros_like(documents)
-        example = make_example(tokens, documents)
+        example = make_example(tokens, documents, self._streams[number].supervised(start, stop))
         if self._evaluates:
             example[MORE_BYTES] = self._streams[number].more_bytes(start + 1, stop).astype(np.int32)
         return example
@@ -66,22 +66,24 @@ def window_count(stream: DocumentStream, sequence_length: int) -> int:
     return max(0, len(stream) - 1) // sequence_length
 
 
-def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
+def make_example(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray | None = None) -> ExampleBatch:
     """Return one window as the arrays that a model takes.
 
     - `tokens`: int32 [L + 1].
     - `documents`: the index of each token's document [L + 1], not decreasing.
+    - `supervised`: whether the loss is on each token, bool [L + 1]; by default on all.
 
     Returns `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target is of
-    another document), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
-    one), `positions` int32 [L] (from 0 at the first token of each document in the window).
+    another document, or the loss is not on it), `segment_ids` int32 [L] (documents counted from 0 within the window;
+    attention stays within one), `positions` int32 [L] (from 0 at the first token of each document in the window).
     """
     positions = np.arange(len(tokens) - 1)
+    mask = documents[1:] == documents[:-1]
     begins = np.diff(documents[:-1], prepend=documents[:1] - 1) > 0
     return {
         "tokens": tokens[:-1],
         "targets": tokens[1:],
-        "loss_mask": (documents[1:] == documents[:-1]).astype(np.float32),
+        "loss_mask": (mask if supervised is None else mask & supervised[1:]).astype(np.float32),
         "segment_ids": (np.cumsum(begins) - 1).astype(np.int32),
         "positions": (positions - np.maximum.accumulate(np.where(begins, positions, 0))).astype(np.int32),
     }

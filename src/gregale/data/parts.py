@@ -22,9 +22,15 @@ from typing import BinaryIO
 import numpy as np
 
 from gregale.atomic_files import atomic_replace
+from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.encoding import ChatEncoder, Encoded
+from gregale.data.chat.renderer import NotRendered
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
+from gregale.data.sources.base import BadDocument
+from gregale.data.special_names import counter_of_names
+from gregale.data.supervised import Supervised
 from gregale.data.text_bytes import Corrections
-from gregale.data.tokenizers import Tokenizer, counter_of_names
+from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
@@ -62,6 +68,8 @@ class PartManifest:
     chunks: str  # the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file
     corrections: str | None = None  # packed `Corrections`; None if the tokenizer needs none
     special_names: dict[str, int] | None = None  # in the text and encoded as characters, each with its count
+    supervised: str | None = None  # the changes of a packed `Supervised`; None if the loss is on all tokens
+    unsupervised: dict | None = None  # the documents without a token for the loss, as `skipped`
 
     @property
     def size_bytes(self) -> int:
@@ -121,21 +129,35 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
     """Write a part into a file; return its manifest."""
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
     lengths, corrections, skipped = [], [], Skipped()
+    masks, unsupervised = [], Skipped()
     count, names = counter_of_names(tokenizer), Counter()
-    for part in task.parts:
-        for documents in batches(task.source.read(part, skipped)):
+    with ChatEncoder(tokenizer) as chat:
+        for documents in (each for part in task.parts for each in batches(task.source.read(part, skipped))):
             names += count(each.content for each in documents if isinstance(each.content, str))
-            for ids, more_bytes in encode_documents(documents, tokenizer):
-                if len(ids):
-                    output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
-                    lengths.append(len(ids) + 1)
+            for document, found in zip(documents, encode_documents(documents, tokenizer, chat), strict=True):
+                if isinstance(found, BadDocument):
+                    task.source.leave_out(found, skipped)
+                elif len(found.ids):
+                    ids, more_bytes, supervised = found.ended(tokenizer.end_of_document)
+                    output.write(ids.astype(dtype).data)
+                    lengths.append(len(ids))
                     corrections.append(Corrections.of(more_bytes))
+                    masks.append(supervised)
+                    if supervised is not None and not supervised.any():
+                        unsupervised.add(Skipped(1, [place_of(document)]))
     output.write(np.array(lengths, LENGTH).data)
     output.seek(0)
     chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: output.read(CHUNK_BYTES), b""))
-    packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
     return PartManifest(
-        len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed, dict(names) or None
+        documents=len(lengths),
+        tokens=sum(lengths),
+        itemsize=dtype.itemsize,
+        skipped=asdict(skipped),
+        chunks=chunks,
+        corrections=None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed(),
+        special_names=dict(names) or None,
+        supervised=Supervised.joined(masks).packed() if task.source.has_masks else None,
+        unsupervised=asdict(unsupervised) if unsupervised.count else None,
     )
 
 
@@ -152,10 +174,27 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each document's ids [token], without its end, and the differences of `Tokenizer.encode_counted`."""
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, chat: ChatEncoder
+) -> Iterator[Encoded | BadDocument]:
+    """Yield each document as tokens, without its end, or the reason why its template rejects it."""
     encoded = iter(tokenizer.encode_counted([each.content for each in documents if isinstance(each.content, str)]))
-    return [next(encoded) if isinstance(each.content, str) else checked(each, tokenizer) for each in documents]
+    for each in documents:
+        if isinstance(each.content, str):
+            yield Encoded(*next(encoded))
+        elif isinstance(each.content, Conversation):
+            try:
+                yield chat.encode(each.content)
+            except NotRendered as error:
+                yield BadDocument(str(error))
+        else:
+            yield Encoded(*checked(each, tokenizer))
+
+
+def place_of(document: Document) -> str:
+    """Return where a document is, for a note."""
+    content = document.content
+    return content.location if isinstance(content, Conversation) else f"{document.path}, {document.start}"
 
 
 def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +202,7 @@ def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nd
 
     The text is not available: each id counts as the bytes of its vocabulary entry.
     """
-    assert not isinstance(document.content, str)
+    assert isinstance(document.content, np.ndarray)
     bad = np.flatnonzero((document.content < 0) | (document.content >= tokenizer.vocabulary_size))
     if len(bad):
         raise UserError(

@@ -17,11 +17,12 @@ from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
+from gregale.data.special_names import taken_as_text
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import make_tokenizer, naming
-from gregale.data.tokenizers import BpeConfig, Tokenizer, taken_as_text
+from gregale.data.tokenizers import BpeConfig, Tokenizer
 from gregale.errors import UserError
 from gregale.storage import storage_path
 
@@ -166,12 +167,15 @@ def training_windows(name: str, stream: DocumentStream, sequence_length: int, co
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:
-    """Return a note's lines if documents of a source were skipped, or a build encoded special tokens as characters.
+    """Return a note's lines if documents were skipped or are without loss, or special tokens became characters.
 
     - `key`: of the source, `data.sources.books`
     """
     skipped = store.skipped
     notes = [f"{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
+    if (without := store.unsupervised).count:
+        lines = format_skipped(without, "conversation(s) without a token that the loss is on")
+        notes += [f"{key}:", *(f"  {line}" for line in lines)]
     found = Counter(store.manifest.get("special_names", {}) if store.is_new else {})
     if note := taken_as_text(found, "the text", "data.tokenizer.parse_special (type file)"):
         notes.append(f"{key}: {note}")

@@ -7,6 +7,8 @@ A store is a folder with these files:
 - `documents.npy`: int64 [document + 1], the index of each document's first token, and the end of the last
 - `text_bytes.npy`: int64 [2, correction], the tokens whose bytes of text differ from those of their vocabulary entry;
   only if the tokenizer has such tokens, see `gregale.data.text_bytes`
+- `supervised.npy`: int64 [change], the tokens at which the loss begins or ends; only if it is not on all tokens, see
+  `gregale.data.supervised`
 - `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other files and
   of all tokens, and the skipped documents. It is written last and completes the store
 """
@@ -38,13 +40,15 @@ from gregale.data.parts import (
 )
 from gregale.data.progress import Report, silent
 from gregale.data.sources import Skipped
+from gregale.data.supervised import Supervised
 from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, write_bytes
 
-FORMAT = 2
+FORMAT = 3
 DOCUMENTS_NAME = "documents.npy"
 TEXT_BYTES_NAME = "text_bytes.npy"
+SUPERVISED_NAME = "supervised.npy"
 MANIFEST_NAME = "manifest.json"
 TOKENS = "tokens.bin"  # names all tokens in a manifest; runs record the SHA-256 of format 1's file of that name
 MAPS_AT_HAND = 64  # of parts on a disk; each takes a file descriptor
@@ -126,17 +130,24 @@ class TokenStore:
     offsets: np.ndarray  # int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`
     manifest: dict  # the content of `manifest.json`
     corrections: Corrections  # the tokens whose bytes of text differ from those of their vocabulary entry
+    supervised: Supervised | None = None  # the tokens that the loss is on; None: all of them
     is_new: bool = False  # whether this process waited until it was built
 
     @property
     def content(self) -> dict:
-        """Return sizes and SHA-256 of all tokens and of the file of document offsets."""
-        return {name: self.manifest["files"][name] for name in (TOKENS, DOCUMENTS_NAME)}
+        """Return sizes and SHA-256 of all tokens, of the documents' offsets and, if there are any, of masks."""
+        names = (TOKENS, DOCUMENTS_NAME, SUPERVISED_NAME)
+        return {name: self.manifest["files"][name] for name in names if name in self.manifest["files"]}
 
     @property
     def skipped(self) -> Skipped:
         """Return the documents that the build left out."""
         return Skipped(**self.manifest.get("skipped", {}))
+
+    @property
+    def unsupervised(self) -> Skipped:
+        """Return the documents without a token for the loss."""
+        return Skipped(**self.manifest.get("unsupervised", {}))
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
         """Read every byte of every part and compare it with its checksum; raise `UserError` that names a damaged part.
@@ -216,9 +227,10 @@ def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
 
     offsets = load(DOCUMENTS_NAME)
     corrections = Corrections(*load(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
+    supervised = Supervised(load(SUPERVISED_NAME)) if SUPERVISED_NAME in manifest["files"] else None
     bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-    return TokenStore(folder, PartTokens(folder, disk, bounds, dtype), offsets, manifest, corrections)
+    return TokenStore(folder, PartTokens(folder, disk, bounds, dtype), offsets, manifest, corrections, supervised)
 
 
 def read_manifest(path: StoragePath) -> dict:
@@ -253,6 +265,11 @@ def complete_store(
     if all(each.corrections is not None for each in manifests):
         joined = Corrections.joined((each.tokens, Corrections.unpacked(each.corrections or "")) for each in manifests)
         arrays[TEXT_BYTES_NAME] = np.stack(joined)
+    if all(each.supervised is not None for each in manifests):
+        firsts = np.array([0, *(each.tokens for each in manifests)]).cumsum()[:-1]
+        arrays[SUPERVISED_NAME] = np.concatenate(
+            [Supervised.unpacked(each.supervised or "") + first for each, first in zip(manifests, firsts, strict=True)]
+        )
     manifest = {
         "format": FORMAT,
         "documents": len(offsets) - 1,
@@ -274,8 +291,8 @@ def write_array(path: StoragePath, array: np.ndarray) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def format_skipped(skipped: Skipped) -> list[str]:
-    """Return the number of skipped documents and the locations of the first few, a line each."""
+def format_skipped(skipped: Skipped, what: str = "bad document(s) skipped") -> list[str]:
+    """Return the number of documents and the locations of the first few, a line each; `what`: names them."""
     more = skipped.count - len(skipped.first)
-    count = f"{skipped.count:,} bad document(s) skipped{', the first' if more else ''}:"
+    count = f"{skipped.count:,} {what}{', the first' if more else ''}:"
     return [count, *skipped.first, *([f"and {more:,} more"] if more else [])]

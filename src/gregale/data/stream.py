@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gregale.data.store import TokenStore
+from gregale.data.supervised import Supervised
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 
@@ -16,6 +17,7 @@ class InMemory(NamedTuple):
     tokens: np.ndarray
     offsets: np.ndarray
     corrections: Corrections
+    supervised: Supervised | None = None
 
 
 class DocumentStream:
@@ -35,7 +37,7 @@ class DocumentStream:
         lengths = offsets[numbers + 1] - offsets[numbers]
         self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
         self._shifts = offsets[numbers] - self.starts[:-1]  # from index in the stream to index in the store
-        self._tokens, self._corrections = store.tokens, store.corrections
+        self._tokens, self._corrections, self._supervised = store.tokens, store.corrections, store.supervised
 
     def __len__(self) -> int:
         """Return the number of tokens in the stream, end-of-document tokens included."""
@@ -49,6 +51,17 @@ class DocumentStream:
     def more_bytes(self, start: int, stop: int) -> np.ndarray:
         """Return the bytes of text of each token beyond its vocabulary entry, int64 [token]."""
         return self._corrections.at(self._indices(start, stop)[0])
+
+    @property
+    def has_masks(self) -> bool:
+        """Return whether the loss is on some of the tokens only."""
+        return self._supervised is not None
+
+    def supervised(self, start: int, stop: int) -> np.ndarray:
+        """Return whether the loss is on each token, bool [token]."""
+        if self._supervised is None:
+            return np.ones(stop - start, bool)
+        return self._supervised.at(self._indices(start, stop)[0])
 
     def _indices(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each token's index in the store, and the index of its document."""

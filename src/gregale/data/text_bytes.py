@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+Offsets = Sequence[tuple[int, int]] | np.ndarray
+"""The first character of each token in a text, and the one after its last."""
+
 KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a Split may remove characters
 
 
@@ -59,7 +62,7 @@ class Corrections(NamedTuple):
 NONE = Corrections.of(np.zeros(0, np.int64))
 
 
-def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.ndarray) -> np.ndarray:
+def bytes_of_tokens(text: str, offsets: Offsets, pieces: np.ndarray) -> np.ndarray:
     """Return how many bytes of a text each of its tokens represents, int64 [token]; their sum is that of the text.
 
     A token represents the characters between the last one of the token before it and its own last one. Tokens that

@@ -4,17 +4,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gregale.data.build import writing
+from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.template import built_in, given_template
 from gregale.data.claims import once
 from gregale.data.config import DataConfig
 from gregale.data.parts import json_sha256
 from gregale.data.progress import Report
 from gregale.data.sources import Document, Skipped, SourceConfig
-from gregale.data.sources.base import CHANGED
+from gregale.data.sources.base import CHANGED, expand
 from gregale.data.split import End
 from gregale.data.stream import held_out_documents
-from gregale.data.tokenizers import SAVED_NAME, BpeConfig, Tokenizer, load_tokenizer, save_tokenizer, train_bpe
+from gregale.data.tokenizers import (
+    SAVED_NAME,
+    TRAINED_END_OF_DOCUMENT,
+    BpeConfig,
+    FileConfig,
+    LibraryTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
 from gregale.errors import UserError
-from gregale.storage import StoragePath
+from gregale.storage import StoragePath, storage_path
 
 
 @contextmanager
@@ -60,7 +71,7 @@ def kept_of(documents: list[Document], first: int, fraction: float, end: End | N
     """Yield the texts of documents that are not held out; `first` is the number of the first document."""
     out = held_out_documents(first + len(documents), fraction)[first:]
     for number, (document, held) in enumerate(zip(documents, out, strict=True), first):
-        text = document.content
+        text = document.content.content if isinstance(document.content, Conversation) else document.content
         if isinstance(text, str) and (text := before(text, number, end) if end else "" if held else text):
             yield text
 
@@ -69,11 +80,22 @@ def before(text: str, number: int, end: End) -> str:
     """Return the text of a document before the held-out end of its source."""
     if number != end.document:
         return text if number < end.document else ""
-    data = text.encode("utf-8")
+    data = text.encode("utf-8")  # a conversation's template has added some, so less of it remains than could
     return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character
 
 
 def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
+    """Return the configured tokenizer, with its chat template if it has one or a source needs one."""
+    found = trained_or_built(config, cache, ends, report)
+    has_chat = any(each.has_conversations for each in (*config.sources.values(), *config.validation.values()))
+    path = storage_path(expand(config.tokenizer.path)) if isinstance(config.tokenizer, FileConfig) else None
+    found.chat_template = given_template(config.chat_template, path, found.end_name)
+    if found.chat_template is None and has_chat:
+        found.chat_template = built_in(found.control_tokens, found.end_name)
+    return found
+
+
+def trained_or_built(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
     """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache."""
     if not isinstance(config.tokenizer, BpeConfig):
         return config.tokenizer.build()
@@ -100,3 +122,21 @@ def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, En
         cache.mkdir(parents=True, exist_ok=True)
         once(cache / f"{folder.name}.claim", train, lambda: (folder / SAVED_NAME).is_file())
     return load_tokenizer(folder)
+
+
+def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
+    """Return a byte-level BPE trained on texts; it has fewer ids than configured if the texts have too few pairs."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        special_tokens=[TRAINED_END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")

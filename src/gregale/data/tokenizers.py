@@ -2,26 +2,25 @@
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import draccus
 import numpy as np
 
 from gregale.data import vocabulary_bytes
+from gregale.data.chat.pieces import LibraryPieces, encode_apart
+from gregale.data.chat.template import ChatTemplate
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
-from gregale.data.text_bytes import bytes_of_tokens, is_exact
+from gregale.data.text_bytes import Offsets, bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, setting, whole
 from gregale.storage import StoragePath, write_bytes
 
 SAVED_NAME = "tokenizer.json"
-NAMES_SHOWN = 3  # in a note about special tokens
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
 
 
@@ -88,6 +87,8 @@ class Tokenizer(ABC):
     - `is_exact`: whether every text has as many bytes as the vocabulary entries of its tokens.
     - `special_names`: the names of special tokens.
     - `parses_special`: whether these names in a text encode to the special tokens, which stand for no bytes of text.
+    - `end_name`: the name of the token that ends a document.
+    - `chat_template`: makes the text of a conversation; None if nothing needs it.
     """
 
     vocabulary_size: int
@@ -95,6 +96,8 @@ class Tokenizer(ABC):
     is_exact: bool = True
     special_names: Sequence[str] = ()
     parses_special: bool = False
+    end_name: str = TRAINED_END_OF_DOCUMENT
+    chat_template: ChatTemplate | None = None
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -111,13 +114,30 @@ class Tokenizer(ABC):
         """
         return [(ids, np.zeros(len(ids), np.int64)) for ids in self.encode_all(texts)]
 
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Return the tokens that a chat template can write, by name."""
+        return {self.end_name: self.end_of_document}
+
+    def encode_pieces(self, pieces: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens of a text in pieces, of which the second, fourth and so on are names of control tokens.
+
+        Elsewhere such names are characters. Returns ids int32 [token], bytes of text as `encode_counted` does, and the
+        first character of each token in the whole text and the one after its last, int64 [token, 2].
+        """
+        return encode_apart(pieces, self)
+
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids [token]; special tokens give nothing, broken UTF-8 gives U+FFFD."""
 
     @abstractmethod
     def to_json(self) -> dict:
-        """Return a complete description of the tokenizer as JSON, for `from_json`."""
+        """Return a complete description of the tokenizer as JSON, for `from_json`; without the chat template."""
+
+    def saved(self) -> dict:
+        """Return the description with the chat template, if there is one."""
+        return self.to_json() | ({"chat_template": asdict(self.chat_template)} if self.chat_template else {})
 
     @property
     @abstractmethod
@@ -184,7 +204,7 @@ class LibraryTokenizer(Tokenizer):
         self._library.no_truncation()
         self._library.no_padding()
         self._json = json.loads(text)
-        self._end_name = end_of_document
+        self.end_name = end_of_document
         end = self._library.token_to_id(end_of_document)
         if end is None:
             special = [token["content"] for token in self._json.get("added_tokens", [])]
@@ -202,9 +222,9 @@ class LibraryTokenizer(Tokenizer):
         self.special_names = [each["content"] for each in special]
         model = self._json.get("model") or {}
         unknown = (model.get("unk_token"), model.get("unk_id"))  # the token of characters, which have bytes
-        self._without_text = [
-            each["id"] for each in special if parses_special and not {each["content"], each["id"]} & {*unknown}
-        ]
+        self._control = {
+            each["content"]: each["id"] for each in special if not {each["content"], each["id"]} & {*unknown}
+        }
         self.is_exact = is_exact(self._json, vocabulary_bytes.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
@@ -222,17 +242,39 @@ class LibraryTokenizer(Tokenizer):
         counted = []
         for text, each in zip(texts, self._library.encode_batch(list(texts), add_special_tokens=False), strict=True):
             ids = np.fromiter(each.ids, np.int32, len(each.ids))
-            own = self.token_bytes[ids].astype(np.int64)
-            more = bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own
-            more[np.isin(ids, self._without_text)] = 0
-            counted.append((ids, more))
+            counted.append(
+                (ids, self._more_bytes(text, ids, each.offsets, self._control if self.parses_special else {}))
+            )
         return counted
+
+    def _more_bytes(self, text: str, ids: np.ndarray, offsets: Offsets, without_text: Mapping[str, int]) -> np.ndarray:
+        """Return the bytes of text of each token beyond its vocabulary entry; none for the tokens `without_text`."""
+        if self.is_exact or not len(ids):
+            return np.zeros(len(ids), np.int64)
+        own = self.token_bytes[ids].astype(np.int64)
+        more = bytes_of_tokens(text, offsets, own) - own
+        more[np.isin(ids, list(without_text.values()))] = 0
+        return more
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        return self._control
+
+    @cached_property
+    def _pieces_of_library(self) -> LibraryPieces:
+        return LibraryPieces(self._json, self._control)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        text, ids, offsets, encoded = self._pieces_of_library.encode(pieces)
+        return ids, self._more_bytes(text, ids, encoded, self._control), offsets
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def parsing_special(self) -> Tokenizer:
-        return LibraryTokenizer(json.dumps(self._json), self._end_name, "the tokenizer", parses_special=True)
+        found = LibraryTokenizer(json.dumps(self._json), self.end_name, "the tokenizer", parses_special=True)
+        found.chat_template = self.chat_template
+        return found
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -243,7 +285,7 @@ class LibraryTokenizer(Tokenizer):
         return ()  # no text has a token
 
     def to_json(self) -> dict:
-        saved = {"type": "library", "end_of_document": self._end_name, "library": self._json}
+        saved = {"type": "library", "end_of_document": self.end_name, "library": self._json}
         return saved | ({"parse_special": True} if self.parses_special else {})
 
     @property
@@ -252,7 +294,14 @@ class LibraryTokenizer(Tokenizer):
 
 
 def from_json(saved: dict, origin: str) -> Tokenizer:
-    """Return the tokenizer that `Tokenizer.to_json` described; messages name its `origin`."""
+    """Return the tokenizer that `Tokenizer.saved` described; messages name its `origin`."""
+    found = without_template(saved, origin)
+    found.chat_template = ChatTemplate(**saved["chat_template"]) if saved.get("chat_template") else None
+    return found
+
+
+def without_template(saved: dict, origin: str) -> Tokenizer:
+    """Return the tokenizer that `Tokenizer.to_json` described."""
     if saved.get("type") == "bytes":
         return BytesTokenizer()
     if saved.get("type") == "library" and {"library", "end_of_document"} <= saved.keys():
@@ -267,7 +316,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
     """Write the tokenizer atomically into a folder; return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAVED_NAME
-    write_bytes(path, json.dumps(tokenizer.to_json()).encode(), durable=True)
+    write_bytes(path, json.dumps(tokenizer.saved()).encode(), durable=True)
     return path
 
 
@@ -283,24 +332,6 @@ def load_tokenizer(folder: StoragePath) -> Tokenizer:
     return from_json(saved if isinstance(saved, dict) else {}, str(path))
 
 
-def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
-    """Return a byte-level BPE trained on texts; it has fewer ids than configured if the texts have too few pairs."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocabulary,
-        special_tokens=[TRAINED_END_OF_DOCUMENT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(texts, trainer)
-    return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")
-
-
 def fewest_tokens(config: TokenizerConfig) -> int:
     """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE."""
     return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
@@ -309,34 +340,3 @@ def fewest_tokens(config: TokenizerConfig) -> int:
 def vocabulary_size(config: TokenizerConfig) -> int:
     """Return a configured tokenizer's number of ids, without text; a BPE has fewer if its texts have too few pairs."""
     return config.vocabulary if isinstance(config, BpeConfig) else config.build().vocabulary_size
-
-
-def counter_of_names(tokenizer: Tokenizer) -> Callable[[Iterable[str]], Counter[str]]:
-    """Return a function that counts the names of special tokens which the tokenizer encodes as characters in texts."""
-    names = frozenset() if tokenizer.parses_special else frozenset(tokenizer.special_names)
-    lengths = sorted({len(name) for name in names}, reverse=True)
-    beginnings = re.compile("|".join(sorted({re.escape(name[:2]) for name in names}, reverse=True)))
-
-    def count(texts: Iterable[str]) -> Counter[str]:
-        found = Counter()
-        for text in texts if names else ():
-            for at in (each.start() for each in beginnings.finditer(text)):
-                found.update([text[at : at + size] for size in lengths if text[at : at + size] in names][:1])
-        return found
-
-    return count
-
-
-def taken_as_text(found: Counter[str], what: str, key: str) -> str:
-    """Return a note about names that `counter_of_names` counted; empty if there are none.
-
-    - `what`: the texts, such as the prompts
-    - `key`: of the setting by which the names are tokens
-    """
-    if not found:
-        return ""
-    named = ", ".join(f"{name} ({count:,})" for name, count in found.most_common(NAMES_SHOWN))
-    return (
-        f"{found.total():,} names of special tokens in {what} are encoded as characters, most often {named}. "
-        f"With {key} they are the tokens."
-    )

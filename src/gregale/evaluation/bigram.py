@@ -23,7 +23,7 @@ def bigram_bits_per_byte(
 
     that is, a Dirichlet prior around the smoothed unigram model; k is the power of two with the best result on the
     held-out text itself, which favours the bigram model. Pairs are those that an example scores: both tokens in one
-    document, unless examples cross documents.
+    document, unless examples cross documents, and the loss is on the second.
 
     - `training`: streams to count on.
     - `held_out`: streams to score.
@@ -80,5 +80,6 @@ def more_bytes_of(stream: DocumentStream, cross: bool) -> int:
 def read_blocks(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
     """Yield tokens [pair + 1], whether each of their pairs is scored [pair], and their index in the stream."""
     for start in range(0, len(stream) - 1, READ_TOKENS):
-        tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))
-        yield tokens, np.full(len(tokens) - 1, True) if cross else documents[1:] == documents[:-1], start
+        stop = min(start + READ_TOKENS + 1, len(stream))
+        tokens, documents = stream.read(start, stop)
+        yield tokens, stream.supervised(start, stop)[1:] & (cross | (documents[1:] == documents[:-1])), start

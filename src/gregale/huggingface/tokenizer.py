@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gregale.data.chat.template import SETTINGS, TEMPLATE, given_template
 from gregale.data.text_bytes import pre_tokenizers_of
 from gregale.data.tokenizers import Tokenizer
 from gregale.data.vocabulary_bytes import SPACE_MARK, byte_level_reader, decoder_kinds
 from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 
-SETTINGS = "tokenizer_config.json"
 REBUILT_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # not mistral, qwen2 and olmo2
 END_OF_DOCUMENT = "<|end_of_document|>"  # its name in the byte tokenizer
@@ -106,6 +106,18 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / SETTINGS, settings)
+
+
+def write_template(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the chat template where transformers finds it, unless the folder has this one."""
+    template, settings = tokenizer.chat_template, read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    own = given_template("", folder / TOKENIZER, tokenizer.end_name)
+    if template is None or (own is not None and (own.text, own.tool_use) == (template.text, template.tool_use)):
+        return
+    named = [("default", template.text), ("tool_use", template.tool_use)]
+    listed = [{"name": name, "template": text} for name, text in named]
+    (folder / TEMPLATE).unlink(missing_ok=True)  # transformers would prefer it
+    write_json(folder / SETTINGS, {**settings, "chat_template": listed if template.tool_use else template.text})
 
 
 def _bytes() -> dict[str, Any]:

@@ -18,9 +18,10 @@ from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
 from gregale.axes.parameters import parameter_count
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
+from gregale.data.chat.encoding import ChatEncoder
 from gregale.data.progress import progress_bars, silent
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import load_tokenizer
+from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
@@ -42,7 +43,7 @@ from gregale.huggingface.folder import (
 )
 from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_settings, adapter_slots
 from gregale.huggingface.tensor_names import Slot, slots_of
-from gregale.huggingface.tokenizer import write_tokenizer
+from gregale.huggingface.tokenizer import write_template, write_tokenizer
 from gregale.huggingface.writing import (
     Dtypes,
     Files,
@@ -309,6 +310,8 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     if not imported.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
+    if tokenizer.chat_template is not None:
+        write_chat(tokenizer, folder)
     metrics = FiguresReader(run.metrics).read()
     for problem in metrics.problems:
         say(problem)
@@ -320,6 +323,18 @@ def write_adapter_settings(folder: Path, exported: Exported, slots: list[Slot], 
     config = exported.setup.config
     assert isinstance(config.adapter, LoraConfig)
     write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))
+
+
+def write_chat(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the chat template, if the folder has not got it, and let generation end at the end of a turn."""
+    write_template(tokenizer, folder)
+    with ChatEncoder(tokenizer) as chat:
+        end = chat.end_of_turn()
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    found = generation.get("eos_token_id", tokenizer.end_of_document)
+    ends = found if isinstance(found, list) else [found]
+    if end not in ends:
+        write_json(folder / GENERATION, {**generation, "eos_token_id": [end, *ends]})
 
 
 def model_card(exported: Exported, metrics: Figures) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from gregale.axes.parameters import parameter_count
+from gregale.data.chat.template import given_template
 from gregale.data.config import DataConfig
 from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
@@ -56,6 +57,7 @@ def main(options: ImportOptions) -> int:
             "that texts consist of have none. They are not of one model, or its tables were not made longer with "
             "tokens that were added."
         )
+    tokenizer.chat_template = given_template("", folder.path / TOKENIZER, end)
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
     # The key is made inside, so that no device is started: a run on this machine may hold them.
     model = jax.eval_shape(lambda: config.model.init(vocabulary, jax.random.key(0)))

@@ -129,12 +129,12 @@ def _entries_of_registry(entry: Entry, registry: Any) -> Iterator[Entry]:
     yield replace(entry, key=join(key, TYPE), type=" | ".join(known), default=REQUIRED if default is None else default)
     shared = list(entries(registry, key, value if isinstance(value, registry) else REQUIRED))
     yield from shared
-    chosen: dict[Entry, list[str]] = {}
+    chosen: dict[str, tuple[Entry, list[str]]] = {}  # by the text of an entry, whose default may be a mapping
     for name, choice in known.items():
         for entry in entries(choice, key, value if type(value) is choice else REQUIRED):
             if entry not in shared:
-                chosen.setdefault(entry, []).append(name)
-    for entry, names in chosen.items():
+                chosen.setdefault(repr(entry), (entry, []))[1].append(name)
+    for entry, names in chosen.values():
         only = f"{join(key, TYPE)} {', '.join(names)}" if len(names) < len(known) else ""
         yield replace(entry, choice=entry.choice or only)
 

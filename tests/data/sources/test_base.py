@@ -17,7 +17,10 @@ def test_every_choice_parses_from_a_mapping():
     text = {"type": "text", "files": ["a/*.txt"], "exclude": ["*/b/*"], "weight": 2}
     config = draccus.decode(DataConfig, {"sources": {"x": text}})
     assert config.sources["x"] == TextSource(files=("a/*.txt",), exclude=("*/b/*",), weight=2.0)
-    assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "csv", "tsv", "parquet", "tokens", "huggingface"}
+    assert set(SourceConfig.get_known_choices()) == {
+        *("text", "jsonl", "csv", "tsv", "parquet", "tokens", "huggingface"),
+        *("chat", "chat_csv", "chat_parquet", "chat_huggingface"),
+    }
     for choice in SourceConfig.get_known_choices().values():
         assert all(field.metadata["help"] for field in dataclasses.fields(choice))
 

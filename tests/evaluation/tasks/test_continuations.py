@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, Tokenizer, train_bpe
+from gregale.data.tokenizer_training import train_bpe
+from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, Tokenizer
 from gregale.evaluation.tasks.continuations import Continuation, encoded, filled
 from gregale.evaluation.tasks.kinds import Pair
 

@@ -17,6 +17,7 @@ class Store:
     tokens: np.ndarray
     offsets: np.ndarray
     corrections: Corrections = NONE
+    supervised: None = None
 
 
 def stream_of(*sizes: int, cut: int = 0) -> DocumentStream:

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, train_bpe
+from gregale.data.tokenizer_training import train_bpe
+from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer
 from gregale.programs.sample.text_format import (
     COUNT,
     END,

@@ -12,10 +12,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import draccus
 import numpy as np
 
+from gregale.data.chat.conversation import Conversation
 from gregale.data.sources.files import WILD, each_once, files_of
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above, setting
@@ -48,9 +50,12 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` are its location (of a CSV file: the line)."""
+    """One document: text, a conversation, or token ids [token].
 
-    content: str | np.ndarray
+    `path` and `start` are its location (of a CSV file: the line).
+    """
+
+    content: str | Conversation | np.ndarray
     path: str
     start: int
 
@@ -87,6 +92,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
         range=above(0),
         fixed=Fixed("examples would come in another order, which repeats and leaves out some"),
     )
+    has_conversations: ClassVar[bool] = False
     on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
 
     @abstractmethod
@@ -115,16 +121,23 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
             for found in self.scan(part):
                 if isinstance(found, Document):
                     yield found
-                elif self.on_bad_document == STOP:
-                    raise found
                 else:
-                    skipped.note(found)
+                    self.leave_out(found, skipped)
         except BadDocument as bad:
             check_unchanged(part)  # a change explains more than the damage that it makes
-            if self.on_bad_document == STOP:
-                raise
-            skipped.note(bad)
+            self.leave_out(bad, skipped)
         check_unchanged(part)
+
+    def leave_out(self, bad: BadDocument, skipped: Skipped) -> None:
+        """Count a document that is left out; raise it if bad documents stop the run."""
+        if self.on_bad_document == STOP:
+            raise bad
+        skipped.note(bad)
+
+    @property
+    def has_masks(self) -> bool:
+        """Return whether the loss is on some tokens of a document only."""
+        return False
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in order, read by this process."""

@@ -2,8 +2,10 @@
 
 import functools
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from gregale.data.sources.base import (
     BadDocument,
@@ -21,15 +23,13 @@ from gregale.settings import setting
 PART_ROWS = 4096
 
 
-@SourceConfig.register_subclass("huggingface")
 @dataclass(frozen=True)
-class HuggingFaceSource(SourceConfig):
+class HuggingFaceRows(SourceConfig):
     """A data set of the `datasets` library, by name or as a saved folder. Needs the extra `hf`."""
 
     path: str = setting("", "name of the data set, or folder written by its save_to_disk")
     name: str | None = setting(None, "configuration of the data set, where it has several")
     split: str = setting("train", "split to read")
-    column: str = setting("text", "name of the column that holds a document's text")
     revision: str | None = setting(None, "version of the data set; none: the newest")
 
     def __post_init__(self):
@@ -47,22 +47,43 @@ class HuggingFaceSource(SourceConfig):
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         rows = self.rows()
-        if self.column not in rows.column_names:
-            raise UserError(f"{self.path}: no column `{self.column}`; the columns are: {', '.join(rows.column_names)}.")
+        self.check_columns(rows.column_names)
         for row in range(part.start, part.stop):
             try:
-                value = rows[row][self.column]
+                value = rows[row]
             except Exception as error:  # the library's decoders may raise any exception
                 yield BadDocument(f"{self.path}, row {row}: cannot be read ({error}).")
             else:
-                yield in_column(value, self.column, self.path, row)
+                yield self.document(value, self.path, row)
+
+    def check_columns(self, names: list[str]) -> None:
+        """Raise `UserError` if a column is missing."""
+
+    @abstractmethod
+    def document(self, value: dict[str, Any], path: str, row: int) -> Document | BadDocument:
+        """Return the document of a row."""
 
     def identity(self) -> dict:
-        return {"type": "huggingface", "content": self.rows()._fingerprint, **options(self)}
+        return {"type": self.get_choice_name(type(self)), "content": self.rows()._fingerprint, **options(self)}
 
     def rows(self):
         """Return the `datasets.Dataset`, memory-mapped by that library."""
         return load_rows(expand(self.path, "path"), self.name, self.split, self.revision)
+
+
+@SourceConfig.register_subclass("huggingface")
+@dataclass(frozen=True)
+class HuggingFaceSource(HuggingFaceRows):
+    """A data set of the `datasets` library, by name or as a saved folder. Needs the extra `hf`."""
+
+    column: str = setting("text", "name of the column that holds a document's text")
+
+    def check_columns(self, names: list[str]) -> None:
+        if self.column not in names:
+            raise UserError(f"{self.path}: no column `{self.column}`; the columns are: {', '.join(names)}.")
+
+    def document(self, value: dict[str, Any], path: str, row: int) -> Document | BadDocument:
+        return in_column(value[self.column], self.column, path, row)
 
 
 @functools.lru_cache(maxsize=8)  # a worker process calls this for each task

@@ -1,11 +1,13 @@
 """JSON lines, plain or compressed."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from gregale.data.chat.conversation import Conversation
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
     BadDocument,
@@ -23,12 +25,9 @@ PART_BYTES = 8 << 20
 FIELDS_SHOWN = 20
 
 
-@SourceConfig.register_subclass("jsonl")
 @dataclass(frozen=True)
-class JsonLinesSource(FileSource):
-    """One JSON object a line, plain or compressed (.gz, .zst, .bz2, .xz), its text in one field."""
-
-    field: str = setting("text", "name of the field that holds a document's text; `a.b` is field `b` inside of `a`")
+class JsonLines(FileSource):
+    """One JSON object a line, plain or compressed (.gz, .zst, .bz2, .xz)."""
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         return text_ranges(path, size, PART_BYTES)
@@ -40,18 +39,34 @@ class JsonLinesSource(FileSource):
             content = line.removeprefix(BYTE_ORDER_MARK)
             if content.strip():
                 try:
-                    yield Document(self.text_of(content, Line(part.path, first, number)), part.path, start)
+                    location = Line(part.path, first, number)
+                    record = record_of(content, location, self.expected)
+                    yield Document(self.content_of(record, location), part.path, start)
                 except BadDocument as bad:
                     yield bad
 
-    def text_of(self, line: bytes, location: object) -> str:
-        """Return the text field of one line of JSON; raise `BadDocument` if it has none."""
-        record = parsed(line, location)
-        if not isinstance(record, dict):
-            found = type(record).__name__
-            raise BadDocument(
-                f"{location}: found {found}, expected a JSON object with field `{self.field}`.{array_advice(line)}"
-            )
+    @property
+    @abstractmethod
+    def expected(self) -> str:
+        """Return the fields that an object has to have, for messages."""
+
+    @abstractmethod
+    def content_of(self, record: dict[str, Any], location: object) -> str | Conversation:
+        """Return the document of an object; raise `BadDocument` if it has none."""
+
+
+@SourceConfig.register_subclass("jsonl")
+@dataclass(frozen=True)
+class JsonLinesSource(JsonLines):
+    """One JSON object a line, plain or compressed (.gz, .zst, .bz2, .xz), its text in one field."""
+
+    field: str = setting("text", "name of the field that holds a document's text; `a.b` is field `b` inside of `a`")
+
+    @property
+    def expected(self) -> str:
+        return f"field `{self.field}`"
+
+    def content_of(self, record: dict[str, Any], location: object) -> str:
         value, level = record, "this line"
         for name in [self.field] if self.field in record else self.field.split("."):
             if not isinstance(value, dict) or name not in value:
@@ -61,6 +76,15 @@ class JsonLinesSource(FileSource):
         if not isinstance(value, str):
             raise BadDocument(f"{location}: field `{self.field}` is {type(value).__name__}, expected text.")
         return encodable(value, location)
+
+
+def record_of(line: bytes, location: object, expected: str) -> dict[str, Any]:
+    """Return the object of one line of JSON; raise `BadDocument` if it has none."""
+    record = parsed(line, location)
+    if not isinstance(record, dict):
+        found = type(record).__name__
+        raise BadDocument(f"{location}: found {found}, expected a JSON object with {expected}.{array_advice(line)}")
+    return record
 
 
 def parsed(line: bytes, location: object) -> Any:

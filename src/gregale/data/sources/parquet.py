@@ -1,7 +1,9 @@
 """Parquet files."""
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from gregale.data.sources.base import BadDocument, Document, FileSource, SourceConfig, SourceRange, in_column
 from gregale.data.sources.files import opened, readable
@@ -12,12 +14,9 @@ from gregale.storage import is_url
 BATCH_ROWS = 1024
 
 
-@SourceConfig.register_subclass("parquet")
 @dataclass(frozen=True)
-class ParquetSource(FileSource):
-    """Parquet files, a document per row, its text in one column. Needs the extra `formats` (pyarrow)."""
-
-    column: str = setting("text", "name of the column that holds a document's text; `a.b` is field `b` of struct `a`")
+class ParquetRows(FileSource):
+    """Parquet files, a document per row. Needs the extra `formats` (pyarrow)."""
 
     def split(self, path: str, size: int) -> list[SourceRange]:
         metadata = open_parquet(path).metadata
@@ -26,19 +25,40 @@ class ParquetSource(FileSource):
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         import pyarrow
-        import pyarrow.compute
 
         file = open_parquet(part.path)
         row = 0
         try:
-            names = self.names_in(file.schema_arrow, part.path)
+            columns, values_of = self.reader(file.schema_arrow, part.path)
             row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[part.start], columns=[self.column]):
-                for value in pyarrow.compute.struct_field(batch.to_struct_array(), names):  # pyright: ignore -- made at import
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[part.start], columns=columns):
+                for value in values_of(batch.to_struct_array()):
                     yield self.document(value, part.path, row)
                     row += 1
         except (pyarrow.ArrowException, OSError, UnicodeError) as error:
             raise BadDocument(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
+
+    @abstractmethod
+    def reader(self, schema, path: str) -> tuple[list[str], Callable[[Any], Iterable]]:
+        """Return the columns to read, and a function from an array of rows to an array of the documents' values."""
+
+    @abstractmethod
+    def document(self, value, path: str, row: int) -> Document | BadDocument:
+        """Return the document of a value, a scalar of pyarrow."""
+
+
+@SourceConfig.register_subclass("parquet")
+@dataclass(frozen=True)
+class ParquetSource(ParquetRows):
+    """Parquet files, a document per row, its text in one column. Needs the extra `formats` (pyarrow)."""
+
+    column: str = setting("text", "name of the column that holds a document's text; `a.b` is field `b` of struct `a`")
+
+    def reader(self, schema, path: str) -> tuple[list[str], Callable[[Any], Iterable]]:
+        import pyarrow.compute
+
+        names = self.names_in(schema, path)
+        return [self.column], lambda rows: pyarrow.compute.struct_field(rows, names)  # pyright: ignore -- made at import
 
     def names_in(self, schema, path: str) -> list[str]:
         """Return the names that lead to the column: its own or, for `a.b`, those of structs and of a field."""

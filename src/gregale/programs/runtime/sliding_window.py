@@ -149,6 +149,11 @@ class SlidingEvaluation:
         - `at_batch(done, total)`: called for each batch, with counts of windows
         """
         end, streams = self._tokenizer.end_of_document, [each for its in texts.values() for each in its]
+        if any(each.has_masks for each in streams):
+            raise UserError(
+                f"stride is {self._stride:,}, but a sliding window scores all tokens, and the loss of conversations is "
+                "on the assistant's. Leave stride out."
+            )
         windows = SlidingWindows(streams, self._scorer.context, self._stride, self._start, end)
         losses = -self._scorer(model, windows, at_batch).log_likelihoods
         by_document = np.bincount(windows.documents, losses, len(windows.sizes))

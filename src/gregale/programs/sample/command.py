@@ -14,7 +14,8 @@ from typing import Any, TextIO, cast
 from gregale.axes.layout import BATCH
 from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import counter_of_names, load_tokenizer, taken_as_text
+from gregale.data.special_names import counter_of_names, taken_as_text
+from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
 from gregale.inference.generate import BLOCK, Prompt, multiple_of
