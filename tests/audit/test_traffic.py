@@ -14,7 +14,7 @@ from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
 from gregale.methods.config import DilocoConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
-from gregale.optim import MuonConfig
+from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
@@ -51,7 +51,10 @@ SPREAD = {
         *((2, 2, 2), 1, {"remat": "context", "matmul": "int8"}),
         {"experts": replace(EXPERTS, shared=24), "norms": "after"},
     ),
-    "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}),
+    "no FSDP, groups, a limit of the direction's norm, a z-loss": (
+        *((4, 1, 2), 1, {"remat": "projections"}, {"z_loss": 0.01}),
+        {"optimizer": AdamWConfig(clip_update_norm=1.0, groups=(GroupConfig("layer.1.*", learning_rate=0.5),))},
+    ),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),
         {**MUON, "sync": DilocoConfig()},

@@ -48,7 +48,7 @@ def test_an_example_follows_the_slow_oracle(lengths):
 
 def test_windows_overlap_by_one_token_leave_the_rest_and_may_cross_documents(make_store):
     stream = stream_of(make_store([[1, 2, 3], [4, 5, 6, 7, 8]]))
-    windows, crossing = (Windows([stream], LENGTH, cross_documents=cross) for cross in (False, True))
+    windows, crossing = (Windows(stream, LENGTH, cross_documents=cross) for cross in (False, True))
     assert len(windows) == 2  # 10 tokens with both ends: (10 - 1) // 4
     assert windows[0]["tokens"].tolist() == [1, 2, 3, 9]
     assert windows[0]["targets"].tolist() == [2, 3, 9, 4]
@@ -64,7 +64,7 @@ def first_tokens(examples, indices):
 
 
 def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone_decide(make_store):
-    windows = {"a": Windows([numbered(make_store, 50, 0)], LENGTH, False)}
+    windows = {"a": Windows(numbered(make_store, 50, 0), LENGTH, False)}
     make = lambda seed: training_examples(windows, {"a": 1.0}, seed)  # noqa: E731
     assert make(3).endless
     assert len(make(3)) == sys.maxsize
@@ -79,8 +79,8 @@ def test_every_epoch_has_every_window_once_in_an_order_that_index_and_seed_alone
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.1, 0.3), (2.0, 1.0), (1.0, 1.25)])
 def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(make_store, weights):
     sizes = {"a": 7, "b": 31}
-    windows = {"a": Windows([numbered(make_store, 7, 0)], LENGTH, False)}
-    windows["b"] = Windows([numbered(make_store, 31, 100)], LENGTH, False)
+    windows = {"a": Windows(numbered(make_store, 7, 0), LENGTH, False)}
+    windows["b"] = Windows(numbered(make_store, 31, 100), LENGTH, False)
     examples = training_examples(windows, dict(zip("ab", weights, strict=True)), seed=0)
     drawn = first_tokens(examples, range(200))
     found = np.cumsum(np.array(drawn) < 100)
@@ -94,7 +94,8 @@ def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(ma
 
 def test_held_out_examples_are_all_windows_once_then_blank(make_store):
     streams = {"a": numbered(make_store, 3, 0), "b": numbered(make_store, 2, 100)}
-    examples = held_out_examples(streams, LENGTH, False)
+    rows = {name: Windows(stream, LENGTH, False, evaluates=True) for name, stream in streams.items()}
+    examples = held_out_examples(rows)
     assert not examples.endless
     assert first_tokens(examples, range(len(examples))) == [0, 1, 2, 100, 101]
     rows = examples.rows([4, 5, 6])

@@ -20,7 +20,7 @@ def stream(make_store):
 
 @pytest.fixture
 def examples(stream):
-    return training_examples({"a": Windows([stream], 16, False)}, {"a": 1.0}, seed=0)
+    return training_examples({"a": Windows(stream, 16, False)}, {"a": 1.0}, seed=0)
 
 
 def take(examples, count, size=BATCH, **options):
@@ -52,7 +52,7 @@ def test_the_batch_is_the_same_however_hosts_share_it(examples, hosts):
 
 
 def test_a_finite_set_ends_with_blank_rows(stream):
-    examples = held_out_examples({"a": stream}, 16, False)
+    examples = held_out_examples({"a": Windows(stream, 16, False)})
     found = take(examples, None)
     assert len(found) == -(-len(examples) // BATCH)
     tokens = np.concatenate([step["tokens"] for step in found])

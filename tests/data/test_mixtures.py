@@ -26,7 +26,7 @@ def sources(make_store):
 
     def windows(name):
         store = make_store([[FIRSTS[name] + place // LENGTH for place in range(COUNTS[name] * LENGTH)]])
-        return Windows([DocumentStream(store, np.ones(1, bool))], LENGTH, cross_documents=False)
+        return Windows(DocumentStream(store, np.ones(1, bool)), LENGTH, cross_documents=False)
 
     return {name: windows(name) for name in FIRSTS}
 
@@ -89,7 +89,7 @@ def test_cuts_cover_a_source_in_proportion(weights, windows):
 
 def test_a_source_too_small_for_its_replicas_is_refused(sources):
     mixtures = [{"c": 1.0}, {"c": 0.01, "a": 0.99}]
-    with pytest.raises(UserError, match=r"the source c has 12 windows to train on, and 2 replicas share them"):
+    with pytest.raises(UserError, match=r"the source c has 12 rows to train on, and 2 replicas share them"):
         replica_examples(sources, mixtures, 0)
 
 

@@ -22,7 +22,7 @@ def numbered(lengths):
 
 def tokens_of(stream, length):
     """All tokens in the windows of a stream, inputs and targets."""
-    windows = Windows([stream], length, cross_documents=False)
+    windows = Windows(stream, length, cross_documents=False)
     return {int(token) for n in range(len(windows)) for key in ("tokens", "targets") for token in windows[n][key]}
 
 

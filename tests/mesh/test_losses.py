@@ -25,39 +25,31 @@ from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
 from tests.mesh.support import held, one_device, token_batch
 from tests.mesh.test_mapping import ONE, POSITIONS, ROWS, VOCABULARY
-from tests.plugins import EXAMPLES, plugins_from
 
 COEFFICIENT = 0.1  # large, so that gradients show it
 DECAY = 0.5  # of the running mean
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plugin():
-    with plugins_from(EXAMPLES):
-        yield
-
-
 def z_config():
-    from z_loss import ZLlamaConfig  # type: ignore[import-not-found]
-
-    return ZLlamaConfig(**vars(ONE.model), z_loss=COEFFICIENT)
+    return replace(ONE.model, z_loss=COEFFICIENT)
 
 
 def buffered_config():
-    """A z-loss around the running mean of log Z, and counts of the targets, by the model's own rules."""
+    """A z-loss, a term around the running mean of log Z, and counts of the targets, by the model's own rules."""
 
     class Buffered(Llama):
         log_z: Buffer = eqx.field(default_factory=lambda: Buffer(hax.zeros(())))
         seen: Buffer = eqx.field(default_factory=lambda: Buffer(hax.zeros(Axis("vocab", VOCABULARY), dtype=jnp.int32)))
 
         def loss(self, batch, execution):
-            loss, weight = Llama.loss(self, batch, execution)
+            losses = Llama.loss(self, batch, execution)
             z, mask = hax.nn.logsumexp(self.logits(batch, execution), axis="vocab"), batch["loss_mask"]
-            z_loss = COEFFICIENT * hax.sum(hax.square(z - self.log_z.value) * mask).scalar()
+            spread = COEFFICIENT * hax.sum(hax.square(z - self.log_z.value) * mask).scalar()
             counts = hax.sum(hax.nn.one_hot(batch["targets"], self.seen.value.axes[0]) * mask, ("batch", "position"))
             total = hax.sum(z * mask)
             metrics = {"log_z": total.scalar()}
-            return Losses(loss, weight, {"z_loss": z_loss}, metrics, {"log_z": total, "targets": counts})
+            auxiliary = {**losses.auxiliary, "spread": spread}
+            return Losses(losses.loss, losses.weight, auxiliary, metrics, {"log_z": total, "targets": counts})
 
         def update_buffers(self, statistics, weight):
             mean = DECAY * self.log_z.value + (1 - DECAY) * statistics["log_z"] / weight
@@ -73,7 +65,7 @@ def buffered_config():
         def get_choice_name(cls, subclass):
             return "buffered"
 
-    return BufferedConfig(**vars(ONE.model))
+    return BufferedConfig(**vars(z_config()))
 
 
 def set_up_on(mesh: MeshConfig, **changes) -> Setup:
@@ -123,7 +115,7 @@ def test_auxiliary_terms_and_buffers_are_those_of_one_device(case):
     logged, parameters, buffers = steps_of(set_up_on(mesh, **changes, **method), 2 if method else 3)
     expected, exact_parameters, exact_buffers = exact(method.get("sync"))
     for found, right in zip(logged, expected, strict=True):
-        for name in ("loss", "z_loss", "log_z"):
+        for name in ("loss", "z_loss", "spread", "log_z"):
             np.testing.assert_allclose(found[name], right[name], rtol=1e-5, err_msg=name)
     for found, right in zip(parameters, exact_parameters, strict=True):
         np.testing.assert_allclose(found, right, atol=2e-6)
@@ -145,10 +137,10 @@ def test_buffers_are_updated_once_a_step_by_the_sums_of_its_microbatches():
 def test_the_gradient_is_that_of_loss_and_z_loss_and_evaluation_is_of_the_loss():
     config, batch, run = z_config(), token_batch(ROWS, POSITIONS, VOCABULARY), one_device()
     model = jax.jit(lambda key: config.init(Axis("vocab", VOCABULARY), key))(jax.random.key(0))
-    plain = Llama(**vars(model))
+    plain = replace(model, config=ONE.model)
 
     def by_hand(model):
-        loss, _ = Llama.loss(model, batch, run)
+        loss, _ = replace(model, config=ONE.model).loss(batch, run)
         z = jax.nn.logsumexp(Llama.logits(model, batch, run).rearrange((..., "vocab")).array, axis=-1)
         return loss + COEFFICIENT * jnp.sum(jnp.square(z) * batch["loss_mask"].array)
 

@@ -32,7 +32,15 @@ PLAIN = TrainConfig(
     mesh=MeshConfig(replica=2, data=1),
     # Layers of two kinds: a stage has layers with a window and one without, under a `vmap` over stages.
     model=LlamaConfig(
-        layers=4, hidden=32, heads=4, kv_heads=2, mlp=32, init_scale=0.2, sliding_window=3, full_layers=(1,)
+        layers=4,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        mlp=32,
+        init_scale=0.2,
+        sliding_window=3,
+        full_layers=(1,),
+        z_loss=0.01,
     ),
     compute=ComputeConfig(dtype="float32", remat="none", unroll=1, loss_block=64),
     batch=BatchConfig(size=ROWS, sequence_length=POSITIONS, microbatches=2),

@@ -81,6 +81,21 @@ def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
     assert losses[-1] < losses[0] / 5
 
 
+def test_microbatches_devices_and_whole_batches_without_a_target_give_no_nan():
+    """Of 8 parts (replica 2 x data 2 x 2 microbatches) one has targets, then none."""
+    (x, y, _), line = next(batches()), new_line()
+    optimizer = SgdConfig(learning_rate=0.1, momentum=0, schedule=ConstantSchedule(), clip_norm=None)
+    method = Psdp(line, loss, optimizer.build(eqx.filter(line, eqx.is_inexact_array), STEPS), layout_of(2, 2, 1), 2)
+    step, state = jax.jit(method.step), jax.jit(method.init)()
+    few = jnp.asarray(np.arange(ROWS) < 3, jnp.float32)
+    moved, metrics = step(state, (x, y, few))
+    slope = 0.5 - 0.1 * np.mean(2 * (0.5 * x[:3] - y[:3]) * x[:3])
+    assert float(method.eval_model(moved).slope) == pytest.approx(float(slope), abs=1e-6)
+    after, metrics = step(moved, (x, y, 0 * few))
+    assert (float(metrics.loss), float(metrics.weight), bool(metrics.finite)) == (0, 0, True)
+    assert float(method.eval_model(after).slope) == float(method.eval_model(moved).slope)
+
+
 def test_what_is_not_a_parameter_stays_as_it_is():
     """Integers and static fields of the module are neither trained nor lost."""
     line = new_line()

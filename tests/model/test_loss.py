@@ -12,7 +12,7 @@ from haliax import Axis
 from gregale.audit.hlo import parse
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
-from gregale.model.loss import next_token_loss
+from gregale.model.loss import losses_of_head, next_token_loss
 from gregale.model.losses import Logits
 from tests.mesh.support import assert_trees_close, layout_of, one_device, placed
 
@@ -98,6 +98,35 @@ def test_capped_logits_and_rows_without_any(devices, fused):
     wanted, wanted_gradients = both(expected, arguments)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert_trees_close(gradients, wanted_gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("data", "model", "fused"), [(1, 1, False), (2, 4, False), (8, 1, True)])
+def test_z_loss_is_the_weighted_square_of_the_logarithm_of_the_sum(data, model, fused):
+    layout = layout_of(1, data, model)
+    run = Execution(layout=layout.inside_replica(), loss_block=5, fused_logits=fused)
+    hidden, head, targets, weights = inputs()
+    arguments = (hidden, head, targets % 20, weights)
+
+    def ours(*arguments):
+        loss, z_loss = losses_of_head(*arguments, run, Logits(cap=9.0, rows=20, z_loss=0.3))
+        return (loss + z_loss) * SCALE, z_loss
+
+    def expected(hidden, head, targets, weights):
+        logits = 9.0 * jnp.tanh(hidden.array @ head.array / 9.0)[..., :20]
+        at_target = jnp.take_along_axis(logits, targets.array[..., None], axis=-1)[..., 0]
+        log_z = jax.nn.logsumexp(logits, -1)
+        z_loss = 0.3 * jnp.sum(weights.array * log_z**2)
+        return (jnp.sum(weights.array * (log_z - at_target)) + z_loss) * SCALE, z_loss
+
+    def both(loss, arguments):
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*arguments)
+
+    found, gradients = both(ours, placed(arguments, layout, layout.compute))
+    wanted, wanted_gradients = both(expected, arguments)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert_trees_close(gradients, wanted_gradients, atol=1e-5, rtol=1e-5)
+    unneeded = jax.jit(ours)(*placed(arguments, layout, layout.compute))
+    np.testing.assert_allclose(unneeded, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])

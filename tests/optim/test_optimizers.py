@@ -18,6 +18,7 @@ from gregale.optim import (
     AdamWConfig,
     ConstantSchedule,
     CosineSchedule,
+    GroupConfig,
     LionConfig,
     MatrixAxes,
     MuonConfig,
@@ -149,6 +150,70 @@ def test_every_step_equals_plain_optax(config, oracle):
     for ours, theirs in zip(found, expected, strict=True):
         for name, array in plain(ours).items():
             np.testing.assert_allclose(array, theirs[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def by_layer(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of each layer apart, by the names that groups match."""
+    stacked = {name for name, axes in AXES.items() if axes[0] is Layers}
+    found = {name: array for name, array in arrays.items() if name not in stacked}
+    return found | {f"layer.{i}.{name}": arrays[name][i] for name in stacked for i in range(Layers.size)}
+
+
+def in_groups(limit: float | None = None):
+    """AdamW and SGD by `optax.multi_transform`: rates and decays by the names of single layers."""
+
+    def label(name: str) -> str:
+        if name.endswith("norm"):
+            return "norms"
+        return "second" if name.startswith("layer.1.") else "others"
+
+    def one(factor: float, decay: float):
+        rate = optax.scale_by_learning_rate(lambda step: factor * SCHEDULE(step))
+        decayed = {name: name.rpartition(".")[2] in DECAYS or decay != 0.2 for name in by_layer(arrays(0))}
+        return optax.chain(optax.add_decayed_weights(decay, decayed), rate)
+
+    labels = {name: label(name) for name in by_layer(arrays(0))}
+    groups = optax.multi_transform({"norms": one(0.1, 0.0), "second": one(0.5, 0.3), "others": one(1.0, 0.2)}, labels)
+    limited = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
+    return clipped(optax.scale_by_adam(0.9, 0.95), limited, groups)
+
+
+GROUPS = (
+    GroupConfig("*norm", learning_rate=0.1, weight_decay=0.0),
+    GroupConfig("layer.1.*|nothing", learning_rate=0.5, weight_decay=0.3),
+)
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_groups_equal_multi_transform_with_every_layer_apart(limit):
+    parameters, gradients = arrays(0), [arrays(1 + step) for step in range(STEPS)]
+    config = AdamWConfig(**SETTINGS, betas=(0.9, 0.95), groups=GROUPS, clip_update_norm=limit)
+    found = run(config.build(model(parameters), STEPS).whole(), model(parameters), [model(each) for each in gradients])
+    expected = run(in_groups(limit), by_layer(parameters), [by_layer(each) for each in gradients])
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, array in by_layer(plain(ours)).items():
+            np.testing.assert_allclose(array, theirs[name], rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+def test_groups_of_muon_scale_matrices_and_others():
+    parameters, gradients = arrays(0), [arrays(1), arrays(2)]
+    own = {"weight_decay": 0.2, "learning_rate": 0.5}
+    whole, half = MuonConfig(**SETTINGS, decay="all"), MuonConfig(**SETTINGS, groups=(GroupConfig("*", **own),))
+    first, second = (
+        run(config.build(model(parameters), STEPS).whole(), model(parameters), [model(each) for each in gradients[:1]])
+        for config in (whole, half)
+    )
+    for name, array in plain(second[0]).items():
+        moved, moved_half = plain(first[0])[name] - parameters[name], array - parameters[name]
+        np.testing.assert_allclose(moved_half, 0.5 * moved, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_a_group_without_parameters_is_refused():
+    config = AdamWConfig(groups=(GroupConfig("layer.*"), GroupConfig("layers.*|head")))
+    with pytest.raises(UserError, match=r"groups\.1\.match.* 'layers\.\*\|head', and no parameter .* 17 names: "):
+        config.build(model(arrays(0)), STEPS)
+    with pytest.raises(UserError, match="Muon's directions follows from shapes"):
+        MuonConfig(clip_update_norm=1.0)
 
 
 def test_the_battery_tells_a_wrong_momentum():

@@ -178,16 +178,16 @@ def test_its_export_is_refused_and_its_report_is_written(folder, gregale, capsys
 
 def test_a_subclass_of_llama_with_another_loss_is_exported_once_it_says_so(folder, gregale, capsys):
     (folder / "my_loss.py").write_text(blocks((PAGES / "loss.md").read_text(), "python")[0])
-    given = ["--plugins", "my_loss,adan", "--model", "{type: z_llama, layers: 1, hidden: 32, mlp: 64, heads: 2}"]
+    given = ["--plugins", "my_loss,adan", "--model", "{type: unsure_llama, layers: 1, hidden: 32, mlp: 64, heads: 2}"]
     given += ["--sync.type", "psdp", "--steps", "1", "--samples.prompts", "[]", "--callbacks", "[]"]
     assert gregale("train", "own.yaml", "--name", "z", *given) == 0
     assert gregale("export", "z", "z-out") == 0
     capsys.readouterr()
     page = (folder / "my_loss.py").read_text()
     (folder / "my_loss.py").write_text(page.replace("    exports_as_llama = True\n", ""))
-    del sys.modules["my_loss"], ModelConfig.get_known_choices()["z_llama"]
+    del sys.modules["my_loss"], ModelConfig.get_known_choices()["unsure_llama"]
     assert gregale("export", "z", "again") == 2
-    assert "the model has a ZLlama, a class of your own" in capsys.readouterr().err
+    assert "the model has a UnsureLlama, a class of your own" in capsys.readouterr().err
     assert not (folder / "again").exists()
 
 

@@ -129,6 +129,7 @@ class StepShape(ParameterShape):
     - `fuses_logits`: logits are in memory only as a group's exponentials (`Execution.fused_logits`, a whole vocabulary)
     - `active`: experts of a token; 0 for layers without experts
     - `balance_terms`: names of the terms of the loss that balance experts
+    - `z_loss`: the loss has a z-loss
     """
 
     layers: int
@@ -151,6 +152,7 @@ class StepShape(ParameterShape):
     fuses_logits: bool = False
     active: int = 0
     balance_terms: Sequence[str] = ()
+    z_loss: bool = False
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ from gregale.audit.step import (
     values,
 )
 from gregale.audit.transfer import Transfer
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, is_layers
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, Layout, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -46,8 +46,11 @@ def expected_transfers(
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
-    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, FLOAT32, step.microbatches)]
+    terms = FLOAT32 * (1 + step.z_loss)
+    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
+    if step.z_loss and REPLICA in step.layout.params:
+        found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
@@ -100,7 +103,7 @@ def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
     - `step`: has the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)
-    return kept(step, [*reduced(step, axis), weight, *_squared_norms(step), *agreement(step, axis)])
+    return kept(step, [*reduced(step, axis), weight, *squared_norms(step.weights, step.layout), *agreement(step, axis)])
 
 
 def apply_transfers(step: ParameterShape) -> list[Transfer]:
@@ -292,7 +295,7 @@ def _shard_bytes(step: ParameterShape, weight: NamedArray, split: Iterable[str])
 
 def exact_averages(step: ParameterShape) -> list[Transfer]:
     """Return the transfers of gradients, loss and weight over replicas, of squared norms, and of updates."""
-    found = [*reduced(step), *gathers(step), *_squared_norms(step)]
+    found = [*reduced(step), *gathers(step), *squared_norms(step.weights, step.layout)]
     if REPLICA in step.layout.params:
         found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
     return found
@@ -307,11 +310,12 @@ def agreement(step: ParameterShape, axis: str) -> list[Transfer]:
     return found
 
 
-def _squared_norms(step: ParameterShape) -> list[Transfer]:
+def squared_norms(weights: Iterable[NamedArray], layout: Layout) -> list[Transfer]:
     """Return the sums of squared norms by weight, over the devices that share it under `opt_state`."""
     over_shards = {}
-    for weight in step.weights:
-        axes = step.split_by(weight, step.layout.opt_state)
+    for weight in weights:
+        found = layout.mesh_axes(weight.axes, layout.opt_state)
+        axes = tuple(axis for axis, size in layout.mesh.shape.items() if axis in found and size > 1)
         for part in (tuple(axis for axis in axes if axis == MODEL), tuple(axis for axis in axes if axis != MODEL)):
             over_shards[part] = over_shards.get(part, 0) + FLOAT32
     return [Transfer("norm", "all-reduce", axes, size) for axes, size in over_shards.items()]

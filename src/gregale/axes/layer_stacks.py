@@ -63,6 +63,20 @@ def layer_numbers(order: Sequence[int]) -> dict[str, list[int]]:
     return {stack_axis(each): np.flatnonzero(np.asarray(order) == each).tolist() for each in dict.fromkeys(order)}
 
 
+def names_of_arrays(tree: Any) -> list[tuple[Any, list[str]]]:
+    """Return each array of a model with its name, `norm.weight`, or one for each layer, `layer.3.mlp.up.weight`."""
+    numbers = layer_numbers(layer_order(tree))
+
+    def names(path: tuple, leaf: Any) -> list[str]:
+        words = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if (axis := layers_axis(leaf)) is None:
+            return [".".join(words)]
+        inside = words[3 if words[1:2] == ["parts"] else 1 :]
+        return [".".join(["layer", str(layer), *inside]) for layer in numbers[axis]]
+
+    return [(leaf, names(path, leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]]
+
+
 def renamed(tree: Any, old: str, new: str) -> Any:
     """Return a tree whose named arrays have another name for an axis."""
     if old == new:

@@ -177,7 +177,8 @@ def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
     shown = _of_default_choices(listed)
     left_out = [entry for entry in listed if entry not in shown]
     hidden = {
-        entry.choice.partition(" ")[0].removesuffix(".type") or entry.key.rpartition(".")[0] for entry in left_out
+        entry.choice.partition(" ")[0].removesuffix(".type") or entry.key.rpartition(".")[0] or entry.key
+        for entry in left_out
     }
     hidden = {key.partition(".<")[0].removesuffix(".0") for key in hidden}  # elements of a mapping or a list
     return sorted(key for key in hidden if not any(key.startswith(f"{other}.") for other in hidden))

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 from gregale.data.mixtures import check_mixtures
+from gregale.data.packing import Packing
 from gregale.data.sources import SourceConfig
+from gregale.data.sources.base import CONCAT, ORDER, REFUSE
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Range, Settings, at_least, check_path, setting, whole
 
-ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
 SOURCES, VALIDATION = "sources", "validation"
 
@@ -25,7 +26,7 @@ class DataConfig(Settings):
             "fixed": Fixed("the saved parameters were trained on its tokens"),
         },
     )
-    validation: dict[str, SourceConfig] = setting(dict, "only evaluated on", keys_of="data.sources")
+    validation: dict[str, SourceConfig] = setting(dict, "only evaluated on", keys_of="data.sources", begins_anew=True)
     held_out: float = setting(
         0.02,
         "share kept to evaluate; 0: nothing",
@@ -49,12 +50,23 @@ class DataConfig(Settings):
             if "" in getattr(self, key):
                 raise KeyedError(key, "has a source whose name is empty", "; give it a name, for example `books`.")
         check_mixtures(self.replica_mixtures, self.sources)
+        for group in (SOURCES, VALIDATION):
+            for name, source in getattr(self, group).items():
+                if self.cross_documents and source.packing != CONCAT:
+                    raise UserError(
+                        f"data.cross_documents is true, but data.{group}.{name}.packing is {source.packing}, whose "
+                        f"rows keep documents apart. Set cross_documents to false, or packing to {CONCAT}."
+                    )
         for name, source in self.validation.items():
             if source.weight != 1:
                 raise UserError(
                     f"data.validation.{name}.weight: {source.weight:g} found, but a validation source is evaluated by "
                     "itself, not mixed with others. Leave weight out."
                 )
+
+    def packing_of(self, source: SourceConfig) -> Packing:
+        """Return how the documents of a source become rows."""
+        return Packing(source.packing, source.long_documents or REFUSE, self.cross_documents)
 
     @property
     def evaluates(self) -> bool:

@@ -1,10 +1,11 @@
 """Examples: row i of the training data as a pure function of i.
 
 A stream of documents is cut into windows of L + 1 tokens at a stride of L. So every token but the first of the stream
-is a target exactly once; the remainder at the end that does not fill a window is left out. Each source is shuffled
-separately and anew in each epoch; then the sources are mixed by weight. `grain` does both by arithmetic on the index,
-so any example is available without the earlier ones. (Grain imports JAX. It is imported only where it is used, because
-the tokenizing processes and `--help` work without it.)
+is a target exactly once; the remainder at the end that does not fill a window is left out. Or whole documents are
+packed into rows (`gregale.data.packing`). The rows of each source are shuffled separately and anew in each epoch; then
+the sources are mixed by weight. `grain` does both by arithmetic on the index, so any example is available without the
+earlier ones. (Grain imports JAX. It is imported only where it is used, because the tokenizing processes and `--help`
+work without it.)
 """
 
 import hashlib
@@ -15,50 +16,66 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gregale.data.packing import MORE_BYTES, ExampleBatch, PackedRows, Packing
+from gregale.data.sources.base import CONCAT
 from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
 
 if TYPE_CHECKING:
     import grain
 
-ExampleBatch = dict[str, np.ndarray]
-MORE_BYTES = "more_bytes"
 WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
 
 
 class Windows(Sequence[ExampleBatch]):
-    """The windows of one or several streams, in order, each as an example.
+    """The windows of a stream, in order, each as an example.
 
-    - `streams`: streams of documents; a window never spans two streams.
     - `sequence_length`: L, tokens in an example.
     - `cross_documents`: whether attention and loss cross document boundaries.
     - `evaluates`: whether examples also have `more_bytes`, int32 [L]: for each target, its bytes of text beyond those
       of its vocabulary entry.
     """
 
-    def __init__(
-        self, streams: Sequence[DocumentStream], sequence_length: int, cross_documents: bool, *, evaluates: bool = False
-    ):
-        self._streams = streams
-        self.sequence_length = sequence_length
+    note = ""
+
+    def __init__(self, stream: DocumentStream, sequence_length: int, cross_documents: bool, *, evaluates: bool = False):
+        self.stream, self.sequence_length = stream, sequence_length
         self._cross, self._evaluates = cross_documents, evaluates
-        counts = [window_count(stream, sequence_length) for stream in streams]
-        self._firsts = np.concatenate([[0], counts]).cumsum(dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return window_count(self.stream, self.sequence_length)
 
     def __getitem__(self, index):
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        start = int(index - self._firsts[number]) * self.sequence_length
+        start = int(index) * self.sequence_length
         stop = start + self.sequence_length + 1
-        tokens, documents = self._streams[number].read(start, stop)
+        tokens, documents = self.stream.read(start, stop)
         if self._cross:
             documents = np.zeros_like(documents)
-        example = make_example(tokens, documents, self._streams[number].supervised(start, stop))
+        example = make_example(tokens, documents, self.stream.supervised(start, stop))
         if self._evaluates:
-            example[MORE_BYTES] = self._streams[number].more_bytes(start + 1, stop).astype(np.int32)
+            example[MORE_BYTES] = self.stream.more_bytes(start + 1, stop).astype(np.int32)
         return example
+
+    @property
+    def targets(self) -> int:
+        """Return the number of targets in all windows."""
+        places = len(self) * self.sequence_length
+        firsts = np.searchsorted(self.stream.starts[1:-1], places, side="right")  # tokens that begin a document
+        return places - (0 if self._cross else int(firsts))
+
+    @property
+    def needs(self) -> str:
+        return f"A window takes {self.sequence_length} + 1 = {self.sequence_length + 1} tokens"
+
+
+Rows = Windows | PackedRows
+
+
+def rows_of(stream: DocumentStream, sequence_length: int, packing: Packing, *, evaluates: bool = False) -> Rows:
+    """Return the rows of a stream's documents; raise `UserError` for a document that is too long for them."""
+    if packing.kind == CONCAT:
+        return Windows(stream, sequence_length, packing.cross_documents, evaluates=evaluates)
+    return PackedRows(stream, sequence_length, packing, evaluates=evaluates)
 
 
 def window_count(stream: DocumentStream, sequence_length: int) -> int:
@@ -134,11 +151,11 @@ def stacked(examples: Sequence[ExampleBatch]) -> ExampleBatch:
     return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
 
 
-def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, float], seed: int | None) -> Examples:
+def training_examples(sources: Mapping[str, Rows], weights: Mapping[str, float], seed: int | None) -> Examples:
     """Return the endless training examples: epochs of each source, mixed by weight; without a seed, in order."""
     import grain
 
-    epochs = {name: endless(grain.MapDataset.source(windows), name, seed) for name, windows in sources.items()}
+    epochs = {name: endless(grain.MapDataset.source(rows), name, seed) for name, rows in sources.items()}
     return Examples(mixed(epochs, weights), next(iter(sources.values())).sequence_length)
 
 
@@ -161,32 +178,32 @@ def shuffle_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4])
 
 
-def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: int, cross_documents: bool) -> Examples:
-    """Return every held-out window once, in order; raise `UserError` if there is none."""
-    windows = Windows(list(streams.values()), sequence_length, cross_documents, evaluates=True)
-    if len(windows) == 0:
-        found = ", ".join(f"{name} {len(stream)}" for name, stream in streams.items())
+def held_out_examples(sources: Mapping[str, Rows]) -> Examples:
+    """Return every held-out row once, in order; raise `UserError` if there is none."""
+    first = next(iter(sources.values()))
+    if not any(map(len, sources.values())):
+        found = ", ".join(f"{name} {len(rows.stream)}" for name, rows in sources.items())
         raise UserError(
-            f"data.held_out: too little text for a window to train on and one that is held out. A window takes "
-            f"{sequence_length} + 1 = {sequence_length + 1} tokens; the held-out tokens are: {found}. Shorten the "
-            "sequences, give more text, or set data.held_out to 0 (data.validation can name other text to evaluate on)."
+            f"data.held_out: too little text for a window to train on and one that is held out. {first.needs}; the "
+            f"held-out tokens are: {found}. Shorten the sequences, give more text, or set data.held_out to 0 "
+            "(data.validation can name other text to evaluate on)."
         )
-    return in_order(windows)
+    return in_order(list(sources.values()))
 
 
-def validation_examples(stream: DocumentStream, sequence_length: int, cross_documents: bool) -> Examples:
-    """Return every window of a validation text once, in order; raise `UserError` if there is none."""
-    windows = Windows([stream], sequence_length, cross_documents, evaluates=True)
-    if len(windows) == 0:
+def validation_examples(rows: Rows) -> Examples:
+    """Return every row of a validation text once, in order; raise `UserError` if there is none."""
+    if not len(rows):
         raise UserError(
-            f"too little text to evaluate on. A window takes {sequence_length} + 1 = {sequence_length + 1} tokens, and "
-            f"there are {len(stream)}. Give more text, or train with shorter sequences."
+            f"too little text to evaluate on. {rows.needs}, and there are {len(rows.stream)}. Give more text, or train "
+            "with shorter sequences."
         )
-    return in_order(windows)
+    return in_order([rows])
 
 
-def in_order(windows: Windows) -> Examples:
-    """Return every window once, in order."""
+def in_order(parts: Sequence[Rows]) -> Examples:
+    """Return every row of some streams once, in order."""
     import grain
 
-    return Examples(grain.MapDataset.source(windows), windows.sequence_length)
+    datasets = [grain.MapDataset.source(rows) for rows in parts if len(rows)]
+    return Examples(grain.MapDataset.concatenate(datasets), parts[0].sequence_length)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.data.examples import ExampleBatch, Examples, Windows, endless, mixed, shuffle_seed, stacked
+from gregale.data.examples import ExampleBatch, Examples, Rows, endless, mixed, shuffle_seed, stacked
 from gregale.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,22 +56,22 @@ class ExampleRange(Sequence[ExampleBatch]):
         return self._dataset[self._start + index]
 
 
-def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture], seed: int | None) -> ReplicaExamples:
+def replica_examples(sources: Mapping[str, Rows], mixtures: Sequence[Mixture], seed: int | None) -> ReplicaExamples:
     """Return the endless training examples of each replica, mixed by its own weights.
 
     A source that several replicas use is divided among them in proportion to their use of it. So no two replicas see
-    the same window.
+    the same row.
 
-    Without a seed, the windows are in order. Raises `UserError` if a source has too few windows for its replicas.
+    Without a seed, the rows are in order. Raises `UserError` if a source has too few rows for its replicas.
     """
     import grain
 
     epochs: list[dict] = [{} for _ in mixtures]
-    for name, windows in sources.items():
-        dataset = grain.MapDataset.source(windows)
+    for name, rows in sources.items():
+        dataset = grain.MapDataset.source(rows)
         if seed is not None:
             dataset = dataset.shuffle(shuffle_seed(seed, f"{name}/parts"))
-        bounds = cuts(name, len(windows), mixtures)
+        bounds = cuts(name, len(rows), mixtures)
         for replica, mixture in enumerate(mixtures):
             if mixture.get(name):
                 part = grain.MapDataset.source(ExampleRange(dataset, bounds[replica], bounds[replica + 1]))
@@ -81,13 +81,13 @@ def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture]
     return ReplicaExamples([Examples(mix, length) for mix in mixes])
 
 
-def cuts(name: str, windows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
-    """Return the boundaries of a source's ranges, int64 [replica + 1]: replica k has windows cut k to cut k + 1."""
+def cuts(name: str, rows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
+    """Return the boundaries of a source's ranges, int64 [replica + 1]: replica k has rows cut k to cut k + 1."""
     shares = np.array([mixture.get(name, 0.0) / sum(mixture.values()) for mixture in mixtures])
-    bounds = np.round(np.cumsum([0.0, *shares]) / max(shares.sum(), sys.float_info.min) * windows).astype(np.int64)
+    bounds = np.round(np.cumsum([0.0, *shares]) / max(shares.sum(), sys.float_info.min) * rows).astype(np.int64)
     if ((np.diff(bounds) == 0) & (shares > 0)).any():
         raise UserError(
-            f"data.replica_mixtures: the source {name} has {windows} windows to train on, and {np.sum(shares > 0)} "
+            f"data.replica_mixtures: the source {name} has {rows} rows to train on, and {np.sum(shares > 0)} "
             f"replicas share them by their weights, so that one would have none. Give more text or shorter sequences, "
             f"or leave {name} out of the mixture in which it weighs least."
         )

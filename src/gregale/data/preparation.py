@@ -11,7 +11,7 @@ from gregale.atomic_files import user_cache
 from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
-from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
+from gregale.data.examples import Examples, Rows, held_out_examples, rows_of, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, replica_examples
 from gregale.data.parts import json_sha256
 from gregale.data.progress import Report, silent
@@ -36,9 +36,10 @@ class Corpus:
     """
 
     train: Examples | ReplicaExamples  # endless, see `training_examples` and `replica_examples`
-    held_out: Examples | None  # every held-out window once, in order; None if nothing is held out
-    validation: dict[str, Examples]  # by validation source, every window once, in order
+    held_out: Examples | None  # every held-out row once, in order; None if nothing is held out
+    validation: dict[str, Examples]  # by validation source, every row once, in order
     tokenizer: Tokenizer
+    train_rows: dict[str, Rows]  # by source, the rows of one epoch
     train_streams: dict[str, DocumentStream]  # by source, the training tokens
     held_out_streams: dict[str, DocumentStream]  # by source, the held-out tokens
     validation_streams: dict[str, DocumentStream]  # by validation source, all of its tokens
@@ -70,33 +71,42 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
     train = {name: each.train for name, each in splits.items()}
     held_out = {name: each.held_out for name, each in splits.items()}
-    windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
+    rows = source_rows(SOURCES, train, sequence_length, config, evaluates=False)
+    check_rows(rows, config.held_out)
+    held_out_rows = source_rows(SOURCES, held_out, sequence_length, config)
     validating = stores_of(VALIDATION, config, tokenizer, report)
     validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
-    validation_windows = {}
-    for name, stream in validation.items():
+    validation_rows = source_rows(VALIDATION, validation, sequence_length, config)
+    validation_sets = {}
+    for name, each in validation_rows.items():
         with naming(f"data.{VALIDATION}.{name}"):
-            validation_windows[name] = validation_examples(stream, sequence_length, config.cross_documents)
+            validation_sets[name] = validation_examples(each)
     shuffle = seed if config.shuffle else None
     checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
         train=(
-            replica_examples(windows, config.replica_mixtures, shuffle)
+            replica_examples(rows, config.replica_mixtures, shuffle)
             if config.replica_mixtures
-            else training_examples(windows, {name: each.weight for name, each in config.sources.items()}, shuffle)
+            else training_examples(rows, {name: each.weight for name, each in config.sources.items()}, shuffle)
         ),
-        held_out=held_out_examples(held_out, sequence_length, config.cross_documents) if config.held_out else None,
-        validation=validation_windows,
+        held_out=held_out_examples(held_out_rows) if config.held_out else None,
+        validation=validation_sets,
         tokenizer=tokenizer,
+        train_rows=rows,
         train_streams=train,
         held_out_streams=held_out,
         validation_streams=validation,
         stores=by_key,
         # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
-        notes=tuple(note for key, store in by_key.items() for note in notes_on(f"data.{key}", store)),
+        notes=(
+            *(note for key, store in by_key.items() for note in notes_on(f"data.{key}", store)),
+            *(f"data.{SOURCES}.{name}: {each.note}." for name, each in rows.items() if each.note),
+            *(f"data.{SOURCES}.{name}, held out: {each.note}." for name, each in held_out_rows.items() if each.note),
+            *(f"data.{VALIDATION}.{name}: {each.note}." for name, each in validation_rows.items() if each.note),
+        ),
     )
 
 
@@ -116,7 +126,10 @@ def build_and_cut(
     again on the text before the end; the position of the end in the text does not change.
     """
     tokenizer, stores = build_stores(config, report)
-    found = {name: end_cut(store, config.held_out, sequence_length) for name, store in stores.items()}
+    found = {
+        name: end_cut(store, config.held_out, sequence_length, config.sources[name].packing)
+        for name, store in stores.items()
+    }
     cuts = {name: cut for name, cut in found.items() if cut is not None}
     if not cuts or not isinstance(config.tokenizer, BpeConfig):
         return tokenizer, stores, cuts
@@ -154,16 +167,26 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
     return stores
 
 
-def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:
-    """Return the windows of one source's training documents; there must be one."""
-    windows = Windows([stream], sequence_length, config.cross_documents)
-    if len(windows) == 0:
-        raise UserError(
-            f"data.sources.{name}: too little text to train on. A window takes {sequence_length} + 1 = "
-            f"{sequence_length + 1} tokens; this source has {len(stream)} after holding out {config.held_out:g} of it. "
-            "Shorten the sequences, give more text, or lower data.held_out."
-        )
-    return windows
+def source_rows(
+    group: str, streams: Mapping[str, DocumentStream], sequence_length: int, config: DataConfig, evaluates: bool = True
+) -> dict[str, Rows]:
+    """Return the rows of streams of `sources` or `validation`; raise `UserError` for a document too long for them."""
+    found = {}
+    for name, stream in streams.items():
+        with naming(f"data.{group}.{name}"):
+            packing = config.packing_of(getattr(config, group)[name])
+            found[name] = rows_of(stream, sequence_length, packing, evaluates=evaluates)
+    return found
+
+
+def check_rows(sources: Mapping[str, Rows], held_out: float) -> None:
+    """Raise `UserError` for a source without a row to train on."""
+    for name, rows in sources.items():
+        if not len(rows):
+            raise UserError(
+                f"data.sources.{name}: too little text to train on. {rows.needs}; this source has {len(rows.stream)} "
+                f"after holding out {held_out:g} of it. Shorten the sequences, give more text, or lower data.held_out."
+            )
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gregale.data.examples import window_count
+from gregale.data.sources.base import CONCAT
 from gregale.data.store import TokenStore
 from gregale.data.stream import DocumentStream, held_out_documents
 from gregale.data.tokenizers import Tokenizer
@@ -36,15 +37,23 @@ def split_at(store: TokenStore, fraction: float, cut: int | None) -> Split:
     return Split(DocumentStream(store, everything, stop=cut), DocumentStream(store, everything, start=cut))
 
 
-def end_cut(store: TokenStore, fraction: float, sequence_length: int) -> int | None:
+def end_cut(store: TokenStore, fraction: float, sequence_length: int, packing: str = CONCAT) -> int | None:
     """Return the index at which the held-out end of a source begins, or None if whole documents are held out.
 
     Whole documents are held out if they fill a window of L + 1 tokens and leave one to train on. Otherwise, with N
     tokens, the last k L + 1 are held out, for k = max(2, round(fraction N / L)), or fewer so that a training window
     remains: k windows at a stride of L, none of whose tokens is ever trained on. A source too short for k = 1 has no
     end. L is `sequence_length`; a fraction of 0 holds out nothing.
+
+    A packing that does not cut documents needs one to train on and one that is held out. Otherwise the last
+    max(1, round(fraction D)) of D documents are held out; of a single document nothing is.
     """
     documents = split_at(store, fraction, None)
+    if packing != CONCAT:
+        count = len(store.offsets) - 1
+        if fraction == 0 or count < 2 or all(len(stream.numbers) for stream in documents):
+            return None
+        return int(store.offsets[-1 - min(count - 1, max(1, round(fraction * count)))])
     if fraction == 0 or all(window_count(stream, sequence_length) for stream in documents):
         return None
     tokens = int(store.offsets[-1])

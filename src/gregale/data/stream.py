@@ -29,11 +29,12 @@ class DocumentStream:
     - `stop`: the end of those tokens; by default the end of the store.
 
     - `starts`: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
+    - `numbers`: int64 [chosen document], the index of each document in the store.
     """
 
     def __init__(self, store: TokenStore | InMemory, chosen: np.ndarray, start: int = 0, stop: int | None = None):
         offsets = store.offsets.clip(start, stop)
-        numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
+        self.numbers = numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
         lengths = offsets[numbers + 1] - offsets[numbers]
         self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
         self._shifts = offsets[numbers] - self.starts[:-1]  # from index in the stream to index in the store
@@ -62,6 +63,20 @@ class DocumentStream:
         if self._supervised is None:
             return np.ones(stop - start, bool)
         return self._supervised.at(self._indices(start, stop)[0])
+
+    def tokens_at(self, places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """Return the tokens at some indices of the stream, which are in these documents, int32 [index]."""
+        return self._tokens[places + self._shifts[documents]].astype(np.int32)
+
+    def more_bytes_at(self, places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """Return `more_bytes` at some indices of the stream, which are in these documents, int64 [index]."""
+        return self._corrections.at(places + self._shifts[documents])
+
+    def supervised_at(self, places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """Return `supervised` at some indices of the stream, which are in these documents, bool [index]."""
+        if self._supervised is None:
+            return np.ones(len(places), bool)
+        return self._supervised.at(places + self._shifts[documents])
 
     def _indices(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each token's index in the store, and the index of its document."""

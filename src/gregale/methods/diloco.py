@@ -28,6 +28,7 @@ from gregale.methods.replicas import sync_axis
 from gregale.methods.round import Round, forget
 from gregale.methods.schedule import Schedule
 from gregale.methods.separate import Separate
+from gregale.methods.spikes import Limits
 from gregale.methods.traffic import DilocoTraffic
 from gregale.optim.config import Optimizer
 
@@ -147,7 +148,14 @@ class Diloco(Separate):
         apply = Fragment.at(schedule, due.apply, step - schedule.delay)
         return Actions((send, apply))
 
-    def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):
+    def step(
+        self,
+        state: DilocoState,
+        batch: Tree,
+        send: Fragment | None = None,
+        apply: Fragment | None = None,
+        limits: Limits | None = None,
+    ):
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows.
 
         - `send`: the fragment that was due after the step before; it is read from the input `state`
@@ -158,7 +166,7 @@ class Diloco(Separate):
             outer, measured = self.round.send(state.outer, state.inner.parameters, state.seen, send)
         # Read a fragment that was sent earlier from the input state, so that it waits for no send.
         arriving = outer if self.schedule.delay == 1 else state.outer
-        inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
+        inner, metrics = self.inner_steps(state.inner, batch, limits)
         if apply is not None:
             parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)

@@ -45,6 +45,7 @@ from gregale.methods.outer import pseudo_gradient
 from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
+from gregale.methods.spikes import Limits, SpikesConfig
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.compute_config import CompilerOptions
 
@@ -236,9 +237,13 @@ class Island(Method):
         error = None if state.error is None else error_shardings(state.error, self.finest, ISLAND)
         return IslandState(self.inner.shardings(state.psdp), error)
 
-    def step(self, state: IslandState, batch: Tree) -> tuple[IslandState, StepMetrics]:
+    @property
+    def spikes(self) -> SpikesConfig | None:
+        return self.inner.spikes
+
+    def step(self, state: IslandState, batch: Tree, limits: Limits | None = None) -> tuple[IslandState, StepMetrics]:
         """Run one step of the island alone."""
-        psdp, metrics = self.inner.step(state.psdp, batch)
+        psdp, metrics = self.inner.step(state.psdp, batch, limits)
         return state._replace(psdp=psdp), metrics
 
     def to_psdp(self, state: IslandState) -> PsdpState:

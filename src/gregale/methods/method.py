@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout
 from gregale.methods.inspection import Inspected, Probe
+from gregale.methods.spikes import SpikesConfig
 from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
 
 Tree = Any
@@ -23,6 +24,7 @@ class StepMetrics(NamedTuple):
     outer: Any = None  # the `PseudoGradient` that was sent, if one was
     named: Any = None  # float32, by name: auxiliary terms and metrics of `Losses`, each over the sum of weights
     callbacks: Any = None  # float32, by name: the metrics of callbacks
+    spike: Any = None  # bool: whether the step changed nothing as a spike; None: spikes are no matter
 
 
 class Actions(NamedTuple):
@@ -55,7 +57,15 @@ class Method(ABC):
     shown: ClassVar[tuple[str, ...]] = ()  # the metrics of its traffic in a progress line
     layout: Layout  # the whole mesh and the mappings
     step: Callable[..., tuple[Tree, StepMetrics]]
-    """step(state, batch, *during): one step on a batch; `during` is from `actions`."""
+    """step(state, batch, *during): one step on a batch; `during` is from `actions`.
+
+    With `spikes` it has an argument `limits` too, `gregale.methods.spikes.Limits`.
+    """
+
+    @property
+    def spikes(self) -> SpikesConfig | None:
+        """Return the rule of the steps that it leaves out as spikes; None: it leaves out none."""
+        return None
 
     @property
     def step_layout(self) -> Layout:

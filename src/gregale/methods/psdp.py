@@ -19,6 +19,7 @@ from gregale.communication.quantised import QuantisationLoss, QuantisedReducer, 
 from gregale.communication.reduce import ExactReducer
 from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Method, PsdpState, StepMetrics
+from gregale.methods.spikes import Limits, SpikesConfig
 from gregale.methods.traffic import PsdpTraffic
 from gregale.model.losses import Losses
 from gregale.optim.config import Optimizer
@@ -35,6 +36,11 @@ def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
 
 def added(parameters: Tree, updates: Tree) -> Tree:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
+
+
+def divisor_of(weight: jax.Array) -> jax.Array:
+    """Return the number that sums are divided by: 1 for a batch without a target, whose sums are 0."""
+    return jnp.where(weight == 0, 1, weight)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Psdp(Method):
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
     - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
+    - `spikes`: steps that are left out as spikes; None: none
     - `first_layers`: number n of layers for whose passes the transfers over `replica` of all later layers do not wait:
       the loss scans the first n apart (`Execution.first_layers`), and `reduce` is exact. 0: transfers follow the passes
     """
@@ -68,6 +75,7 @@ class Psdp(Method):
     prepare: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
     first_layers: int = 0
+    spikes: SpikesConfig | None = None
     measure: Probe = field(default=lambda model, batch: {})
     update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
         default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
@@ -111,15 +119,19 @@ class Psdp(Method):
             buffers=layout.shardings(state.buffers, layout.compute),
         )
 
-    def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
+    def step(self, state: PsdpState, batch: Tree, limits: Limits | None = None) -> tuple[PsdpState, StepMetrics]:
         """Run one step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch.
 
-        A step whose loss or gradient is not finite does not change the state.
+        A step whose loss or gradient is not finite, or above its limit, does not change the state.
         """
         ready = self.ready(state)
         moved, _, metrics = self._moved(state, ready, batch)
         own = self.measure(self.model_with(joined_layers(ready), state.buffers), batch)
-        return select(metrics.finite, moved, state), metrics._replace(callbacks=own)
+        metrics, counts = metrics._replace(callbacks=own), metrics.finite
+        if limits is not None:
+            spike = counts & ((metrics.loss > limits.loss) | (metrics.grad_norm > limits.norm))
+            metrics, counts = metrics._replace(spike=spike), counts & ~spike
+        return select(counts, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         ready = self.ready(state)
@@ -131,8 +143,9 @@ class Psdp(Method):
         """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
         sums, reducer = self.sums(ready, batch, state.buffers), self.reducer
         weight, loss, *named = reducer.totals(sums.weight, sums.loss, *sums.named.values())
-        loss, named = loss / weight, {name: each / weight for name, each in zip(sums.named, named, strict=True)}
-        reduced, error = reducer.reduce(sums.gradients, weight, state.error)
+        divisor = divisor_of(weight)
+        loss, named = loss / divisor, {name: each / divisor for name, each in zip(sums.named, named, strict=True)}
+        reduced, error = reducer.reduce(sums.gradients, divisor, state.error)
         grads = joined_layers(reduced)
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)._replace(buffers=self._next_buffers(state, sums, weight))
@@ -195,7 +208,7 @@ class Psdp(Method):
         assert isinstance(reducer, QuantisedReducer)
         sums = self.sums(self.ready(state), batch, state.buffers)
         (weight,) = reducer.totals(sums.weight)
-        return reducer.measure(sums.gradients, weight, state.error)
+        return reducer.measure(sums.gradients, divisor_of(weight), state.error)
 
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
         del step

@@ -17,6 +17,7 @@ from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, Method, PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import Replicas, sync_axis
+from gregale.methods.spikes import Limits, SpikesConfig
 
 Tree = Any
 
@@ -39,6 +40,15 @@ class Separate(Method):
     @property
     def step_layout(self) -> Layout:
         return self.inner.layout
+
+    @property
+    def spikes(self) -> SpikesConfig | None:
+        return self.inner.spikes
+
+    def inner_steps(self, states: PsdpState, batch: Tree, limits: Limits | None) -> tuple[PsdpState, StepMetrics]:
+        """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
+        given = states, self.replicas.rows(batch), *([] if limits is None else [limits])
+        return vmap_over(self.inner.step, self.axis, self.layout)(*given)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -148,9 +158,11 @@ class Mixing(Separate, ABC):
             raise UserError(f"sync.type: {type(self).__name__}.due has to return arrays or None; it returns {due!r}.")
         return Actions((due,))
 
-    def step(self, state: MixingState, batch: Tree, due: Any = None) -> tuple[MixingState, StepMetrics]:
+    def step(
+        self, state: MixingState, batch: Tree, due: Any = None, limits: Limits | None = None
+    ) -> tuple[MixingState, StepMetrics]:
         """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows."""
-        inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
+        inner, metrics = self.inner_steps(state.inner, batch, limits)
         if due is None:
             return MixingState(inner, state.own), metrics
         given = inner.parameters, state.own

@@ -43,6 +43,7 @@ class DecoderSizes(NamedTuple):
     - `norms_over_heads`: queries are normalised over all heads together, and keys
     - `active`: experts of a token; 0 for layers without experts
     - `balance_terms`: names of the terms of the loss that balance experts
+    - `z_loss`: the loss has a z-loss
     """
 
     layers: int
@@ -54,6 +55,7 @@ class DecoderSizes(NamedTuple):
     norms_over_heads: bool = False
     active: int = 0
     balance_terms: Sequence[str] = ()
+    z_loss: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,13 @@ class LlamaConfig(Sizes):
     rotary_scaling: RotaryScaling | None = setting(
         None, "for a longer context; null: none", aliases=("rope_scaling",), fixed=MEANING
     )
+    z_loss: float = setting(
+        0.0,
+        "coefficient of the squared logsumexp of the logits (PaLM)",
+        range=at_least(0),
+        aliases=("z_loss_multiplier", "z_loss_coef"),
+        by_topic=True,
+    )
     init_scale: float = setting(
         0.02, "standard deviation of the initial weights", range=at_least(0), aliases=("initializer_range", "init_std")
     )
@@ -126,11 +133,12 @@ class LlamaConfig(Sizes):
             norms_over_heads=self.qk_norm and self.qk_norm_over == "heads",
             active=0 if self.experts is None else self.experts.active,
             balance_terms=() if self.experts is None else self.experts.balance.terms,
+            z_loss=self.z_loss > 0,
         )
 
     @property
     def logits(self) -> Logits:
-        return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None)
+        return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None, self.z_loss)
 
     @property
     def window_of_all(self) -> int | None:

@@ -20,11 +20,11 @@ from gregale.model.execution import Execution
 from gregale.model.experts import Experts
 from gregale.model.kernels.reference import capped
 from gregale.model.layer_kinds import Kind
-from gregale.model.loss import next_token_loss
-from gregale.model.losses import Losses
+from gregale.model.loss import losses_of_head
+from gregale.model.losses import Z_LOSS, Losses
 from gregale.model.mlp import Mlp
 from gregale.model.norm import RmsNorm
-from gregale.model.routing import LOAD, losses_with
+from gregale.model.routing import LOAD, with_balance
 from gregale.model.target_log_probs import target_scores
 
 if TYPE_CHECKING:
@@ -183,19 +183,20 @@ class Llama(eqx.Module):
     def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array] | Losses:
         """Return the sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
 
-        With experts it returns `Losses`, which also have the terms of `model.experts.balance`.
+        In training it may return `Losses`: with the terms of `model.experts.balance`, and with that of `model.z_loss`.
 
         `batch` has `tokens`, `targets`, `loss_mask`, `positions` and, if attention stays inside documents,
         `segment_ids`, each [Batch, Position].
         """
         mask, rows = batch["loss_mask"], (batch["tokens"], batch["positions"], batch.get("segment_ids"))
         hidden, sums = self._hidden_and_sums(*rows, None if execution.evaluates else mask, execution)
-        head = self.output_head(execution)
-        loss = next_token_loss(hidden, head, batch["targets"], mask, execution, self.config.logits)
-        weight = hax.sum(mask).scalar()
-        if self.config.experts is None:
+        logits = self.config.logits._replace(z_loss=0.0) if execution.evaluates else self.config.logits
+        given = hidden, self.output_head(execution), batch["targets"], mask, execution, logits
+        (loss, z_loss), weight = losses_of_head(*given), hax.sum(mask).scalar()
+        if execution.evaluates or (self.config.experts is None and not logits.z_loss):
             return loss, weight
-        return losses_with(self.config.experts, loss, weight, {} if execution.evaluates else of_experts(sums))
+        losses = Losses(loss, weight, {Z_LOSS: z_loss} if logits.z_loss else {})
+        return losses if self.config.experts is None else with_balance(losses, self.config.experts, of_experts(sums))
 
     def update_buffers(self, statistics: dict[str, NamedArray], weight: jax.Array) -> Self:
         """Return the model with the loads of its experts in a step, and their next biases."""
@@ -294,7 +295,7 @@ class Llama(eqx.Module):
 
     def head_logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
         """Return the logits of `hidden`: [..., Embed] -> [..., Vocab], float32."""
-        head, (cap, rows) = self.output_head(execution), self.config.logits
+        head, (cap, rows, _) = self.output_head(execution), self.config.logits
         found = hax.dot(hidden, head, axis=self.config.Embed, preferred_element_type=jnp.float32)
         found = execution.placed(found)
         bounded = NamedArray(capped(found.array, cap), found.axis_names)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,23 @@ def next_token_loss(
     """Return the sum over tokens of weight * -log softmax(logits)[target] with logits = hidden . head, a float32
     scalar.
 
+    See `losses_of_head`, whose z-loss it leaves out.
+    """
+    return losses_of_head(hidden, head, targets, weights, execution, logits._replace(z_loss=0.0))[0]
+
+
+def losses_of_head(
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    weights: NamedArray,
+    execution: Execution,
+    logits: Logits,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `next_token_loss` and the z-loss, of which only the sum has gradients: float32 scalars.
+
+        z-loss = logits.z_loss * sum over tokens of weight * logsumexp(logits)^2
+
     Written per device in `jax.shard_map`: a device's tokens pass through the head in blocks of `execution.loss_block`,
     with the vocabulary split over `model`. If gradients are needed, the same pass computes those by the logits of each
     block. They stay in the compute dtype for a group of blocks, see `axes.vocabulary.loss_blocks`; then two products
@@ -56,7 +74,9 @@ def next_token_loss(
     layout = execution.layout
     fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
     head_loss = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, logits, fused)
-    return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
+    arrays = hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array
+    total, z_loss = cast(tuple[jax.Array, jax.Array], _loss(head_loss, *arrays))
+    return total - z_loss, z_loss
 
 
 @dataclass(frozen=True)
@@ -116,8 +136,18 @@ class HeadLoss:
         """Return the derivative of the cap by what it bounds, from its result; 1 without a cap."""
         return 1 if self.logits.cap is None else 1 - jnp.square(logits / self.logits.cap)
 
+    def sums(self, log_total, at_target, weights):
+        """Return a block's loss and its part that is z-loss, [2], and the factors of the gradient's softmax, [block].
+
+        - `log_total`: logsumexp of the logits; `at_target`: the logits of targets
+        """
+        z = self.logits.z_loss
+        z_loss = jnp.sum(weights * jnp.square(log_total)) * z if z else jnp.float32(0)
+        loss = jnp.sum(weights * (log_total - at_target)) + z_loss
+        return jnp.stack([loss, z_loss]), weights * (1 + 2 * z * log_total) if z else weights
+
     def of_block(self, hidden, head, targets, weights):
-        """Return the loss of one block and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
+        """Return the losses of one block and their gradient by hidden . head: [2], [block, vocab shard], float32."""
         bounded = self.bounded(hidden, head)
         logits = self.only_tokens(bounded, head)
         top, axes = jnp.max(logits, axis=-1), self.vocab_mesh_axes
@@ -126,9 +156,9 @@ class HeadLoss:
         exponentials = jnp.exp(logits - top[:, None])
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
-        loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
-        by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
-        return loss, by_logits * self.slope(bounded)
+        losses, factors = self.sums(jnp.log(total) + top, at_target, weights)
+        by_logits = exponentials * (factors / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
+        return losses, by_logits * self.slope(bounded)
 
     def exponentials(self, hidden, head, targets, shift):
         """Return exp(logits - shift) by the slope of the cap, and of each row the sum of exponentials and the target's
@@ -176,29 +206,37 @@ def _product(left, right):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(spec: HeadLoss, hidden, head, targets, weights):
     def local(hidden, head, targets, weights):
-        def step(loss, block):
-            return loss + spec.of_block(block[0], head, *block[1:])[0], None
+        def step(losses, block):
+            return losses + spec.of_block(block[0], head, *block[1:])[0], None
 
         blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.cut(False, hidden, targets, weights)]
-        loss, _ = jax.lax.scan(step, jnp.float32(0), blocks)
-        return jax.lax.psum(loss, spec.token_mesh_axes)
+        losses, _ = jax.lax.scan(step, jnp.zeros(2), blocks)
+        return _over_tokens(spec, losses)
 
-    return spec.sharded(local, PartitionSpec())(hidden, head, targets, weights)
+    return spec.sharded(local, (PartitionSpec(), PartitionSpec()))(hidden, head, targets, weights)
+
+
+def _over_tokens(spec: HeadLoss, losses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of a device's losses [2] over all tokens."""
+    if not spec.logits.z_loss:
+        return jax.lax.psum(losses[0], spec.token_mesh_axes), jnp.float32(0)
+    loss, z_loss = jax.lax.psum(losses, spec.token_mesh_axes)
+    return loss, z_loss
 
 
 def _blocked_group(spec: HeadLoss, head, hidden, targets, weights):
-    """Return a group's loss, its gradient by hidden, and two factors of that by head: left.T . right."""
+    """Return a group's losses [2], their gradient by hidden, and two factors of that by head: left.T . right."""
 
-    def block(loss, rows):
-        block_loss, by_logits = spec.of_block(rows[0], head, *rows[1:])
-        return loss + block_loss, by_logits.astype(head.dtype)
+    def block(losses, rows):
+        of_block, by_logits = spec.of_block(rows[0], head, *rows[1:])
+        return losses + of_block, by_logits.astype(head.dtype)
 
-    loss, by_logits = jax.lax.scan(block, jnp.float32(0), (hidden, targets, weights))
+    losses, by_logits = jax.lax.scan(block, jnp.zeros(2), (hidden, targets, weights))
     by_logits = by_logits.reshape(-1, by_logits.shape[-1])
     by_hidden = _product(by_logits, head.T).astype(hidden.dtype)
     # In this order the gathered head is not needed any more when its gradient is computed.
     by_hidden, by_logits = jax.lax.optimization_barrier((by_hidden, by_logits))
-    return loss, by_hidden, (hidden.reshape(-1, spec.Embed.size), by_logits)
+    return losses, by_hidden, (hidden.reshape(-1, spec.Embed.size), by_logits)
 
 
 def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
@@ -209,9 +247,9 @@ def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
     """
     hidden, targets, weights = hidden[0], targets[0], weights[0]
     shift, exponentials, total, at_target = spec.finite_exponentials(hidden, head, targets)
-    loss = jnp.sum(weights * (jnp.log(total) + shift - at_target))
-    scale = weights / total
-    at_target = (jnp.exp(at_target - shift) - total) * scale * spec.slope(at_target)
+    losses, factors = spec.sums(jnp.log(total) + shift, at_target, weights)
+    scale = factors / total
+    at_target = (jnp.exp(at_target - shift) * scale - weights) * spec.slope(at_target)
 
     def by_logits(exponentials, targets, scale, at_target):
         is_target = targets[:, None] == spec.of_device(head)
@@ -221,7 +259,7 @@ def _fused_group(spec: HeadLoss, head, hidden, targets, weights):
     by_hidden = _product(by_logits(*parts), head.T).astype(hidden.dtype)
     # The barrier keeps both products with an operand of their own, which is computed with it and never written.
     by_hidden, *parts = jax.lax.optimization_barrier((by_hidden, *parts))
-    return loss, by_hidden, (hidden, by_logits(*parts))
+    return losses, by_hidden, (hidden, by_logits(*parts))
 
 
 def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
@@ -229,35 +267,35 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
 
     def local(hidden, head, targets, weights):
         def group(index, carry):
-            """Add a group to loss and gradient by head; its gradient by hidden takes the place of its tokens."""
-            loss, by_head, tokens = carry
+            """Add a group to losses and gradient by head; its gradient by hidden takes the place of its tokens."""
+            losses, by_head, tokens = carry
             rows = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (tokens, *others)]
-            group_loss, own, (left, right) = of_group(spec, head, *rows)
+            of_rows, own, (left, right) = of_group(spec, head, *rows)
             by_head = _product(left.T, right) if by_head is None else by_head + _product(left.T, right)
             tokens = jax.lax.dynamic_update_index_in_dim(tokens, own.reshape(rows[0].shape), index, 0)
-            return loss + group_loss, by_head, tokens
+            return losses + of_rows, by_head, tokens
 
         tokens, *others = spec.cut(spec.fused, hidden, targets, weights)
         last = len(tokens) - 1
-        carry = jnp.float32(0), jnp.zeros(head.shape, jnp.float32) if last else None, tokens
+        carry = jnp.zeros(2), jnp.zeros(head.shape, jnp.float32) if last else None, tokens
         # The last group is apart, so that its product writes the gradient by head in the compute dtype.
-        loss, by_head, by_hidden = group(last, jax.lax.fori_loop(0, last, group, carry) if last else carry)
+        losses, by_head, by_hidden = group(last, jax.lax.fori_loop(0, last, group, carry) if last else carry)
         by_hidden = by_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
         by_hidden = jax.lax.psum(by_hidden, spec.vocab_mesh_axes)
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)
-        return jax.lax.psum(loss, spec.token_mesh_axes), by_hidden, by_head
+        return *_over_tokens(spec, losses), by_hidden, by_head
 
     local, layout = unmapped_if_one(local), spec.layout
     hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
     head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
-    outputs = spec.sharded(local, (PartitionSpec(), hidden_spec, head_spec))(hidden, head, targets, weights)
-    loss, by_hidden, by_head = outputs
-    return loss, (by_hidden, by_head, weights)
+    outputs = PartitionSpec(), PartitionSpec(), hidden_spec, head_spec
+    *losses, by_hidden, by_head = spec.sharded(local, outputs)(hidden, head, targets, weights)
+    return tuple(losses), (by_hidden, by_head, weights)
 
 
-def _loss_backward(spec: HeadLoss, saved, cotangent):
+def _loss_backward(spec: HeadLoss, saved, cotangents):
     by_hidden, by_head, weights = saved
-    scaled = [(gradient * cotangent).astype(gradient.dtype) for gradient in (by_hidden, by_head)]
+    scaled = [(gradient * cotangents[0]).astype(gradient.dtype) for gradient in (by_hidden, by_head)]
     return *scaled, None, jnp.zeros_like(weights)
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+Z_LOSS = "z_loss"  # a term
+
 
 class Losses(NamedTuple):
     """The sums over the tokens of a batch that a model's `loss` returns, float32 scalars, but for `statistics`.
@@ -53,3 +55,4 @@ class Logits(NamedTuple):
 
     cap: float | None = None  # limits them by tanh; None: no limit
     rows: int | None = None  # rows of the head that are tokens; later rows are padding, without logits. None: all
+    z_loss: float = 0.0  # coefficient of the squared logarithm of the softmax's sum (PaLM, arXiv 2204.02311)

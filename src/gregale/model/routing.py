@@ -100,23 +100,21 @@ def routing_sums(
     return {LOAD: load, BALANCE: balance, Z: z}
 
 
-def losses_with(config: ExpertsConfig, loss: jax.Array, weight: jax.Array, sums: dict[str, NamedArray]) -> Losses:
+def with_balance(losses: Losses, config: ExpertsConfig, sums: dict[str, NamedArray]) -> Losses:
     """Return the losses of a batch with the terms of its layers' experts.
 
-    - `sums`: `routing_sums`, each with an axis of layers, or those of all rows; none for held-out text
+    - `sums`: `routing_sums`, each with an axis of layers, or those of all rows
     """
-    if not sums:
-        return Losses(loss, weight)
 
     def over_rows(name: str) -> jax.Array:
         array = sums[name]
         return hax.sum(array).scalar() / array.axes[0].size
 
     coefficients = {BALANCE: config.balance.loss, Z: config.balance.z_loss}
-    auxiliary = {name: by * over_rows(name) for name, by in coefficients.items() if by}
+    terms = {name: by * over_rows(name) for name, by in coefficients.items() if by}
     metrics = {IMBALANCE: over_rows(BALANCE) / config.active}
-    load = sums[LOAD]
-    return Losses(loss, weight, auxiliary, metrics, {LOAD: hax.sum(load, BATCH) if load.has_axis(BATCH) else load})
+    load = hax.sum(sums[LOAD], BATCH) if sums[LOAD].has_axis(BATCH) else sums[LOAD]
+    return losses._replace(auxiliary={**losses.auxiliary, **terms}, metrics=metrics, statistics={LOAD: load})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

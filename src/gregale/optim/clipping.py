@@ -11,14 +11,17 @@ def global_norm(tree) -> jax.Array:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-    """Scale the gradients by `limit / max(norm, limit)` (Pascanu et al., 1211.5063).
+def clip_by_norm(limit: float, of_gradients: bool = True) -> optax.GradientTransformationExtraArgs:
+    """Scale updates by `limit / max(norm, limit)` (Pascanu et al., 1211.5063).
 
-    A caller that has the norm already (to report it) passes `gradient_norm=` to `update`, so that it is taken once.
+    A caller that has the norm of the gradients already (to report it) passes `gradient_norm=` to `update`, so that it
+    is taken once.
+
+    - `of_gradients`: the updates are the gradients
     """
 
     def update(updates, state, params=None, *, gradient_norm=None, **_):
-        norm = global_norm(updates) if gradient_norm is None else gradient_norm
+        norm = gradient_norm if of_gradients and gradient_norm is not None else global_norm(updates)
         factor = limit / jnp.maximum(norm, limit)
         return jax.tree.map(lambda update: update * factor.astype(update.dtype), updates), state
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import draccus
 import optax
 
-from gregale.audit.traffic import Transfer
+from gregale.audit.traffic import Transfer, squared_norms
 from gregale.axes.layout import Layout
 from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
+from gregale.optim.groups import GroupConfig, Groups
 from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
@@ -74,6 +75,14 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         aliases=("grad_clip", "clip", "gradient_clipping", "clip_grad_norm", "gradient_clip"),
     )
 
+    clip_update_norm: float | None = setting(
+        None,
+        "largest norm of a direction, before weight decay and rate; null: no clipping",
+        range=above(0),
+        by_topic=True,
+    )
+    groups: tuple[GroupConfig, ...] = setting((), "parameters with rates and weight decays of their own", by_topic=True)
+
     @classmethod
     def default_choice_name(cls) -> str:
         return "adamw"
@@ -89,15 +98,15 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         Raises `UserError` if the schedule does not fit the run.
         """
         schedule = self.build_schedule(self.learning_rate, steps)
+        rates = self.grouped(parameters).rates(parameters)
         sharded = optax.chain(
-            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule)
+            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule), rates
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
     def transfers(self, parameters, layout: Layout) -> list[Transfer]:
-        """Return the transfers of `gathered` in a step, in closed form; the arguments are those of `build`."""
-        del parameters, layout
-        return []
+        """Return the transfers of an update, in closed form; the arguments are those of `build`."""
+        return [] if self.clip_update_norm is None else squared_norms(parameters, layout)
 
     def update_bytes(self, parameters, layout: Layout) -> int:
         """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible."""
@@ -121,7 +130,25 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def clip(self) -> optax.GradientTransformation:
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
+    def grouped(self, parameters) -> Groups:
+        """Return the groups; raise `KeyedError` for one without parameters."""
+        groups = Groups(self.groups)
+        groups.check(parameters)
+        return groups
+
     def add_decay(self, parameters) -> optax.GradientTransformation:
+        """Return the weight decay of parameters, behind the limit of the direction's norm."""
+        decay = self._decay(parameters)
+        if self.clip_update_norm is None:
+            return decay
+        return optax.chain(clip_by_norm(self.clip_update_norm, of_gradients=False), decay)
+
+    def _decay(self, parameters) -> optax.GradientTransformation:
+        if self.groups:
+            own = self.weight_decay
+            return Groups(self.groups).decay(
+                parameters, lambda leaf: own if self.decay == "all" or decays(leaf) else 0.0
+            )
         if not self.weight_decay:
             return optax.identity()
         mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)

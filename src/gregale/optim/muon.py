@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from gregale.audit.memory import bytes_on_device
 from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, is_named
+from gregale.errors import KeyedError
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
 from gregale.optim.matrices import MatrixAxes, map_parameters, matrix_axes
 from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
@@ -43,20 +44,27 @@ class MuonConfig(OptimizerConfig):
     betas: tuple[float, float] = setting((0.9, 0.95), "decays of AdamW's two moments", **BETAS)
     epsilon: float = setting(1e-8, "added to norms and AdamW's denominators", **EPSILON)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.clip_update_norm is not None:
+            reason = ", and the norm of Muon's directions follows from shapes alone. Leave it out."
+            raise KeyedError("clip_update_norm", f"is {self.clip_update_norm:g}", reason)
+
     def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
         labels = map_parameters(lambda leaf: ADAMW if matrix_axes(leaf) is None else MUON, parameters)
         schedule = self.build_schedule(self.learning_rate, steps)
         peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
-        decay = self.add_decay(parameters)
+        decay, rates = self.add_decay(parameters), self.grouped(parameters).rates(parameters)
         adamw = optax.chain(
             optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
             decay,
             optax.scale_by_learning_rate(self.build_schedule(peak, steps)),
+            rates,
         )
         orthogonal = optax.stateless(
             lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, layout), updates)
         )
-        muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule))
+        muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule), rates)
         momentum = scale_by_momentum(self.momentum, self.nesterov)
         return Optimizer(
             sharded=optax.chain(self.clip(), _partition(labels, {MUON: momentum, ADAMW: adamw})),

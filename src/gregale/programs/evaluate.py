@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from gregale.data.build import NamedSource, build_store
-from gregale.data.examples import validation_examples
+from gregale.data.examples import rows_of, validation_examples
 from gregale.data.preparation import Corpus, notes_on, prepare, token_cache
 from gregale.data.sources import compression
 from gregale.data.sources.base import FileSource
@@ -46,7 +46,7 @@ class EvalOptions(Settings):
     data: list[str] = setting(
         list, "files (globs) to evaluate on: text, or the field text of .jsonl, .parquet, .csv and .tsv"
     )
-    tasks: list[str] = setting(list, "files of tasks (globs, JSON lines) to score")
+    tasks: list[str] = setting(list, "files of tasks (globs) to score, or NAME:FILES of a published task")
     parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
     stride: int | None = setting(
         None,
@@ -218,17 +218,17 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
     cache, workers = token_cache(config.data), config.data.workers or 1
+    source = source_of(files)
     with naming("data"):
-        store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+        store = build_store(NamedSource("data", source), tokenizer, cache, workers, console.progress)
     for note in notes_on("data", store):
         console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:
         with naming("data"):
-            return EvaluationText(
-                validation_examples(everything, config.batch.sequence_length, config.data.cross_documents)
-            )
+            length, packing = config.batch.sequence_length, config.data.packing_of(source)
+            return EvaluationText(validation_examples(rows_of(everything, length, packing, evaluates=True)))
 
     return Text(windows, {"": [everything]})
 

@@ -22,8 +22,12 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
             store.verify(f"checking {key}", console.progress)
         for note in corpus.notes:
             console.message(note)
-        for name, stream in corpus.train_streams.items():
-            say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
+        for name, rows in corpus.train_rows.items():
+            full = rows.targets / (len(rows) * rows.sequence_length)
+            say(
+                f"{name}: {len(rows.stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out; "
+                f"{len(rows):,} rows, {full:.1%} of their tokens have a target"
+            )
         for name, stream in corpus.validation_streams.items():
             say(f"{name}: {len(stream):,} tokens to evaluate on")
         say(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")

@@ -11,6 +11,7 @@ from gregale.data.config import DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
+from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
@@ -82,7 +83,7 @@ class EvaluationConfig(Settings):
     sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(2), unique=True)
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
-    tasks: list[str] = setting(list, "task files (globs, JSON lines) to score", aliases=("eval_tasks",))
+    tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
     parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
 
 
@@ -130,12 +131,15 @@ class TrainConfig(Settings):
         range=whole(1),
         aliases=("logging_steps", "log_steps"),
     )
+    skip_spikes: SpikesConfig | None = setting(
+        None, "steps far above the last ones that change nothing; null: none", by_topic=True
+    )
     max_skipped: int = setting(10, "stop after this many non-finite steps in a row", range=whole(1))
     mesh: MeshConfig = setting(MeshConfig(), "sizes of the mesh axes")
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
     adapter: AdapterConfig | None = setting(
-        None, "small weights to train beside those of start_from, which are frozen; null: none", fixed=SHAPE
+        None, "small weights to train beside those of start_from, which are frozen", fixed=SHAPE, by_topic=True
     )
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")

@@ -27,7 +27,7 @@ def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
     """Return the keys that differ between two configurations of one class, in the order of the fields.
 
     Another choice is a change of `type`, in addition to the other differences. Below a field whose metadata has
-    `begins_anew` no key is fixed, because a change resets its part of the state.
+    `begins_anew` no key is fixed, because a change resets its part of the state, or no state depends on it.
     """
     found = []
     declared = {each.name: each for each in (*fields(before), *fields(now))}

@@ -48,6 +48,7 @@ METRICS = (
     Metric("outer_grad_cosine", "", "similarity of the replicas' pseudo-gradients, mean of pairs", where=_REPLICAS),
     Metric("learning_rate", "", "of the step's update"),
     Metric("skipped", "steps", "left out so far because loss or gradient was not finite", where="once there are any"),
+    Metric("spikes", "steps", "left out so far as spikes (`skip_spikes`)", where="once there are any"),
     Metric("tokens", "tokens", "seen since the run began"),
     Metric("tokens_per_second", "tokens/s", "of all devices, over the last 20 steps at most; pauses do not count"),
     Metric("mfu", "share of 1", "model FLOPs utilisation: what goes into the model of the chips' peak", where="chips"),

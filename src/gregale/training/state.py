@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import Tree, with_shardings
 from gregale.axes.parameters import frozen_of
 from gregale.methods.method import Method, StepMetrics
+from gregale.methods.spikes import SpikeWindow
 from gregale.model.compute_config import CompilerOptions
 from gregale.training.compiler_options import fast_compile_options
 
@@ -24,6 +25,7 @@ class TrainState(NamedTuple):
     method: Tree  # the method's own state
     skipped: Leaf  # int32 [*replica_axes]: steps skipped because loss or gradient was not finite
     skipped_in_a_row: Leaf  # int32 [*replica_axes]: skipped steps since the last step that was not skipped
+    spikes: Tree = None  # `SpikeWindow`, if the method leaves out spikes
     joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: parameters and buffers of `to_psdp`
     frozen: Tree = None  # weights that nothing trains, under `params`; never in a checkpoint
 
@@ -34,6 +36,7 @@ class StepReport(NamedTuple):
     metrics: StepMetrics
     skipped: Leaf
     skipped_in_a_row: Leaf
+    spikes: Leaf = None  # steps left out as spikes
 
 
 def initial_state(
@@ -57,25 +60,42 @@ def initial_state(
 
 def new_train_state(method: Method, state: Tree, step: int) -> TrainState:
     """Return a method's state as a training state after `step` steps without skipped steps."""
-    zeros = jnp.zeros([method.layout.axis(axis).size for axis in method.replica_axes], jnp.int32)
-    return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=zeros, skipped_in_a_row=zeros)
+    zeros = jnp.zeros(_replicas(method), jnp.int32)
+    done = jnp.full((), step, jnp.int32)
+    return TrainState(done, state, skipped=zeros, skipped_in_a_row=zeros, spikes=new_spikes(method))
+
+
+def new_spikes(method: Method) -> SpikeWindow | None:
+    """Return an empty window of spikes; None if the method leaves out none."""
+    return None if method.spikes is None else SpikeWindow.empty(method.spikes, _replicas(method))
+
+
+def _replicas(method: Method) -> tuple[int, ...]:
+    return tuple(method.layout.axis(axis).size for axis in method.replica_axes)
 
 
 def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -> tuple[TrainState, StepReport]:
-    """Run the method's step, and count the steps and the steps skipped because loss or gradient was not finite."""
-    updated, metrics = method.holding(state.frozen).step(state.method, batch, *during)
+    """Run the method's step; count the steps, those skipped because loss or gradient was not finite, and the spikes."""
+    window, limited = state.spikes, {}
+    if method.spikes is not None:
+        limited = {"limits": window.limits(method.spikes.sigma)}
+    updated, metrics = method.holding(state.frozen).step(state.method, batch, *during, **limited)
     skipped = state.skipped + ~metrics.finite
     in_a_row = jnp.where(metrics.finite, 0, state.skipped_in_a_row + 1)
+    if window is not None:
+        window = window.after(metrics.loss, metrics.grad_norm, metrics.finite, metrics.spike)
+    report = StepReport(metrics, skipped, in_a_row, None if window is None else window.spikes)
     counted = state._replace(step=state.step + 1, method=updated, skipped=skipped, skipped_in_a_row=in_a_row)
-    return counted, StepReport(metrics, skipped, in_a_row)
+    return counted._replace(spikes=window), report
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
     mesh = method.layout.mesh
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
+    windows = jax.tree.map(lambda _: counts, state.spikes)
     frozen = method.layout.shardings(state.frozen, method.layout.params)
     scalar = NamedSharding(mesh, PartitionSpec())
-    return TrainState(scalar, method.shardings(state.method), counts, counts, frozen=frozen)
+    return TrainState(scalar, method.shardings(state.method), counts, counts, windows, frozen=frozen)
 
 
 def abstract_state(method: Method, model: Tree) -> TrainState:

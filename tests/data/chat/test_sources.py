@@ -143,12 +143,12 @@ MASK = [mask for mask, part in TURNS for _ in part]
 def test_the_loss_mask_is_zero_where_a_target_is_not_the_assistants(corpus):
     stream = corpus.train_streams["x"]
     assert stream.read(0, len(IDS))[0].tolist() == IDS
-    windows = Windows([stream], 16, cross_documents=False)
+    windows = Windows(stream, 16, cross_documents=False)
     for number in range(len(windows)):
         targets = [at % len(IDS) for at in range(number * 16 + 1, number * 16 + 17)]
         assert windows[number]["loss_mask"].tolist() == [at > 0 and MASK[at] for at in targets]
         assert windows[number]["targets"].tolist() == [IDS[at] for at in targets]
-    plain = Windows([corpus.train_streams["y"]], 16, cross_documents=False)
+    plain = Windows(corpus.train_streams["y"], 16, cross_documents=False)
     assert plain[0]["loss_mask"].tolist() == [at != 11 for at in range(1, 17)]
 
 

@@ -19,12 +19,15 @@ import numpy as np
 
 from gregale.data.chat.conversation import Conversation
 from gregale.data.sources.files import WILD, each_once, files_of
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, above, setting
 from gregale.storage import Status, is_url, names, status, storage_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
+CONCAT, FIT, PAD = PACKINGS = ("concat", "fit", "pad")
+REFUSE, KEEP_START, KEEP_END = LONG_DOCUMENTS = ("refuse", "keep_start", "keep_end")
+ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 PLACES_SHOWN = 5
 CHANGED = (
     "changed while it was read: its text would be partly old and partly new. Nothing of it is kept. Run the same "
@@ -86,14 +89,28 @@ class Skipped:
 class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
-    weight: float = setting(
-        1.0,
-        "share of the examples, beside others",
-        range=above(0),
-        fixed=Fixed("examples would come in another order, which repeats and leaves out some"),
-    )
+    weight: float = setting(1.0, "share of the examples, beside others", range=above(0), fixed=ORDER)
     has_conversations: ClassVar[bool] = False
     on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
+    packing: str = setting(
+        CONCAT,
+        "documents in rows: concat cuts them, fit packs whole ones, pad has one a row",
+        choices=PACKINGS,
+        fixed=ORDER,
+        by_topic=True,
+    )
+    long_documents: str | None = setting(
+        None, "longer than a row of fit or pad; null: refuse", choices=LONG_DOCUMENTS, fixed=ORDER, by_topic=True
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.long_documents is not None and self.packing == CONCAT:
+            raise KeyedError(
+                "long_documents",
+                f"is {self.long_documents}",
+                f", but packing {CONCAT} cuts documents of any length. Leave it out, or set packing to {FIT} or {PAD}.",
+            )
 
     @abstractmethod
     def parts(self) -> list[SourceRange]:
@@ -218,7 +235,7 @@ def code_of(kind: type) -> dict[str, str]:
 
 def options(source: SourceConfig) -> dict:
     """Return the fields of a source that determine how its files are read."""
-    ignored = {"weight", "files", "exclude"}
+    ignored = {"weight", "packing", "long_documents", "files", "exclude"}
     return {key: value for key, value in dataclasses.asdict(source).items() if key not in ignored}
 
 

@@ -18,6 +18,7 @@ from gregale.data.sources.files import read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.errors import UserError
 from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score
+from gregale.evaluation.tasks.published import PUBLISHED, name_of
 from gregale.settings import did_you_mean, shown
 
 SETTINGS = tuple(each.name for each in fields(Form))
@@ -42,17 +43,20 @@ class Task:
 def read_tasks(patterns: Sequence[str]) -> list[Task]:
     """Return the tasks in the files that match glob patterns, on a disk or in an object store, in their order.
 
+    A pattern with the name of a published task, `mmlu:test/*.csv`, is one task of this name with all its files.
+
     Raises `UserError` if a pattern matches no file, two files have one name, or a file is invalid; names the file and
     the line.
     """
-    paths = dict.fromkeys(path for pattern in patterns for path in matching(pattern))
+    named = [name_of(pattern) for pattern in patterns]
+    paths = dict.fromkeys(path for name, pattern in named if name is None for path in matching(pattern))
+    found = [*map(read_task, paths), *(published_task(name, pattern) for name, pattern in named if name is not None)]
     tasks: dict[str, Task] = {}
-    for path in paths:
-        task = read_task(path)
+    for task in found:
         if task.name in tasks:
             raise UserError(
-                f"{tasks[task.name].path} and {path}: two tasks would have the name `{task.name}`, and figures are "
-                "told apart by it. Rename one of the files."
+                f"{tasks[task.name].path} and {task.path}: two tasks would have the name `{task.name}`, and figures "
+                "are told apart by it. Rename one of the files."
             )
         tasks[task.name] = task
     return list(tasks.values())
@@ -77,6 +81,16 @@ def read_task(path: str) -> Task:
     read = KINDS[form.kind].read
     questions = tuple(read(line, form, location) for location, line in lines)
     return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
+
+
+def published_task(name: str, pattern: str) -> Task:
+    """Return a published task with the questions of all files that match."""
+    form, paths = PUBLISHED[name], matching(pattern)
+    read, lines = KINDS[form.kind].read, (line for path in paths for line in form.lines(name, path))
+    questions = tuple(read(line, Form(form.kind), location) for location, line in lines)
+    if not questions:
+        raise UserError(f"{pattern}: no question of {name} is in it.")
+    return Task(name, form.kind, questions, pattern)
 
 
 EXAMPLE = '{"context": "Two and three is", "choices": ["four", "five"], "answer": 1}.'

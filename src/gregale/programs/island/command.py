@@ -68,7 +68,8 @@ T = TypeVar("T")
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
-    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
     *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
     *("islands.outlier_factor", "islands.network"),
 )

@@ -40,6 +40,7 @@ def checkpoint_metadata(
         "joined": method.needs_full_state(step),
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
+        "spikes": spike_window(setup),
         **counted,
     }
 
@@ -73,12 +74,16 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
             f"resume with sync.type psdp until the next checkpoint, which joins them."
         )
     state = abstract_state(method, setup.model)._replace(frozen=None)
+    if not same_spikes(setup, metadata):
+        state = state._replace(spikes=None)
     return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
 
 
 def holds_more(setup: Setup, metadata: dict) -> bool:
-    """Return whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh."""
-    return recorded(metadata, "joined") or not same_mesh(setup, metadata)
+    """Return whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh,
+    another window of spikes.
+    """
+    return recorded(metadata, "joined") or not same_mesh(setup, metadata) or not same_spikes(setup, metadata)
 
 
 def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
@@ -90,7 +95,8 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     if setup.config.sync.evaluates_replicas:
         return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
     if recorded(metadata, "joined"):
-        return TrainState(None, None, None, None, setup.psdp.arrays(abstract_state(setup.psdp, setup.model).method))
+        joined = setup.psdp.arrays(abstract_state(setup.psdp, setup.model).method)
+        return TrainState(None, None, None, None, joined=joined)
     return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
 
 
@@ -104,6 +110,15 @@ def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:
     return recorded(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def same_spikes(setup: Setup, metadata: dict) -> bool:
+    """Return whether a checkpoint has the window of `skip_spikes` that the configuration has, or neither has one."""
+    return metadata.get("spikes") == spike_window(setup)
+
+
+def spike_window(setup: Setup) -> int | None:
+    return None if setup.config.skip_spikes is None else setup.config.skip_spikes.window
 
 
 def replicas(layout: Layout, method: Method) -> int:

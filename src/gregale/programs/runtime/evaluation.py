@@ -12,8 +12,9 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, POSITION
+from gregale.data.config import SOURCES, VALIDATION
 from gregale.data.examples import MORE_BYTES, Examples, held_out_examples
-from gregale.data.preparation import Corpus
+from gregale.data.preparation import Corpus, source_rows
 from gregale.data.tokenizer_training import naming
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
@@ -41,11 +42,12 @@ class EvaluationText(NamedTuple):
 
 def evaluation_text(corpus: Corpus, config: TrainConfig) -> EvaluationText:
     """Return the evaluation text of a run's corpus; raise `UserError` if it is too short for one of the lengths."""
-    streams = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
+    held_out = corpus.held_out is not None
+    streams, group = (corpus.held_out_streams, SOURCES) if held_out else (corpus.validation_streams, VALIDATION)
     lengths = {}
     for length in dict.fromkeys(config.evaluation.sequence_lengths if streams else []):
         with naming("evaluation.sequence_lengths"):
-            lengths[length] = held_out_examples(streams, length, config.data.cross_documents)
+            lengths[length] = held_out_examples(source_rows(group, streams, length, config.data))
     return EvaluationText(corpus.held_out, corpus.validation, lengths)
 
 

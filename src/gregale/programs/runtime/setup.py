@@ -31,7 +31,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
 from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.training.compiler_options import check_compiler_options, compiler_options
-from gregale.training.state import TrainState, abstract_state, initial_state
+from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
@@ -72,6 +72,12 @@ class Setup:
         """Return the state before the first step; each device makes its shards."""
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
+
+    def new_spikes(self, step: int) -> Any:
+        """Return an empty window of spikes for the method that makes the step after `step` steps; None: it has none."""
+        method = self.method_after(step)
+        shardings = state_shardings(method, abstract_state(method, self.model)).spikes
+        return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()
 
     def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
@@ -286,6 +292,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
+        spikes=config.skip_spikes,
         update_buffers=partial(updated_buffers, config.model),
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )

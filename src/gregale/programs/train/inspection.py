@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layer_stacks import layer_numbers, layer_order, layers_axis
-from gregale.axes.layout import is_named
+from gregale.axes.layer_stacks import layers_axis, names_of_arrays
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.methods.inspection import Inspected, Probe
@@ -139,28 +138,18 @@ def _by_layer(name: str, values: np.ndarray, of_all: Callable[[np.ndarray], Any]
 def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
     """Return sums of squares by layer or array name, each a scalar or [replica]; the total has the name ""."""
     sums: dict[str, np.ndarray] = {}
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    numbers = layer_numbers(layer_order(tree))
-    parts = [part for path, leaf in leaves for part in _parts(_words(path), leaf, by_array, numbers)]
+    parts = [part for leaf, names in names_of_arrays(tree) for part in _parts(leaf, names, by_array)]
     for name, square in (*parts, *(("", square) for _, square in parts)):
         sums[name] = sums.get(name, 0.0) + square
     return sums
 
 
-def _parts(
-    words: list[str], leaf: NamedArray, by_array: bool, numbers: dict[str, list[int]]
-) -> list[tuple[str, np.ndarray]]:
+def _parts(leaf: NamedArray, names: list[str], by_array: bool) -> list[tuple[str, np.ndarray]]:
     """Return the sums of squares of an array, one for each layer of a stack."""
-    values = np.asarray(leaf.array, np.float64)
-    axis = layers_axis(leaf)
-    if axis is None:
-        return [(".".join(words if by_array else words[:1]), values)]
-    inside = ".".join(["", *words[3 if words[1] == "parts" else 1 :]]) if by_array else ""
-    return [(f"layer.{layer}{inside}", values[..., row]) for row, layer in enumerate(numbers[axis])]
-
-
-def _words(path: tuple) -> list[str]:
-    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    values, in_layers = np.asarray(leaf.array, np.float64), layers_axis(leaf) is not None
+    if not by_array:
+        names = [".".join(name.split(".")[: 1 + in_layers]) for name in names]
+    return [(name, values[..., row] if in_layers else values) for row, name in enumerate(names)]
 
 
 def _mean(values: np.ndarray) -> float:

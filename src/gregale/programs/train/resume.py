@@ -72,6 +72,8 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         base = Base.of(setup.config, recorded(restored.metadata, "base"))
         state = state._replace(frozen=frozen_weights(setup, base))
     state = converted(setup, state, restored.step, saved_by(saved, restored.metadata))
+    if state.spikes is None:
+        state = state._replace(spikes=setup.new_spikes(restored.step))
     counted = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
     replica_bytes, examples = counted
     return Start(state, restored.step, replica_bytes, examples, base)

@@ -188,13 +188,16 @@ class StepLog:
         self.done = step
         self._outer = report.metrics.outer or self._outer
         self.skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
+        spikes = 0 if report.spikes is None else int(np.max(report.spikes))
+        left_out = self.skipped if report.spikes is None else int(np.max(report.skipped + report.spikes))
+        changed_nothing = bool(in_a_row or np.any(report.metrics.spike))
         check_finite(step, report, config.max_skipped)
         if step % config.log_every and step != config.steps and not inspected:
             return
         values = {
             **measured(report),
             **(measured_between(self._outer) if self._outer else {}),
-            "learning_rate": self._setup.learning_rate(step - self.skipped + bool(in_a_row)),
+            "learning_rate": self._setup.learning_rate(step - left_out + changed_nothing),
             "tokens": self._consumed.tokens(step),
             "tokens_per_second": self._rate.tokens_per_second,
             **({"mfu": self._rate.tokens_per_second / self._peak} if self._peak else {}),
@@ -205,7 +208,8 @@ class StepLog:
             **inspected,
         }
         self._outer = None
-        self._observers.callbacks.on_step(step, values | ({"skipped": self.skipped} if self.skipped else {}))
+        counts = {"skipped": self.skipped, "spikes": spikes}
+        self._observers.callbacks.on_step(step, values | {name: count for name, count in counts.items() if count})
 
 
 def measured(report: StepReport) -> dict[str, float]:

@@ -1,0 +1,106 @@
+"""Groups of parameters, by their names, with rates and weight decays of their own."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import NamedArray
+
+from gregale.axes.layer_stacks import layers_axis, names_of_arrays
+from gregale.axes.layout import is_named
+from gregale.axes.parameters import trainable
+from gregale.errors import KeyedError
+from gregale.settings import Settings, at_least, setting
+
+SHOWN = 4  # names in a message
+
+
+@dataclass(frozen=True)
+class GroupConfig(Settings):
+    """Parameters by their names, as `inspect.by_array` shows them: `embedding`, `layer.3.attention.query.weight`."""
+
+    match: str = setting("*", "names: `*` any characters, `|` between alternatives", by_topic=True)
+    learning_rate: float = setting(1.0, "factor of the learning rate", range=at_least(0), by_topic=True)
+    weight_decay: float | None = setting(
+        None, "in place of the optimizer's; null: the same", range=at_least(0), by_topic=True
+    )
+
+    def has(self, name: str) -> bool:
+        return any(re.match(translate(each.strip()), name) for each in self.match.split("|"))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of an optimizer. Of several that have a parameter the first counts."""
+
+    groups: Sequence[GroupConfig]
+
+    def check(self, parameters: Any) -> None:
+        """Raise `KeyedError` for a group without parameters."""
+        names = [name for _, own in names_of_arrays(trainable(parameters)) for name in own]
+        for number, group in enumerate(self.groups):
+            if not any(map(group.has, names)):
+                shown = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
+                reason = f", and no parameter has such a name. Some of the {len(names)} names: {shown}."
+                raise KeyedError(f"groups.{number}.match", f"is {group.match!r}", reason)
+
+    def rates(self, parameters: Any) -> optax.GradientTransformation:
+        """Return the factors of the learning rate, for updates; without groups nothing."""
+        if not self.groups:
+            return optax.identity()
+        factors = self._values(parameters, lambda group: group.learning_rate, lambda leaf: 1.0)
+        return optax.stateless(lambda updates, _: jax.tree.map(_times, factors, updates))
+
+    def decay(self, parameters: Any, others: Callable[[Any], float]) -> optax.GradientTransformation:
+        """Return the weight decay; `others`: leaf -> that of a parameter whose group has none."""
+        decays = self._values(parameters, lambda group: group.weight_decay, others)
+
+        def one(values: "_Values", update, parameter):
+            return update if _is_masked(update) else _added(update, _times(values, parameter))
+
+        return optax.stateless(lambda updates, given: jax.tree.map(one, decays, updates, given))
+
+    def _values(
+        self, parameters: Any, of: Callable[[GroupConfig], float | None], others: Callable[[Any], float]
+    ) -> Any:
+        """Return a tree with the values of every parameter."""
+
+        def value(leaf, name: str) -> float:
+            found = next((of(group) for group in self.groups if group.has(name)), None)
+            return others(leaf) if found is None else found
+
+        arrays = names_of_arrays(trainable(parameters))
+        found = [_Values(tuple(value(leaf, name) for name in names), layers_axis(leaf)) for leaf, names in arrays]
+        return jax.tree.structure(trainable(parameters), is_leaf=is_named).unflatten(found)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A number for a parameter, or one for each of its layers."""
+
+    values: tuple[float, ...]
+    layers: str | None
+
+
+def _is_masked(leaf) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def _times(by: _Values, leaf):
+    """Multiply an array, if it is not masked."""
+    if _is_masked(leaf) or set(by.values) == {1.0}:
+        return leaf
+    if len(set(by.values)) == 1:
+        return jax.tree.map(lambda array: array * jnp.asarray(by.values[0], array.dtype), leaf)
+    assert by.layers is not None, "only rows along layers have several names"
+    return leaf * NamedArray(jnp.asarray(np.asarray(by.values), leaf.dtype), (by.layers,))
+
+
+def _added(update, addend):
+    return jax.tree.map(jnp.add, update, addend.rearrange(update.axes) if is_named(update) else addend)
