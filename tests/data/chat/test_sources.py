@@ -85,11 +85,11 @@ def test_a_data_set_of_hugging_face_has_them_too(tmp_path):
 
 
 BAD = {
-    "no `messages`; the columns are: text": {"text": "a"},
-    "`messages` is no list of objects, or empty": {"messages": []},
+    "no `messages`; there are: text": {"text": "a"},
+    "`messages` is empty, expected a list of objects": {"messages": []},
     "`messages` is text, and no JSON": {"messages": "hello"},
-    "a message without the text `role`": {"messages": [{"content": "a"}]},
-    "`content` of a message is NoneType, expected text": {"messages": [{"role": "assistant", "content": None}]},
+    "no `role`; there are: content": {"messages": [{"content": "a"}]},
+    "`content` is list, expected text": {"messages": [{"role": "assistant", "content": [1]}]},
     "half a surrogate pair": {"messages": [{"role": "user", "content": "\ud800"}]},
     "the chat template rejects the conversation (the built-in chat template has no tools)": {
         "messages": TALK,
@@ -110,9 +110,10 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         assert f"{file}, line 41: " in note
         with pytest.raises(UserError, match="line 41"):
             prepare(DataConfig({"x": ChatSource(files=(file,))}, cache=f"{tmp_path}/c", workers=1), 8, 0)
-    file = write_lines(tmp_path / "roles", [{"conversations": [{"from": "cat", "value": "a"}]}])
-    with pytest.raises(UserError, match="`from` is 'cat', and none of human, user, gpt"):
-        list(ChatSource(files=(file,), form="sharegpt").documents())
+    for role, said in (("cat", "`from` is 'cat', and none of human, user, gpt"), (["user"], "`from` is list")):
+        file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
+        with pytest.raises(UserError, match=said):
+            list(ChatSource(files=(file,), form="sharegpt").documents())
 
 
 def test_conversations_without_a_token_for_the_loss_are_counted_and_named_always(tmp_path):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MESSAGES, SHAREGPT, PROMPT, INSTRUCTION = ("messages", "sharegpt", "prompt", "instruction")
+MESSAGES, SHAREGPT, PROMPT, INSTRUCTION, PAIRS = ("messages", "sharegpt", "prompt", "instruction", "pairs")
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant"), "assistant"),
@@ -16,6 +16,7 @@ COLUMNS = {  # by form, the columns of a row and the fields of a message
     SHAREGPT: ("conversations", "system", "tools", "from", "value"),
     PROMPT: ("prompt", "completion", "system", "tools", "role", "content"),
     INSTRUCTION: ("instruction", "input", "output", "system"),
+    PAIRS: ("prompt", "chosen", "rejected", "system", "tools", "role", "content"),
 }
 Messages = list[dict[str, Any]]
 
@@ -25,97 +26,103 @@ class Malformed(ValueError):
 
 
 class Row:
-    """A row of a data set, read by the usual names of columns and fields.
-
-    - `values`: by the row's own names
-    - `names`: own names by the usual ones
-    """
+    """A row of a data set, or a message in it, with own names for the usual ones in `names`."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]):
-        self._values, self._names = values, names
+        self.values, self._names = values, names
 
     def name(self, usual: str) -> str:
         return self._names.get(usual, usual)
 
     def get(self, usual: str) -> Any:
-        """Return the value of a column; None if it is missing."""
-        return self._values.get(self.name(usual))
-
-    def needed(self, usual: str) -> Any:
-        """Return the value of a column; raise `Malformed` if it is missing or null."""
-        if (found := self.get(usual)) is None:
-            raise Malformed(f"no `{self.name(usual)}`; the columns are: {', '.join(map(str, self._values)) or 'none'}")
-        return found
+        return self.values.get(self.name(usual))
 
     def text(self, usual: str) -> str:
-        if not isinstance(found := self.needed(usual), str):
-            raise Malformed(f"`{self.name(usual)}` is {type(found).__name__}, expected text")
+        if not isinstance(found := self.get(usual), str):
+            raise self._wrong(usual, "text")
         return found
 
-    def objects(self, usual: str) -> list[dict[str, Any]]:
-        """Return a column's objects, which may be JSON in a text."""
-        found = self.needed(usual)
+    def rows(self, usual: str) -> list["Row"]:
+        """Return a column's objects, which may be JSON in a text; raise `Malformed` if there are none."""
+        found = self.get(usual)
         if isinstance(found, str):
             try:
                 found = json.loads(found)
             except ValueError as error:
                 raise Malformed(f"`{self.name(usual)}` is text, and no JSON ({error})") from None
-        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found) or not found:
-            raise Malformed(f"`{self.name(usual)}` is no list of objects, or empty")
-        return found
+        if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+            raise self._wrong(usual, "a list of objects")
+        return [Row(each, self._names) for each in found]
+
+    def message(self) -> dict[str, Any]:
+        """Return a message with the usual names; fields that have no name here stay."""
+        own = {self.name("role"): "role", self.name("content"): "content"}
+        message = {own.get(name, name): value for name, value in self.values.items()}
+        self.text("role")
+        if message.get("content") is not None or not message.get("tool_calls"):
+            self.text("content")
+        return message
+
+    def _wrong(self, usual: str, expected: str) -> Malformed:
+        found, names = type(self.get(usual)).__name__, ", ".join(map(str, self.values)) or "none"
+        if self.get(usual) is None:
+            return Malformed(f"no `{self.name(usual)}`; there are: {names}")
+        return Malformed(f"`{self.name(usual)}` is {found if self.get(usual) else 'empty'}, expected {expected}")
 
 
 def from_messages(row: Row) -> Messages:
-    return [message_of(each, row) for each in row.objects("messages")]
+    return [each.message() for each in row.rows("messages")]
 
 
 def from_sharegpt(row: Row) -> Messages:
-    found = []
-    for each in row.objects("conversations"):
-        role, text = each.get(row.name("from")), each.get(row.name("value"))
-        if role not in ROLES:
-            raise Malformed(f"`{row.name('from')}` is {role!r}, and none of {', '.join(ROLES)}")
-        if not isinstance(text, str):
-            raise Malformed(f"`{row.name('value')}` is {type(text).__name__}, expected text")
-        found.append({"role": ROLES[role], "content": text})
-    return [*system_of(row), *found]
+    turns = [(each.text("from"), each.text("value")) for each in row.rows("conversations")]
+    if wrong := next((role for role, _ in turns if role not in ROLES), None):
+        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join(ROLES)}")
+    return [*system_of(row), *({"role": ROLES[role], "content": text} for role, text in turns)]
 
 
 def from_prompt(row: Row) -> Messages:
-    parts = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        if isinstance(row.needed(name), str):
-            parts.append({"role": role, "content": row.text(name)})
-        else:
-            parts += [message_of(each, row) for each in row.objects(name)]
-    return [*system_of(row), *parts]
+    return [*system_of(row), *part_of(row, "prompt", "user"), *part_of(row, "completion", "assistant")]
+
+
+def part_of(row: Row, name: str, role: str) -> Messages:
+    """Return the messages of a column, or its text as a message of a role."""
+    is_text = isinstance(row.get(name), str)
+    return [{"role": role, "content": row.text(name)}] if is_text else [each.message() for each in row.rows(name)]
+
+
+def from_pair(row: Row) -> list[Messages]:
+    """Return the chosen and the rejected conversation, of one prompt, which `chosen` and `rejected` may begin with."""
+    found = [part_of(row, name, "assistant") for name in ("chosen", "rejected")]
+    if found[0][0]["role"] not in ("system", "user"):
+        found = [[*part_of(row, "prompt", "user"), *answer] for answer in found]
+    if prompt_of(found[0]) != prompt_of(found[1]):
+        raise Malformed(
+            f"`{row.name('chosen')}` and `{row.name('rejected')}` differ before the user's last message ends"
+        )
+    return [[*system_of(row), *each] for each in found]
+
+
+def prompt_of(messages: Messages) -> Messages:
+    """Return the messages up to the user's last one."""
+    users = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    return messages[: users[-1] + 1] if users else []
 
 
 def from_instruction(row: Row) -> Messages:
-    asked = [row.text("instruction"), *([row.text("input")] if row.get("input") else [])]
+    asked = "\n\n".join([row.text("instruction"), *([row.text("input")] if row.get("input") else [])])
     answer = {"role": "assistant", "content": row.text("output")}
-    return [*system_of(row), {"role": "user", "content": "\n\n".join(asked)}, answer]
+    return [*system_of(row), {"role": "user", "content": asked}, answer]
 
 
 def system_of(row: Row) -> Messages:
     return [{"role": "system", "content": row.text("system")}] if row.get("system") else []
 
 
-def message_of(given: Mapping[str, Any], row: Row) -> dict[str, Any]:
-    """Return a message with the usual names; fields that have no name here stay."""
-    own = {row.name("role"): "role", row.name("content"): "content"}
-    message = {own.get(name, name): value for name, value in given.items()}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise Malformed(f"a message without the text `{row.name('role')}`")
-    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-        raise Malformed(f"`{row.name('content')}` of a message is {type(content).__name__}, expected text")
-    return message
-
-
-FORMS: dict[str, Callable[[Row], Messages]] = {
-    MESSAGES: from_messages,
-    SHAREGPT: from_sharegpt,
-    PROMPT: from_prompt,
-    INSTRUCTION: from_instruction,
+FORMS: dict[str, Callable[[Row], list[Messages]]] = {  # two conversations of a row are a pair
+    MESSAGES: lambda row: [from_messages(row)],
+    SHAREGPT: lambda row: [from_sharegpt(row)],
+    PROMPT: lambda row: [from_prompt(row)],
+    INSTRUCTION: lambda row: [from_instruction(row)],
+    PAIRS: from_pair,
 }

@@ -63,7 +63,7 @@ class Renderer:
         Raises `NotRendered` if the template rejects the conversation; `UserError` if it cannot be used at all.
         """
         if self._process is None:
-            command = [sys.executable, "-P", str(PROGRAM)]
+            command = [sys.executable, "-P", "-X", "utf8", str(PROGRAM)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -96,15 +96,16 @@ class Templates:
         messages, has_tools = [self._plain(each) for each in conversation.pop("messages")], "tools" in conversation
         render = partial(self._render, conversation, has_tools)
         marked = render(messages, asked["prompt"])
-        text, spans, supervised = without_spans(marked), [], chosen(messages, asked["loss_on"])
+        text, spans = without_spans(marked), []
+        supervised = [] if asked["prompt"] else chosen(messages, asked["loss_on"])
         if asked["loss_on"] == "all":
             spans = [(0, len(text))]
         elif supervised and self._has_spans[has_tools]:
             earlier = messages[: supervised[0]] if asked["loss_on"] != "assistant" else []
             spans = spans_of(marked)[render(earlier, False).count(OPEN) if earlier else 0 :]
         elif supervised:
-            turns = Turns(messages, text, lambda *given: without_spans(render(*given)), self._names)
-            spans = [turns.span(number) for number in supervised]
+            finder = TurnFinder(messages, text, lambda *given: without_spans(render(*given)), self._names)
+            spans = [finder.span(number) for number in supervised]
         pieces = [each.replace(MARK, "") for each in self._names.split(text)]
         return {"pieces": pieces, "spans": [[at - text.count(MARK, 0, at) for at in span] for span in spans]}
 
@@ -166,7 +167,7 @@ def spans_of(text: str) -> Spans:
     return spans
 
 
-class Turns:
+class TurnFinder:
     """Finds the assistant's turns in the text of a template that does not tell them itself.
 
     A turn is what the conversation up to it has more than the prompt for it. If the whole text does not begin with
@@ -233,12 +234,9 @@ class Turns:
 
     def _end_of_one(self, after: str, start: int) -> int:
         """Return the index after the special token that ends a turn, spaces after it apart; 0 if not just one does."""
-        found = [*self._names.finditer(after, start)]
-        ended = len(after.rstrip())
-        if not found or found[-1].end() != ended:
-            return 0
-        is_alone = len(found) == 1 or bool(after[found[-2].end() : found[-1].start()].strip())
-        return ended if is_alone else 0
+        *_, before, _, behind = ["", "", *self._names.split(after[start:])]  # text, token, text, token, text
+        is_first = len(self._names.findall(after, start)) == 1
+        return len(after) - len(behind) if not behind.strip() and (is_first or before.strip()) else 0
 
     def _refused(self, number: int) -> Refused:
         return Refused(
