@@ -7,7 +7,7 @@ from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.retention import CheckpointConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
-from gregale.data.config import DataConfig
+from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -15,6 +15,8 @@ from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
+from gregale.objectives.base import NextTokenConfig, ObjectiveConfig
+from gregale.objectives.dpo import DpoConfig as DpoConfig  # registers the type
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
@@ -141,6 +143,7 @@ class TrainConfig(Settings):
     adapter: AdapterConfig | None = setting(
         None, "small weights to train beside those of start_from, which are frozen", fixed=SHAPE, by_topic=True
     )
+    objective: ObjectiveConfig = setting(NextTokenConfig(), "what is minimised: next_token, dpo", by_topic=True)
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
     data: DataConfig = setting(DataConfig(), "the data to train on")
@@ -189,6 +192,7 @@ class TrainConfig(Settings):
         check_each_once(self.trackers)
         if self.adapter is not None:
             self._check_adapter()
+        self._check_objective()
         self._check_evaluation()
 
     @property
@@ -204,6 +208,35 @@ class TrainConfig(Settings):
             )
         if self.pipeline is not None:
             raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
+
+    def _check_objective(self) -> None:
+        """Raise `UserError` if the objective lacks pairs or a reference, or the run computes something else."""
+        objective, together = self.objective, self.objective.rows_together
+        kind = objective.get_choice_name(type(objective))
+        if objective.needs_reference and self.adapter is None:
+            raise UserError(
+                f"objective.type {kind} compares the model with its frozen weights, and without `adapter` none are "
+                "frozen. Set adapter.type to lora, and start_from to the model to tune."
+            )
+        for group in (SOURCES, VALIDATION):
+            for name, source in getattr(self.data, group).items():
+                if source.rows_together != together:
+                    found = "has no pairs" if together > 1 else "has pairs"
+                    advice = (
+                        "give sources of type chat with form: pairs" if together > 1 else "set objective.type to dpo"
+                    )
+                    raise UserError(f"data.{group}.{name} {found}, but objective.type is {kind}; {advice}.")
+        if isinstance(objective, NextTokenConfig):
+            return
+        keys = {
+            "pipeline": self.pipeline is not None,
+            "evaluation.by_position": self.evaluation.by_position,
+            "evaluation.bigram": self.evaluation.bigram,
+        }
+        if found := [key for key, is_set in keys.items() if is_set]:
+            raise UserError(
+                f"{found[0]} is for the loss of the next token, but objective.type is {kind}. Leave it out."
+            )
 
     def _check_evaluation(self) -> None:
         """Raise `UserError` if an evaluation lacks text."""

@@ -25,6 +25,7 @@ from gregale.model.adapters import adapted
 from gregale.model.compute_config import DTYPES, CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.objectives.base import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -282,18 +283,19 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
+    of_model = isinstance(config.objective, NextTokenConfig)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
-        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop),
+        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop, config.objective),
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
         spikes=config.skip_spikes,
-        update_buffers=partial(updated_buffers, config.model),
+        update_buffers=partial(updated_buffers, config.model) if of_model else lambda model, *sums: model,
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
 

@@ -93,7 +93,7 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
     layout = mapped_layout(mesh, config.mapping)
     batch = config.batch
-    parts = batch.microbatches * layout.devices((BATCH,), layout.compute)
+    parts = batch.microbatches * layout.devices((BATCH,), layout.compute) * config.objective.rows_together
     chunks = 2 * layout.context if layout.context > 1 else 1
     rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
     return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)
