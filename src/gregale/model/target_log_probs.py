@@ -68,7 +68,8 @@ def _scores_forward(spec: HeadLoss, hidden, head, targets):
 
 
 def _scores_backward(spec: HeadLoss, saved, cotangents):
-    return *gradients_of_head(spec, *saved, -cotangents[0]), None
+    hidden, head, targets = saved
+    return *gradients_of_head(spec, hidden, head, targets, weights=-cotangents[0]), None
 
 
 _scores.defvjp(_scores_forward, _scores_backward)

@@ -93,8 +93,8 @@ class Evaluator:
 
         `eval_loss` (nats per token, or the run's objective) and `bits_per_byte` (of tokens alone) are over the held-out
         text or, without held-out text, over all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over
-        one source, `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of tokens from
-        position P of their document on, up to the next P, in the longest sequences.
+        one source, `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of
+        tokens from position P of their document on, up to the next P, in the longest sequences.
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
