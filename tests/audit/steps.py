@@ -11,6 +11,7 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
+from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig
 
@@ -58,7 +59,7 @@ def lowered_for(setup: Setup, platform: str) -> str:
 
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
-    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh)
+    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh, known_trips(setup))
 
 
 def flops_of(jaxpr) -> int:

@@ -8,9 +8,17 @@ from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memory
-from gregale.audit.step import ACCELERATOR, CPU, TPU
+from gregale.audit.memory import (
+    bytes_on_device,
+    compiler_memory,
+    estimate_memory,
+    layer_activations,
+    values_of_a_layer,
+)
+from gregale.audit.step import ACCELERATOR, CPU, TPU, StepShape
+from gregale.axes.mapping import MappingConfig
 from gregale.model.execution import execution
+from gregale.model.experts_config import ExpertsConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES
@@ -52,6 +60,26 @@ def test_closed_form_by_hand():
     loss = 4 * (3 * 16 * 320 + 16 * 320 + TABLE + 2 * 16 * 32)
     assert found.working == max(layer + max(attention, 6 * 4 * 16 * 64), loss)
     assert found.peak == 1000 + found.buffers + found.saved + found.tables + found.working
+
+
+def test_exchanged_experts_hold_rows_of_a_round_and_gathered_ones_weights_and_half_their_gradients():
+    """Of 8 experts a device exchanges 2: 32 tokens have 64 pairs, and a round 4 x 24 rows."""
+
+    def step(**mapping) -> StepShape:
+        others = {"mapping": MappingConfig(compute=mapping)}
+        model = {"experts": ExpertsConfig(8, 2, width=512), "dense_layers": 1}
+        found = small_step((1, 4, 1), 4, compute={"remat": "projections"}, model=model, others=others)
+        return replace(found, scores=False)
+
+    gathered, exchanged = step(), step(experts="data")
+    assert (exchanged.pairs, exchanged.exchanged_rows, gathered.exchanged_rows) == (64, 96, 0)
+    saved = [estimate_memory(each, 0, CPU).saved for each in (gathered, exchanged)]
+    assert saved[0] - saved[1] == 3 * 4 * 2 * 32 * ((2 * 2 * 512 + 64) // 3 - 64 // 3), "gate and up of 2 of 3 layers"
+    stream = (7 + 5) * 32 * 32
+    assert layer_activations(exchanged, CPU) == 4 * (stream + 5 * 96 * 32 + 4 * 96 * 512)
+    for each, experts in ((gathered, 8), (exchanged, 2)):
+        weights = 2 * values_of_a_layer(each) - 0.5 * experts * 3 * 32 * 512 * 2 / 3
+        assert estimate_memory(each, 0, CPU).working == 4 * weights + layer_activations(each, CPU)
 
 
 def test_tables_and_groups():

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import haliax as hax
 import jax
 import numpy as np
 import pytest
 import yaml
+from haliax import NamedArray
 
-from gregale.axes.layout import is_named
-from gregale.axes.parameters import frozen_of, with_arrays
+from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
 from gregale.huggingface.tensor_names import parameters_of
@@ -26,7 +28,7 @@ from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
-from tests.programs.tiny import assert_same_state, checkpoint_steps, losses, saved_state, write_config
+from tests.programs.tiny import assert_same_state, checkpoint_steps, saved_state, write_config
 
 torch, transformers, peft = Package("torch"), Package("transformers"), Package("peft")
 
@@ -34,8 +36,13 @@ STEPS, ROWS, POSITIONS = 20, 8, 16
 RATE, DECAY = 1e-2, 0.1
 MESH = {"replica": 2, "data": 2, "model": 2}
 PROJECTIONS = {
-    **{"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"},
-    **{"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
 }
 TWINS = {  # a family, its targets, and the scaling
     "llama2": (("query", "value"), "standard"),
@@ -99,14 +106,12 @@ def setup_of(name: str, imported: Path, adapters: Path | None) -> Setup:
 
 def batches(setup: Setup):
     for step in range(STEPS):
-        named = {name: setup_array(setup, array) for name, array in batch_of(step).items()}
+        named = {name: of_batch(array) for name, array in batch_of(step).items()}
         yield placed(named, setup.layout, setup.layout.compute)
 
 
-def setup_array(setup: Setup, array: np.ndarray):
-    import haliax as hax
-
-    return hax.named(array, setup.batch_axes)
+def of_batch(array: np.ndarray) -> NamedArray:
+    return hax.named(array, (BATCH, POSITION))
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -144,3 +149,113 @@ def assert_equal_loss(setup: Setup, plain: Any, state: TrainState) -> None:
         return losses_of(model.loss(batch, run)).loss
 
     assert float(loss(plain)) == float(loss(adapted)) > 0
+
+
+@pytest.fixture(scope="module")
+def tuned(inputs) -> Path:
+    """A run of four steps with adapters on an imported model, evaluated and saved in the middle."""
+    made("qwen2", inputs / "hub")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(inputs)
+        assert main(["import", "hub", "mine"]) == 0
+        config = yaml.safe_load((inputs / "mine" / "config.yaml").read_text())
+        write_config(
+            inputs,
+            "tuned.yaml",
+            steps=4,
+            start_from="mine",
+            mesh=MESH,
+            model=config["model"] | {"row_multiple": 8},
+            data__tokenizer=config["data"]["tokenizer"],
+            adapter={"rank": 4, "targets": ["query", "down"]},
+            checkpoint={"every": 2},
+            optimizer={"type": "adamw", "learning_rate": 0.01},
+        )
+        assert main(["train", "tuned.yaml", "--name", "tuned"]) == 0
+    return inputs / "runs" / "tuned"
+
+
+def test_a_checkpoint_has_the_adapters_and_names_the_frozen_weights(tuned):
+    saved = saved_state(tuned, 4)
+    factors = 2 * 4 * ((32 + 32) + (48 + 32))  # of queries and of `down`, with rank 4 in 2 layers
+    assert sum(array.size for name, array in saved.items() if array.ndim) == 3 * factors  # AdamW's moments too
+    assert all("lora" in name for name, array in saved.items() if array.ndim)
+    manifest = next(tuned.glob("checkpoints/step-00000004/*/metadata.json"))
+    base = json.loads(manifest.read_text())["base"]
+    assert (Path(base["origin"]).name, base["step"], len(base["digest"])) == ("mine", 0, 32)
+
+
+def test_a_resumed_run_is_equal_to_the_last_bit(tuned, inputs, gregale):
+    shutil.copytree(tuned, inputs / "runs" / "again")
+    shutil.rmtree(inputs / "runs" / "again" / "checkpoints" / "step-00000004")
+    assert checkpoint_steps(inputs / "runs" / "again") == [2]
+    assert gregale("train", "tuned.yaml", "--name", "again") == 0
+    assert_same_state(inputs / "runs" / "again", tuned, 4)
+
+
+def test_other_frozen_weights_are_refused(tuned, inputs, refused):
+    shutil.copytree(inputs / "mine", inputs / "other")
+    weights = inputs / "other" / "huggingface" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    line = refused("train", "tuned.yaml", "--name", "tuned", "--start_from", "other", "--steps", "6")
+    assert "are not those that the adapters were trained with" in line
+
+
+def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
+    assert gregale("export", "tuned", "merged") == 0
+    assert gregale("export", "tuned", "adapters", "--adapter") == 0
+    tokens = torch.tensor(batch_of(0)["tokens"].astype(np.int64))
+    base = transformers.AutoModelForCausalLM.from_pretrained(inputs / "hub")
+    before = base(tokens).logits.detach().numpy()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(inputs / "merged")(tokens).logits.detach().numpy()
+    beside = peft.PeftModel.from_pretrained(base, inputs / "adapters")(tokens).logits.detach().numpy()
+    np.testing.assert_allclose(merged, beside, atol=1e-4)
+    assert np.abs(merged - before).max() > 1e-2
+    trained = open_trained("tuned", None, 1)
+    named = {key: of_batch(array) for key, array in batch_of(0).items()}
+    found = trained.model.logits(named, trained.setup.evaluation_execution()).rearrange(("batch", "position", "vocab"))
+    np.testing.assert_allclose(found.array[..., :VOCABULARY], beside, atol=1e-4)
+
+
+def test_evaluation_and_samples_are_of_the_adapted_model(tuned, gregale, evaluated, capsys):
+    lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    last = [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+    assert evaluated("tuned")["eval_loss"] == pytest.approx(last, abs=1e-5)
+    assert gregale("sample", "tuned", "the ", "--tokens", "4") == 0
+
+
+def started(*options: str) -> TrainState:
+    """The state before the first step of a run with other options."""
+    config = load(TrainConfig, "tuned.yaml", options)
+    setup = set_up(config, load_tokenizer(Path("mine")).vocabulary_size)
+    base = None if config.adapter is None else Base.of(config)
+    return jax.device_get(started_state(setup, load_tokenizer(Path("mine")), base))
+
+
+def test_a_run_continues_adapters_or_merges_them_first(tuned, inputs, monkeypatch):
+    monkeypatch.chdir(inputs)
+    saved = {name.partition("parameters/")[2].replace("/", "."): array for name, array in saved_state(tuned, 4).items()}
+    before = parameters_of(started().frozen)
+    for state in (started("--adapter.start_from=tuned"), started("--adapter.start_from=adapters")):
+        for path, leaf in parameters_of(state.method.parameters).items():
+            np.testing.assert_array_equal(leaf.array, saved[path])
+    merged = parameters_of(started("--start_from=tuned").frozen)
+    whole = parameters_of(started("--start_from=tuned", "--adapter=null").method.parameters)
+    a, b = (saved[f"blocks.attention.query.{factor}.weight"] for factor in ("lora_a", "lora_b"))
+    changed = np.einsum("ler,lrhd->lehd", a, b) * 32 / 4
+    for path, leaf in before.items():
+        expected = leaf.array + changed if path == "blocks.attention.query.weight" else leaf.array
+        if path != "blocks.mlp.down.weight":
+            np.testing.assert_allclose(merged[path].array, expected, atol=1e-6, err_msg=path)
+        np.testing.assert_array_equal(merged[path].array, whole[path].array, err_msg=path)
+
+
+def test_adapters_that_do_not_fit_are_refused(tuned, refused):
+    train = ("train", "tuned.yaml", "--name", "unfit")
+    assert "adapter needs a model to adapt" in refused(*train, "--start_from", "null")
+    assert "has other adapters" in refused(*train, "--adapter.start_from", "tuned", "--adapter.rank", "8")
+    assert "r is 4 in" in refused(*train, "--adapter.start_from", "adapters", "--adapter.rank", "8")
+    assert "beside other weights" in refused(*train, "--adapter.start_from", "tuned", "--start_from", "tuned")
+    assert "has no adapters" in refused("export", "mine", "folder", "--adapter")

@@ -104,7 +104,7 @@ def test_a_section_of_another_project_is_translated():
     found = refusal(*(f"--training.{name}=1" for name in ("steps", "seq_len", "enable_cpu_offload", "gc_freq")))
     assert (
         "`training.steps` of torchtitan is `steps` here; `training.seq_len` of torchtitan is `batch.sequence_length` "
-        "here; `training.enable_cpu_offload` of torchtitan has no counterpart here. Valid keys at the top: batch, "
+        "here; `training.enable_cpu_offload` of torchtitan has no counterpart here. Valid keys at the top: adapter, "
     ) in found
     found = refusal("--eval_steps", "1")  # of MaxText: batches; of transformers: steps between evaluations
     assert "`eval_steps` of MaxText is `evaluation.batches` here. Did you mean `evaluation.every`? Valid" in found

@@ -82,6 +82,11 @@ class Collective:
         counts = [loop.times for loop in self.loops]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
+    @property
+    def counted(self) -> int:
+        """Return `times`; 1 if they are unknown."""
+        return 1 if self.times is None else self.times
+
     def to_dict(self) -> dict:
         """Return the JSON keys that other tools rely on."""
         return {

@@ -7,10 +7,10 @@ from gregale.audit.step import Backend, StepShape, is_of_choice, is_of_experts, 
 from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, MODEL, REPLICA, SHARED_GATE
 
-FLOAT32 = 4
+INTEGER, FLOAT32 = 4, 4
 STAGE, DATA = "stage", "data"
 LOADS = "loads of experts"
-Z_LOSS = "router_z_loss"
+BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def sums_of_loads(step: StepShape) -> list[Transfer]:
@@ -21,11 +21,13 @@ def sums_of_loads(step: StepShape) -> list[Transfer]:
     kind, counts = "all-reduce", _counts(step)
     if not counts:
         return []
-    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts
+    of_a_row = 2 * counts + (Z_LOSS in step.balance_terms) * step.layers_with_experts + 1
+    if BALANCE_LOSS in step.balance_terms and step.remat != "none":
+        of_a_row += counts + 1  # the loss's gradient takes the loads, which are computed again
     size = FLOAT32 * (counts + 1 + len(step.balance_terms))  # with the imbalance
     found = [Transfer(LOADS, kind, (REPLICA,) if REPLICA in step.layout.params else (), size)]
     if step.pipeline is None:
-        found.append(Transfer(LOADS, kind, (CONTEXT,), FLOAT32 * step.rows_here * (of_a_row + 1), step.microbatches))
+        found.append(Transfer(LOADS, kind, (CONTEXT,), FLOAT32 * step.rows_here * of_a_row, step.microbatches))
         return [*found, Transfer(LOADS, kind, ("stage", "data"), size, step.microbatches)]
     sums = FLOAT32 * (counts + (1 + (Z_LOSS in step.balance_terms)) * step.layers_with_experts)
     mask = FLOAT32 * step.tokens * step.mesh[STAGE]  # it travels with its rows
@@ -52,6 +54,25 @@ def sums_of_experts(step: StepShape, backend: Backend, activations: int, recompu
     return [
         Transfer("activations", "all-reduce", (MODEL,), more, times),
         Transfer("weights of experts", "all-reduce", (MODEL,), step.pairs * FLOAT32, times),
+    ]
+
+
+def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Transfer]:
+    """Return the all-to-alls of one round, and the comparisons of the number of rounds; the routing decides on others.
+
+    A pass sends each row's expert and weight, and the forward pass a token there and its output back. The backward pass
+    sends the token and the gradient of its output there, and the gradients by token and by weight back.
+
+    - `recomputes`: the backward pass computes a layer again; it shares the rows there with that computation
+    """
+    if not step.exchanged_rows:
+        return []
+    token, number = step.embed * max(step.compute_bytes, backend.narrowest_bytes), INTEGER + FLOAT32
+    a_row = (6 if step.norms_after and recomputes else 5) * token + 2 * number + FLOAT32
+    times = step.microbatches * step.layers_with_experts
+    return [
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), INTEGER, 2 * times),
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gregale.audit.step import Backend, StepShape, has_vocabulary
+from gregale.audit.step import Backend, StepShape, has_vocabulary, is_of_experts
 from gregale.axes.layout import Tree
 
 FLOAT32 = 4
@@ -14,7 +14,9 @@ SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabili
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 PAIR_ARRAYS = 2  # of the stream's width, for (token, expert) pairs: what experts take, and gradients of what they give
-EXPERT_ARRAYS = 3  # of the experts' width; the kernels' rule needs few at one time (both fitted to compiled peaks)
+EXPERT_ARRAYS = 3  # of the experts' width; the kernels' rule needs few at one time (all fitted to compiled peaks)
+SENT_ARRAYS, SENT_EXPERT_ARRAYS = 5, 4  # the same for rows of an exchange: as they are sent, as they arrive, and sorted
+EXPERT_GRADIENTS = 0.5  # of a layer's gathered experts, whose gradients are scattered one matrix after another
 NARROW_MLP_ARRAYS, INTEGER_ARRAYS = (
     3,
     5,
@@ -185,7 +187,9 @@ def _layer(step: StepShape, backend: Backend) -> int:
     """Return the bytes of one layer's backward pass: weights, their gradients, and activations."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     gathered = 0 if step.per_step else _gathered_bytes(step, width)
-    return (gathered + width) * values_of_a_layer(step) + layer_activations(step, backend)
+    experts = sum(step.on_device(each, step.layout.compute) for each in step.stacked() if is_of_experts(each))
+    of_experts = int((1 - EXPERT_GRADIENTS) * experts) // step.layers
+    return (gathered + width) * values_of_a_layer(step) - width * of_experts + layer_activations(step, backend)
 
 
 def _gathered_bytes(step: StepShape, width: int) -> int:
@@ -203,7 +207,9 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
     mlp = a_value * step.tokens * step.mlp
-    if step.active:
+    if step.exchanged_rows:
+        mlp = width * step.exchanged_rows * (SENT_EXPERT_ARRAYS * step.expert_width + SENT_ARRAYS * step.embed)
+    elif step.active:
         mlp = width * (EXPERT_ARRAYS * step.tokens * step.mlp + PAIR_ARRAYS * step.pairs * step.embed)
     return width * _stream_values(step, backend) + max(attention, mlp)
 

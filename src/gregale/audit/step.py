@@ -6,6 +6,7 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
+from gregale.axes.expert_rounds import rows_to_a_device
 from gregale.axes.layout import CONTEXT, EXPERTS, REPLICA, ROUTER, SHARED_GATE, AxisMapping, Layout, is_layers
 from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
@@ -197,15 +198,16 @@ class StepShape(ParameterShape):
 
     @property
     def mlp(self) -> int:
-        """Return a token's values of the feed-forward layer on one device, of all its experts; the mean, if layers
-        differ."""
+        """Return a token's values of the feed-forward layer on one device, of all its experts, unless they are
+        exchanged; the mean, if layers differ."""
         inner = {
             (each.axes[0], is_of_experts(each)): axis.size
             for each in self.stacked()
             for axis in each.axes
             if axis.name == "mlp"
         }
-        found = sum(Layers.size * width * (self.active if of else 1) for (Layers, of), width in inner.items())
+        active = 0 if self.expert_axes else self.active
+        found = sum(Layers.size * width * (active if of else 1) for (Layers, of), width in inner.items())
         return found // (self.layers * self.mesh["model"])
 
     @property
@@ -227,6 +229,25 @@ class StepShape(ParameterShape):
     def pairs(self) -> int:
         """Return the (token, expert) pairs of one microbatch on one device."""
         return self.tokens * self.active
+
+    @property
+    def expert_width(self) -> int:
+        """Return the width of an expert on one device; 0 without experts."""
+        widths = [each.resolve_axis("mlp").size for each in self.weights if is_of_experts(each)]
+        return max(widths, default=0) // self.mesh["model"]
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes over which experts are exchanged; empty if they are gathered."""
+        return self.layout.mesh_axes((EXPERTS,), self.layout.compute)
+
+    @property
+    def exchanged_rows(self) -> int:
+        """Return the rows that one device sends in a round of an exchange, and gets; 0 if experts are gathered."""
+        if not self.expert_axes:
+            return 0
+        devices = prod(self.mesh[axis] for axis in self.expert_axes)
+        return devices * rows_to_a_device(self.pairs, devices)
 
     def _size(self, name: str) -> int:
         return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)

@@ -12,7 +12,7 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.expert_traffic import sums_of_experts, sums_of_loads
+from gregale.audit.expert_traffic import exchanges, sums_of_experts, sums_of_loads
 from gregale.audit.step import (
     Backend,
     ParameterShape,
@@ -57,13 +57,15 @@ def expected_transfers(
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     """Return the transfers of a stack of layers that each microbatch scans."""
     weights, layers = step.stacked(), step.microbatches * step.layers
+    recomputes = step.remat in RECOMPUTED_SUMS
     return [
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
-        *sums_of_experts(step, backend, activation_bytes(step, backend), step.remat in RECOMPUTED_SUMS),
+        *sums_of_experts(step, backend, activation_bytes(step, backend), recomputes),
+        *exchanges(step, backend, recomputes),
     ]
 
 
@@ -147,7 +149,9 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
     passes = 1 if step.remat == "none" else 2
     found = []
     for weight in weights:
-        if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
+        own = step.split_by(weight, step.layout.compute)
+        over = tuple(axis for axis in SHARDS if axis in step.split_by(weight, step.layout.params) and axis not in own)
+        if not over:
             continue
         eight_bits = step.matmul != "dtype" and is_of_linear(weight) and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
@@ -159,7 +163,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
-        found.append(Transfer("weights", "all-gather", SHARDS, size * (1 if eight_bits else width), times))
+        found.append(Transfer("weights", "all-gather", over, size * (1 if eight_bits else width), times))
         if eight_bits:
             found.append(_scales(step, weight, times * (layers_of(weight) if once else 1)))
     return found
@@ -185,7 +189,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
         if table or is_of_experts(weight) or is_of_router(weight):
-            found += _scattered(step, size, times * step.uses(weight))
+            found += _scattered(step, weight, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
         elif vector and kind == "all-reduce":
@@ -203,10 +207,10 @@ def _summed_over_tokens(purpose: str, size: int, times: int, positions: tuple[st
     return [Transfer(purpose, "all-reduce", axes, size, times) for axes in ((STAGE, DATA), positions)]
 
 
-def _scattered(step: StepShape, size: int, times: int) -> list[Transfer]:
-    """Return the sums of a table's gradient over the devices of a replica, which go axis by axis."""
-    found = []
-    for axis in (CONTEXT, DATA, STAGE):
+def _scattered(step: StepShape, weight: NamedArray, size: int, times: int) -> list[Transfer]:
+    """Return the sums of a table's gradient over the devices that compute with all of it, which go axis by axis."""
+    found, own = [], step.split_by(weight, step.layout.compute)
+    for axis in (axis for axis in (CONTEXT, DATA, STAGE) if axis not in own):
         found.append(Transfer("gradients", "reduce-scatter", (axis,), size, times))
         size //= step.mesh[axis]
     return found
@@ -311,11 +315,9 @@ def agreement(step: ParameterShape, axis: str) -> list[Transfer]:
 
 
 def squared_norms(weights: Iterable[NamedArray], layout: Layout) -> list[Transfer]:
-    """Return the sums of squared norms by weight, over the devices that share it under `opt_state`."""
-    over_shards = {}
+    """Return the sums of squared norms by weight, over the devices that share each of its axes under `opt_state`."""
+    over: Counter[tuple[str, ...]] = Counter()
     for weight in weights:
-        found = layout.mesh_axes(weight.axes, layout.opt_state)
-        axes = tuple(axis for axis, size in layout.mesh.shape.items() if axis in found and size > 1)
-        for part in (tuple(axis for axis in axes if axis == MODEL), tuple(axis for axis in axes if axis != MODEL)):
-            over_shards[part] = over_shards.get(part, 0) + FLOAT32
-    return [Transfer("norm", "all-reduce", axes, size) for axes, size in over_shards.items()]
+        for part in layout.splits(weight.axes, layout.opt_state):
+            over[tuple(axis for axis, size in layout.mesh.shape.items() if axis in part and size > 1)] += FLOAT32
+    return [Transfer("norm", "all-reduce", axes, size) for axes, size in over.items()]

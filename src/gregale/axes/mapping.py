@@ -1,7 +1,7 @@
 """The configured mappings from named axes to mesh axes: their defaults, and the rules that they obey."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ MAPPINGS = ("compute", "params", "opt_state")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
 BETWEEN_REPLICAS = (ISLAND, REPLICA)
 MeshAxes = list[str] | str | None
+EXCHANGED, AUTO = "data", "auto"  # of experts in `compute`; auto: closed forms choose
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ class MappingConfig(Settings):
     @property
     def is_default(self) -> bool:
         return self == MappingConfig()
+
+    @property
+    def has_closed_forms(self) -> bool:
+        """Return whether the closed forms of memory and time are for this mapping: only experts may lie elsewhere."""
+        others = {name: axes for name, axes in self.compute.items() if name != EXPERTS}
+        place = mesh_axes_of(self.compute.get(EXPERTS) or ())
+        return replace(self, compute=others).is_default and place in ((), (EXCHANGED,), (AUTO,))
+
+    @property
+    def leaves_experts_open(self) -> bool:
+        """Return whether the place of experts is to be chosen."""
+        return mesh_axes_of(self.compute.get(EXPERTS) or ()) == (AUTO,)
 
 
 def mapped_layout(mesh: Mesh, config: MappingConfig) -> Layout:

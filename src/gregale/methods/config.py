@@ -8,8 +8,9 @@ import draccus
 import jax
 import optax
 
-from gregale.axes.layer_stacks import layer_order
-from gregale.axes.layout import ISLAND, Layout
+from gregale.axes.layer_stacks import layer_order, layers_axis
+from gregale.axes.layout import ISLAND, Layout, is_named
+from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco
@@ -261,8 +262,9 @@ class DilocoConfig(SyncConfig):
 
     def schedule_of(self, model: Any) -> Schedule:
         """Return the schedule of sends and applications for a model."""
-        order = layer_order(model)
-        return replace(self.schedule(len(order)), order=order if any(order) else ())
+        order, trained = layer_order(model), jax.tree.leaves(trainable(model), is_leaf=is_named)
+        only_layers = all(layers_axis(leaf) is not None for leaf in trained)
+        return replace(self.schedule(len(order)), order=order if any(order) else (), only_layers=only_layers)
 
     def schedule(self, layers: int) -> Schedule:
         """Return the schedule of sends and applications for a number of layers; raise `UserError`."""

@@ -38,8 +38,7 @@ class Fragment(eqx.Module):
     def at(schedule: Schedule, index: int | None, sent: int) -> "Fragment | None":
         if index is None:
             return None
-        rows = schedule.rows_of(index) if index else None
-        return Fragment(np.int32(index), np.int32(sent), rows, whole=schedule.fragments == 1)
+        return Fragment(np.int32(index), np.int32(sent), schedule.rows_of(index), whole=schedule.fragments == 1)
 
     def take(self, tree: Tree) -> Tree:
         """Return the fragment's part of a tree, None elsewhere.
@@ -86,14 +85,16 @@ class Alike(NamedTuple):
 def fragments_alike(schedule: Schedule) -> Alike:
     """Group a schedule's fragments by their numbers of rows; the one without layers is kind 0."""
     kind, rows = np.zeros(schedule.fragments, np.int32), []
-    of_each = {number: schedule.rows_of(number) for number in range(1, schedule.fragments)}
+    every = {number: schedule.rows_of(number) for number in range(schedule.fragments)}
+    of_each = {number: own for number, own in every.items() if own is not None}
+    without: list[dict[str, np.ndarray] | None] = [None] if len(of_each) < len(every) else []
     for sizes in sorted({sizes_of(own) for own in of_each.values()}):
         rows.append({axis: np.zeros((schedule.fragments, count), np.int32) for axis, count in sizes})
         for number in (number for number, own in of_each.items() if sizes_of(own) == sizes):
-            kind[number] = len(rows)
+            kind[number] = len(without) + len(rows) - 1
             for axis, own in of_each[number].items():
                 rows[-1][axis][number] = own
-    return Alike(kind, [None, *rows])
+    return Alike(kind, [*without, *rows])
 
 
 def sizes_of(rows: Mapping[str, np.ndarray]) -> tuple[tuple[str, int], ...]:

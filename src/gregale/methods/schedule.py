@@ -24,7 +24,8 @@ class Schedule:
     """The outer schedule: P fragments, each sent exactly every H steps and applied tau steps later.
 
     Fragment 0 has all arrays without a `layers` axis, fragments 1 to P - 1 are groups of layers; with P = 1 fragment 0
-    has all arrays (DiLoCo). The groups of layers are sent first.
+    has all arrays (DiLoCo). The groups of layers are sent first. Without arrays outside of layers (adapters) fragment 0
+    is a group of layers too.
 
     - `period`: H, steps between two sends of a fragment
     - `fragments`: P
@@ -32,6 +33,7 @@ class Schedule:
     - `layers`: number of layers
     - `pattern`: `sequential`, each fragment consecutive layers, or `strided`, every (P - 1)-th
     - `order`: the structure of each layer, see `gregale.axes.layer_stacks`; empty: one structure
+    - `only_layers`: whether all arrays have a `layers` axis
     """
 
     period: int
@@ -40,6 +42,7 @@ class Schedule:
     layers: int = 1
     pattern: str = "strided"
     order: tuple[int, ...] = ()
+    only_layers: bool = False
 
     def __post_init__(self):
         if self.period < 1:
@@ -48,6 +51,11 @@ class Schedule:
             raise UserError(
                 f"sync.delay is {self.delay} and sync.period is {self.period}: a fragment has to be applied before it "
                 f"is sent again, so the delay is at least 0 and at most {self.period - 1}."
+            )
+        if self.only_layers and self.fragments > self.layers:
+            raise UserError(
+                f"sync.fragments is {self.fragments}: adapters are in layers only, so there can be at most "
+                f"{self.layers} fragments, one for each layer."
             )
         if not 1 <= self.fragments <= self.layers + 1:
             raise UserError(
@@ -106,14 +114,20 @@ class Schedule:
         return 0 if place == self.fragments - 1 else place + 1
 
     def layers_of(self, fragment: int) -> np.ndarray:
-        """Return the layers of a fragment > 0, int32, ascending; sizes differ by at most one."""
-        groups = self.fragments - 1
+        """Return the layers of a fragment that has some, int32, ascending; sizes differ by at most one."""
+        first = 0 if self.only_layers else 1
+        groups, place = self.fragments - first, fragment - first
         if self.pattern == "strided":
-            return np.arange(fragment - 1, self.layers, groups, dtype=np.int32)
-        return np.array_split(np.arange(self.layers, dtype=np.int32), groups)[fragment - 1]
+            return np.arange(place, self.layers, groups, dtype=np.int32)
+        return np.array_split(np.arange(self.layers, dtype=np.int32), groups)[place]
 
-    def rows_of(self, fragment: int) -> dict[str, np.ndarray]:
-        """Return, for the axis of each stack, the rows of a fragment > 0 in it, int32; no stack without a row."""
+    def rows_of(self, fragment: int) -> dict[str, np.ndarray] | None:
+        """Return, for the axis of each stack, the rows of a fragment in it, int32; no stack without a row.
+
+        None: the fragment has what is outside of layers, or all arrays.
+        """
+        if self.fragments == 1 or (fragment == 0 and not self.only_layers):
+            return None
         layers = self.layers_of(fragment)
         if not self.order:
             return {LAYERS: layers}

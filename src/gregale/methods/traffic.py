@@ -152,7 +152,7 @@ class DilocoTraffic:
 
     def part(self, fragment: int) -> ParameterShape:
         """Return the sizes of a fragment under the layout of the outer parameters."""
-        return self._parts[sizes_of(self.schedule.rows_of(fragment)) if fragment else ()]
+        return self._parts[sizes_of(self.schedule.rows_of(fragment) or {})]
 
     @cached_property
     def _parts(self) -> dict[tuple, ParameterShape]:

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gregale.axes.expert_rounds import FURTHER_ROUNDS, rows_to_a_device
 from gregale.model.kernels.grouped import GroupedProducts
-
-SHARE = 1.5  # rows of a round to a device, over an even share
-MULTIPLE = 8  # of these rows
 
 
 class Sent(NamedTuple):
@@ -87,9 +85,7 @@ class Route:
         self.exchange, self.active = exchange, experts.shape[-1]
         devices, self.own = exchange.devices, exchange.experts // exchange.devices
         self.flat = experts.reshape(-1)
-        pairs = self.flat.size
-        even = -(-int(SHARE * pairs) // devices)
-        self.each = min(-(-even // MULTIPLE) * MULTIPLE, pairs)
+        self.each = rows_to_a_device(self.flat.size, devices)
         self.device = self.flat // self.own
         self.order = jnp.argsort(self.flat, stable=True).astype(jnp.int32)
         self.places = inverse(self.order)
@@ -127,7 +123,9 @@ class Route:
         def further(carry):
             return carry[0] + 1, jax.tree.map(jnp.add, carry[1], one(carry[0]))
 
-        return jax.lax.while_loop(lambda carry: carry[0] < self.rounds, further, (jnp.int32(1), one(0)))[1]
+        first = (jnp.int32(1), one(0))
+        with jax.named_scope(FURTHER_ROUNDS):
+            return jax.lax.while_loop(lambda carry: carry[0] < self.rounds, further, first)[1]
 
     def _across(self, parts: jax.Array) -> jax.Array:
         """Exchange [devices, ...]: part d goes to device d."""

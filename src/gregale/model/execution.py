@@ -50,6 +50,7 @@ class Execution:
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
+    dropout_key: jax.Array | None = None  # of what adapters drop in training; None: they drop nothing
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
     # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
@@ -114,7 +115,9 @@ class Execution:
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
         if isinstance(layer, Lora):
-            inner = self.placed(self.kernels.project(layer.lora_a, x) * layer.scale)
+            drops = layer.dropout > 0 and self.dropout_key is not None
+            seen = layer.dropped(x, self.dropout_key) if drops else x
+            inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)

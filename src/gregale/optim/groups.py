@@ -23,7 +23,7 @@ SHOWN = 4  # names in a message
 
 @dataclass(frozen=True)
 class GroupConfig(Settings):
-    """Parameters by their names, as `inspect.by_array` shows them: `embedding`, `layer.3.attention.query.weight`."""
+    """Parameters by the names that `inspect.granularity: array` shows, such as `layer.3.attention.query.weight`."""
 
     match: str = setting("*", "names: `*` any characters, `|` between alternatives", by_topic=True)
     learning_rate: float = setting(1.0, "factor of the learning rate", range=at_least(0), by_topic=True)

@@ -30,7 +30,6 @@ from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import (
-    ADAPTER,
     BESIDE,
     CONFIG,
     GENERATION,
@@ -41,7 +40,7 @@ from gregale.huggingface.folder import (
     tensors_of,
     write_json,
 )
-from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_settings, adapter_slots
+from gregale.huggingface.peft import ADAPTER_WEIGHTS, adapter_slots
 from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_template, write_tokenizer
 from gregale.huggingface.writing import (
@@ -54,9 +53,9 @@ from gregale.huggingface.writing import (
     slots_by_name,
     write_index,
 )
-from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
+from gregale.programs.runtime.adapters import write_adapter_settings
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
@@ -170,7 +169,7 @@ def main(options: ExportOptions) -> int:
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
         if options.adapter:
-            by_first(lambda: write_adapter_settings(folder, exported, slots, found.metadata["base"]["origin"]), None)
+            by_first(lambda: write_adapter_settings(folder, setup, slots, found.metadata["base"]["origin"]), None)
         else:
             by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:
@@ -316,13 +315,6 @@ def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> Non
     for problem in metrics.problems:
         say(problem)
     (folder / "README.md").write_text(model_card(exported, metrics), encoding="utf-8")
-
-
-def write_adapter_settings(folder: Path, exported: Exported, slots: list[Slot], base: str) -> None:
-    """Write adapter_config.json; `base`: the run, or the imported model, that the adapters are for."""
-    config = exported.setup.config
-    assert isinstance(config.adapter, LoraConfig)
-    write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))
 
 
 def write_chat(tokenizer: Tokenizer, folder: Path) -> None:

@@ -141,7 +141,10 @@ class TrainConfig(Settings):
     mapping: MappingConfig = setting(MappingConfig(), "the mesh axes over which arrays are split")
     model: ModelConfig = setting(LlamaConfig(), "the model's shape", fixed=SHAPE)
     adapter: AdapterConfig | None = setting(
-        None, "small weights to train beside those of start_from, which are frozen", fixed=SHAPE, by_topic=True
+        None,
+        "small weights to train beside those of start_from, which are frozen; null: none",
+        fixed=SHAPE,
+        by_topic=True,
     )
     objective: ObjectiveConfig = setting(NextTokenConfig(), "what is minimised: next_token, dpo", by_topic=True)
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")

@@ -85,15 +85,15 @@ def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -
     if window is not None:
         window = window.after(metrics.loss, metrics.grad_norm, metrics.finite, metrics.spike)
     report = StepReport(metrics, skipped, in_a_row, None if window is None else window.spikes)
-    counted = state._replace(step=state.step + 1, method=updated, skipped=skipped, skipped_in_a_row=in_a_row)
-    return counted._replace(spikes=window), report
+    counts = {"skipped": skipped, "skipped_in_a_row": in_a_row, "spikes": window}
+    return state._replace(step=state.step + 1, method=updated, **counts), report
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
     mesh = method.layout.mesh
     counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
-    windows = jax.tree.map(lambda _: counts, state.spikes)
     frozen = method.layout.shardings(state.frozen, method.layout.params)
+    windows = jax.tree.map(lambda _: counts, state.spikes)
     scalar = NamedSharding(mesh, PartitionSpec())
     return TrainState(scalar, method.shardings(state.method), counts, counts, windows, frozen=frozen)
 

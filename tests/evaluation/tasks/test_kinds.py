@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from gregale.evaluation.tasks.files import Task
-from gregale.evaluation.tasks.kinds import Pair, Question, Score
+from gregale.evaluation.tasks.kinds import Form, Pair, Question, Score
 
 
 def metrics(kind: str, *scored: tuple[list[float], int, list[int]], greedy: tuple[bool, ...] = ()) -> dict[str, float]:
     questions = tuple(Question((Pair("", ""),) * len(each), answer, "", tuple(sizes)) for each, answer, sizes in scored)
     greedy = greedy or (False,) * len(scored)
     scores = [Score(np.array(each), np.array([match])) for (each, *_), match in zip(scored, greedy, strict=True)]
-    return Task("name", kind, questions, "").metrics(scores)
+    return Task("name", kind, questions, "", Form()).metrics(scores)
 
 
 def test_the_largest_sum_and_the_largest_for_each_character():

@@ -58,6 +58,23 @@ def test_the_files_of_all_subjects_are_one_task(tmp_path):
     assert [pair.continuation for pair in task.questions[0].pairs] == [" A", " B", " C", " D"]
 
 
+def test_the_last_number_of_an_answer_is_compared(tmp_path):
+    rows = [
+        {"question": "How many?", "answer": "It is 3 * 400 = <<3*400=1200>>1200.\n#### 1,200"},
+        {"question": "And now?", "answer": "#### -7"},
+    ]
+    (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (task,) = read_tasks([f"gsm8k:{tmp_path}/test.jsonl"])
+    assert [question.prompt for question in task.questions] == [
+        "Question: How many?\nAnswer:",
+        "Question: And now?\nAnswer:",
+    ]
+    assert [question.expected for question in task.questions] == ["1200", "-7"]
+    assert task.metrics_of_answers([" So 3 and then $1,200.", "7"])["exact_match"] == 0.5
+    assert task.metrics_of_answers(["The answer is 1200", "x is -7.\n"])["exact_match"] == 1
+    assert task.metrics_of_answers(["no number", ""])["exact_match"] == 0
+
+
 def test_what_is_no_published_task_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"goal": "x", "sol1": "a", "label": 0}\n')
     with pytest.raises(UserError, match=r"a\.jsonl, line 1: no question of piqa as it is .*sol2.* goal, sol1, label"):

@@ -17,7 +17,7 @@ from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_
 from gregale.data.sources.files import read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.errors import UserError
-from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score
+from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score, extracted
 from gregale.evaluation.tasks.published import PUBLISHED, name_of
 from gregale.settings import did_you_mean, shown
 
@@ -32,6 +32,16 @@ class Task:
     kind: str  # a name of `KINDS`
     questions: tuple[Question, ...]  # one at least
     path: str  # of the file
+    form: Form
+
+    @property
+    def generates(self) -> bool:
+        """Return whether a model generates the answers."""
+        return KINDS[self.kind].generates
+
+    def metrics_of_answers(self, answers: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of generated answers by name."""
+        return KINDS[self.kind].metrics(self.questions, [extracted(each, self.form.extract) for each in answers])
 
     def metrics(self, scores: Sequence[Score]) -> dict[str, float]:
         """Return the metrics of the questions' scores by name; all NaN if any log-likelihood is NaN."""
@@ -80,17 +90,17 @@ def read_task(path: str) -> Task:
         raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
     read = KINDS[form.kind].read
     questions = tuple(read(line, form, location) for location, line in lines)
-    return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
+    return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path, form)
 
 
 def published_task(name: str, pattern: str) -> Task:
     """Return a published task with the questions of all files that match."""
-    form, paths = PUBLISHED[name], matching(pattern)
-    read, lines = KINDS[form.kind].read, (line for path in paths for line in form.lines(name, path))
-    questions = tuple(read(line, Form(form.kind), location) for location, line in lines)
+    published, paths = PUBLISHED[name], matching(pattern)
+    form, lines = published.form, (line for path in paths for line in published.lines(name, path))
+    questions = tuple(KINDS[published.kind].read(line, form, location) for location, line in lines)
     if not questions:
         raise UserError(f"{pattern}: no question of {name} is in it.")
-    return Task(name, form.kind, questions, pattern)
+    return Task(name, published.kind, questions, pattern, form)
 
 
 EXAMPLE = '{"context": "Two and three is", "choices": ["four", "five"], "answer": 1}.'

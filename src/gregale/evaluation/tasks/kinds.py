@@ -1,6 +1,7 @@
 """The kinds of tasks: the keys of a line, the texts to score, and the metrics."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ class Form:
     prefix: str = ""  # text before every context, such as solved questions
     delimiter: str = " "  # text between a context and a choice or an answer
     gap: str = "_"  # the mark that the choices of a cloze replace
+    stop: str = "\n\n"  # text that ends a generated answer
+    extract: str = ""  # regular expression: the first group of its last match is compared; empty: the whole answer
 
 
 class Pair(NamedTuple):
@@ -32,12 +35,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a file."""
+    """One line of a file: choices to score, or a prompt whose answer is generated."""
 
     pairs: tuple[Pair, ...]  # one for each choice
     answer: int  # the index of the right one
     place: str  # the file and the line, for messages
     sizes: tuple[int, ...] = ()  # the divisors of the log-likelihoods, one for each choice
+    prompt: str = ""
+    expected: str = ""  # what `extract` finds in the right answer
 
 
 class Score(NamedTuple):
@@ -52,7 +57,9 @@ class Kind:
     """`read` takes a line's object, the file's form and the location; it raises `UserError` for a wrong line."""
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
-    metrics: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]  # by the name of the metric
+    # of the scores, or with `generates` of what `extract` finds in the answers; by the name of the metric
+    metrics: Callable[[Sequence[Question], Sequence[Any]], dict[str, float]]
+    generates: bool = False
 
 
 def read_multiple_choice(line: Mapping[str, Any], form: Form, location: str) -> Question:
@@ -78,6 +85,31 @@ def read_cloze(line: Mapping[str, Any], form: Form, location: str) -> Question:
 def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Question:
     context, answer = text_of(line, "context", location), text_of(line, "answer", location)
     return Question((Pair(form.prefix + context, form.delimiter + answer),), 0, location)
+
+
+def read_exact_match(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, answer = text_of(line, "context", location), text_of(line, "answer", location)
+    expected = extracted(answer, form.extract)
+    if not expected:
+        raise UserError(f"{location}: `answer` has nothing to compare: {form.extract!r} finds nothing in it.")
+    return Question((), 0, location, prompt=form.prefix + context, expected=expected)
+
+
+def extracted(text: str, pattern: str) -> str:
+    """Return the part of an answer that is compared, without `,` and `$` and a point at its end."""
+    if not pattern:
+        return text.strip()
+    found = re.findall(pattern, text)
+    if not found:
+        return ""
+    part = next(filter(None, found[-1]), "") if isinstance(found[-1], tuple) else found[-1]
+    return re.sub(r"[,$]", "", part).strip().rstrip(".")
+
+
+def equal_answers(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+    """Return `exact_match`, the fraction of generated answers that are the expected ones."""
+    right = [question.expected == answer for question, answer in zip(questions, answers, strict=True)]
+    return mean_of("exact_match", right)
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
@@ -116,6 +148,7 @@ KINDS: dict[str, Kind] = {
     "multiple_choice": Kind(read_multiple_choice, accuracies),
     "cloze": Kind(read_cloze, accuracy),
     "greedy_match": Kind(read_greedy_match, matches),
+    "exact_match": Kind(read_exact_match, equal_answers, generates=True),
 }
 
 

@@ -16,9 +16,11 @@ from gregale.data.sources.base import BYTE_ORDER_MARK
 from gregale.data.sources.files import read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.errors import UserError
+from gregale.evaluation.tasks.kinds import Form
 from gregale.settings import did_you_mean
 
 LETTERS = "ABCD"
+NUMBER = r"-?[$0-9.,]*[0-9]"
 Row = dict[str, Any]
 
 
@@ -34,6 +36,7 @@ class Published:
     kind: str
     rows: Callable[[str], Iterator[tuple[str, Row]]]
     line: Callable[[Row], dict[str, Any]]
+    form: Form = Form()  # noqa: RUF009
 
     def lines(self, name: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield location and line of each question of a file; raise `UserError` for a row that is none of the task."""
@@ -119,6 +122,11 @@ def mmlu(row: Row) -> dict[str, Any]:
     return {"context": head + "\n".join(lines), "choices": [*LETTERS], "answer": LETTERS.index(row["answer"])}
 
 
+def gsm8k(row: Row) -> dict[str, Any]:
+    """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): the last number of the answer that a model generates."""
+    return {"context": f"Question: {row['question']}\nAnswer:", "answer": row["answer"]}
+
+
 PUBLISHED: dict[str, Published] = {
     "hellaswag": Published("multiple_choice", objects, hellaswag),
     "lambada": Published("greedy_match", objects, lambada),
@@ -126,6 +134,7 @@ PUBLISHED: dict[str, Published] = {
     "arc_challenge": Published("multiple_choice", objects, arc),
     "piqa": Published("multiple_choice", with_labels, piqa),
     "mmlu": Published("multiple_choice", csv_rows, mmlu),
+    "gsm8k": Published("exact_match", objects, gsm8k, Form(stop="Question:", extract=NUMBER)),
 }
 
 

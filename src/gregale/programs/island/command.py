@@ -43,6 +43,7 @@ from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.command import PreparedRun, prepared
 from gregale.programs.train.evaluation import Evaluation
 from gregale.programs.train.loop import Loop
@@ -67,6 +68,7 @@ T = TypeVar("T")
 # tokens, and data is leased in batches of each island's own size.
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets"),
     "batch.sequence_length",
     *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
     *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
@@ -75,17 +77,19 @@ MUST_AGREE = (
 )
 
 
-def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
+def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str], base: Base | None = None) -> str:
     """Return the settings and text that all islands must share, for an island's header.
 
     - `shards`: `shards_of` of each of the island's hosts
+    - `base`: the origin of frozen weights
     """
+    frozen = {} if base is None else {"the digest of the frozen weights": base.digest}
     hosts = {"the number of an island's hosts": str(len(shards))}
     seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
     settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
     text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
     shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
-    return to_text(hosts | settings | seconds | text | shapes)
+    return to_text(hosts | settings | seconds | text | shapes | frozen)
 
 
 def shards_of(outer: HostOuter) -> str:
@@ -185,7 +189,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, st
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses = tuple(messages_of_all(server.address))
-    agreed = agreement(setup, run.corpus, messages_of_all(shards_of(outer)))
+    agreed = agreement(setup, run.corpus, messages_of_all(shards_of(outer)), start.base)
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
     stepper = setup.stepper()

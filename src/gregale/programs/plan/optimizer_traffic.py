@@ -22,7 +22,7 @@ def optimizer_note(setup: Setup) -> str | None:
     if not found:
         return None
     axes = ", ".join(dict.fromkeys(f"`{axis}`" for each in found for axis in each.touched if axis in FAR_AXES))
-    sent = sum(each.bytes_sent * (each.times or 1) for each in found)
+    sent = sum(each.bytes_sent * each.counted for each in found)
     return (
         f"optimizer.type is {config.get_choice_name(type(config))}, whose update reduces over shards: a device sends "
         f"{sent:,.0f} bytes a step for it over {axes}, in addition to the {setup.method.bytes_sent(1):,} bytes of "

@@ -3,13 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
+import jax
+
 from gregale.audit.chips import GBIT
 from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
-from gregale.axes.parameters import parameter_count
+from gregale.axes.parameters import frozen_of, parameter_count
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
@@ -27,7 +29,8 @@ from gregale.programs.plan.shapes import (
     tree_bytes,
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
-from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.placement import choice_of
+from gregale.programs.runtime.setup import Setup, in_places
 
 
 def report_of(
@@ -57,10 +60,12 @@ def report_of(
         "chip": target.chip.name,
         "until": plan.until,
         "kernels": kernels_of(setup),
+        "experts": experts_of(setup, tokens),
         "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
+        "frozen_parameters": sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model))),
         "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
@@ -103,6 +108,15 @@ def kernels_of(setup: Setup) -> dict[str, str]:
     if not has_closed_forms(setup):
         return found
     return {**found, "embedding": "rows" if step_shape(setup).exchanges_rows else "table"}
+
+
+def experts_of(setup: Setup, tokens: int) -> dict[str, Any] | None:
+    """Return the place of experts, and the figures of a step with each place; None without experts or closed forms."""
+    if setup.config.model.experts is None or not has_closed_forms(setup):
+        return None
+    place = "exchanged" if step_shape(setup).expert_axes else "gathered"
+    choice = asdict(choice_of(*in_places(setup.config, tokens, setup.layout.mesh)))
+    return {"place": place, "auto": setup.config.mapping.leaves_experts_open, **choice}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:
@@ -202,8 +216,8 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
         here = [each for each in program.audit.collectives if each.link == link]
         times = timed.get(link)
         found[link] = {
-            "bytes": sum(each.bytes * (each.times or 1) for each in here),
-            "asynchronous": sum(each.bytes * (each.times or 1) for each in here if each.is_async),
+            "bytes": sum(each.bytes * each.counted for each in here),
+            "asynchronous": sum(each.bytes * each.counted for each in here if each.is_async),
             "seconds": None if times is None else times.seconds,
             "hidden_seconds": None if times is None else times.hidden,
             "exposed_seconds": None if times is None else times.exposed,

@@ -87,6 +87,11 @@ def search(config: TrainConfig, tokens: int, target: Target, options: SearchOpti
     setup = setup_for(config, tokens, target)
     if not has_closed_forms(setup):
         raise UserError(f"search: {lacking(setup)}, so a search has nothing to start from.")
+    if config.mapping.leaves_experts_open:
+        raise UserError(
+            "search: mapping.compute.experts is auto, which may differ between candidates. Search with null, which "
+            "gathers experts, and with data."
+        )
     configured, compiler = candidate_of(setup), _Compiler(setup, tokens, target, options)
     scored, left_out = all_candidates(setup, tokens, target, compiler.bandwidth)
     options.report(f"{len(scored)} candidates by closed forms")

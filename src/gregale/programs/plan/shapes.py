@@ -1,8 +1,10 @@
 """Provides the closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
-from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
+
+if TYPE_CHECKING:
+    from gregale.programs.runtime.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
@@ -57,7 +61,8 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
 
 def has_closed_forms(setup: Setup) -> bool:
     """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
-    return setup.config.model.closed_form_sizes() is not None and setup.config.mapping.is_default
+    config = setup.config
+    return config.model.closed_form_sizes() is not None and config.mapping.has_closed_forms and config.adapter is None
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -67,7 +72,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         UserError: the model has no closed forms, see `has_closed_forms`.
     """
     config, sizes = setup.config, setup.config.model.closed_form_sizes()
-    if sizes is None or not config.mapping.is_default:
+    if sizes is None or not has_closed_forms(setup):
         raise UserError(f"{lacking(setup)}.")
     compute = config.compute
     run = execution(compute, setup.layout, config.model)
@@ -94,8 +99,10 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 
 def lacking(setup: Setup) -> str:
     """Return the sentence, without its stop, about the closed forms that a run lacks."""
-    if not setup.config.mapping.is_default:
-        return "mapping is not the default, which the closed forms of memory and time are for"
+    if setup.config.adapter is not None:
+        return "there is an adapter, and the closed forms of memory and time are for models without frozen weights"
+    if not setup.config.mapping.has_closed_forms:
+        return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     kind = setup.config.model.get_choice_name(type(setup.config.model))
     return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
@@ -105,12 +112,14 @@ class Bytes:
     """Bytes of a run's trees on one device, exactly, from their shardings.
 
     - `parameters`, `optimizer`: for DiLoCo the replica's own
+    - `frozen`: weights beside adapters
     - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
     - `counters`: all else in the state, such as counts of steps and tokens, and other trees of a method
     - `gradients`: the buffers that sum microbatches
     """
 
     parameters: int
+    frozen: int
     optimizer: int
     outer_parameters: int
     outer_optimizer: int
@@ -122,7 +131,7 @@ class Bytes:
     def state(self) -> int:
         """Return the bytes of the state between steps."""
         outer = self.outer_parameters + self.outer_optimizer
-        return self.parameters + self.optimizer + outer + self.counters
+        return self.parameters + self.frozen + self.optimizer + outer + self.counters
 
     @property
     def arguments(self) -> int:
@@ -133,9 +142,11 @@ def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     trees = dict.fromkeys(TREES, 0)
     trees |= {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items() if name in trees}
+    frozen = bytes_on_device(state.frozen)
     return Bytes(
         **trees,
-        counters=bytes_on_device(state) - sum(trees.values()),
+        frozen=frozen,
+        counters=bytes_on_device(state) - sum(trees.values()) - frozen,
         gradients=bytes_on_device(setup.layout.abstract(trainable(setup.model), setup.layout.params)),
         batch=bytes_on_device(abstract_batch(setup)),
     )
@@ -178,11 +189,12 @@ def estimated_link_bytes(setup: Setup) -> dict[str, float] | None:
     traffic = setup.method.traffic(step)
     if traffic is None or not has_closed_forms(setup):
         return None
-    sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
+    sent, joins = sent_by_link(step_transfers(setup, ACCELERATOR), step), sent_by_link(traffic.joins(), step)
     return {link: count + joins[link] / traffic.period for link, count in sent.items()}
 
 
-def _sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+def sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, float]:
+    """Return the bytes that a device sends inside a slice, and between slices."""
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
     for transfer in transfers:
         sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)

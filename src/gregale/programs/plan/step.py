@@ -17,6 +17,7 @@ from gregale.audit.pallas_cost import Kernels
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
+from gregale.axes.expert_rounds import FURTHER_ROUNDS
 from gregale.axes.mesh import make_mesh
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.loss import AGAIN
@@ -127,7 +128,7 @@ def _read(setup: Setup, target: Target, outcome: Outcome, lowering: Lowering) ->
 
 def known_trips(setup: Setup) -> dict[str, int]:
     """Return the trip counts, by scope, of loops whose counts a compiled program may lack."""
-    return {"microbatches": setup.config.batch.microbatches, AGAIN: 0}
+    return {"microbatches": setup.config.batch.microbatches, AGAIN: 0, FURTHER_ROUNDS: 0}
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Plan:
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for program in self.programs.values():
             for collective in program.audit.collectives:
-                sent[collective.link] += program.share * collective.bytes_sent * (collective.times or 1)
+                sent[collective.link] += program.share * collective.bytes_sent * collective.counted
         return sent
 
     def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:

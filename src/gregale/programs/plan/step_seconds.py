@@ -4,10 +4,13 @@ Both compare settings of one model on the same devices: transfers count on the l
 not predict, because products run at the chip's peak.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +28,10 @@ from gregale.programs.plan.shapes import (
     estimated_work,
     step_transfers,
 )
-from gregale.programs.plan.step import Plan
-from gregale.programs.runtime.setup import Setup
+
+if TYPE_CHECKING:
+    from gregale.programs.plan.step import Plan
+    from gregale.programs.runtime.setup import Setup
 
 # Transfers of which the compilers' default options start most beside products (docs/tpu.md, docs/gpu.md).
 BEHIND_PRODUCTS = ("weights", "gradients")
@@ -61,7 +66,7 @@ def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
     rate, grid = link_rates(target.chip, target.devices_a_chip, bandwidth)[INSIDE], _grid(plan.setup, target)
 
     def total(some: Iterable[Collective]) -> float:
-        return sum((each.times or 1) * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
+        return sum(each.counted * ((grid and grid.seconds(each)) or each.bytes_sent / rate) for each in some)
 
     inside = [each for each in plan.step.audit.collectives if each.link == INSIDE]
     sent, hidden = total(inside), total(each for each in inside if each.is_async)

@@ -12,6 +12,7 @@ from gregale.terminal import Console
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {
     "parameters": "parameters",
+    "frozen": "frozen weights",
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
@@ -69,16 +70,37 @@ def _head(report: dict[str, Any], console: Console) -> None:
     kernels = report["kernels"]
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     active = report["active_parameters"]
+    frozen = report["frozen_parameters"]
+    beside = f" beside {frozen:,} frozen ones" if frozen else ""
     of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
     console.print(
-        f"{report['name']}: {report['parameters']:,} parameters{of_a_token} on {report['devices']} devices "
+        f"{report['name']}: {report['parameters']:,} parameters{of_a_token}{beside} on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{_flops(report)}\n"
         f"Rules of differentiation: {others}"
     )
+    if report["experts"] is not None:
+        console.print(experts_line(report["experts"]))
     if report["compiler_options"]:
         options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
         console.print(f"Compiler options: {options}")
+
+
+def experts_line(found: dict[str, Any]) -> str:
+    """Return the line about the place of experts, with a step in closed form for both places."""
+
+    def figures(place: str) -> str:
+        if found[place] is None:
+            return f"{place}: {found['refused']}"
+        seconds, peak, sent = (found[place][key] for key in ("seconds", "peak", "sent"))
+        return f"{place} {seconds:.4g} s, peak {size(peak)}, {size(sent)} sent inside a replica"
+
+    place, other = ("gathered", "exchanged") if found["place"] == "gathered" else ("exchanged", "gathered")
+    why = "the fastest that fits" if found["auto"] else "as configured"
+    return (
+        f"Experts: {place}, {why}. By closed forms for {found['chip']}, with one round of an exchange (more depend on "
+        f"the routing): {figures(place)}; {figures(other)}"
+    )
 
 
 def _flops(report: dict[str, Any]) -> str:
@@ -137,7 +159,8 @@ def _collectives(name: str, collectives: list[dict[str, Any]], console: Console)
             continue
         inside = "/".join(each["loop"]) or "-"
         axes = ", ".join(each["axes"]) or "-"
-        key = (each["kind"], each["dtype"], axes, each["link"], inside, str(each["times"] or "?"))
+        times = "?" if each["times"] is None else str(each["times"])
+        key = (each["kind"], each["dtype"], axes, each["link"], inside, times)
         counts[key] += 1
         payloads[key] += each["bytes"]
     rows = [(*key, str(counts[key]), size(payloads[key])) for key in counts]

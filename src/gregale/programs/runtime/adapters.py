@@ -10,8 +10,8 @@ from gregale.axes.layout import is_named
 from gregale.axes.parameters import trainable
 from gregale.errors import UserError
 from gregale.huggingface.families import Family, family_that_has
-from gregale.huggingface.folder import ADAPTER, CONFIG, read_json
-from gregale.huggingface.peft import adapter_slots, read_adapters
+from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
+from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, path_of, slots_of
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import LlamaConfig
@@ -71,3 +71,10 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
 
 def slots_of_adapters(setup: Setup, family: Family) -> list[Slot]:
     return adapter_slots(slots_of(setup.base, family), setup.model)
+
+
+def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
+    """Write adapter_config.json; `base`: the run, or the imported model, that the adapters are for."""
+    config = setup.config
+    assert isinstance(config.adapter, LoraConfig)
+    write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

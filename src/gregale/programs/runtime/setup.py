@@ -11,22 +11,23 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
 
-from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout, is_named
+from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
+from gregale.axes.mapping import EXCHANGED
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import buffers_of, frozen_of, holding, parameter_count, with_arrays
+from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
-from gregale.model.adapter_config import LoraConfig
-from gregale.model.adapters import adapted
-from gregale.model.compute_config import DTYPES, CompilerOptions
+from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.objectives.base import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
+from gregale.programs.runtime.initial_model import dropping, initial_model, with_adapters
+from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
@@ -193,6 +194,29 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Raises `UserError` for values that contradict one another.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if not config.mapping.leaves_experts_open:
+        return _placed(config, tokens, mesh)
+    gathered, exchanged = in_places(config, tokens, mesh)
+    exchanges = choice_of(gathered, exchanged).exchanges
+    return exchanged if exchanges and isinstance(exchanged, Setup) else gathered
+
+
+def in_places(config: TrainConfig, tokens: int, mesh: Mesh) -> tuple[Setup, Setup | UserError]:
+    """Return the setups of a configuration with its experts gathered and exchanged; for the second perhaps an error."""
+
+    def one(place: str | None) -> Setup:
+        mapping = replace(config.mapping, compute={**config.mapping.compute, EXPERTS: place})
+        return replace(_placed(replace(config, mapping=mapping), tokens, mesh), config=config)
+
+    gathered = one(None)
+    try:
+        return gathered, one(EXCHANGED)
+    except UserError as error:
+        return gathered, error
+
+
+def _placed(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+    """Return the setup of a configuration that says where experts lie."""
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     kind = config.model.get_choice_name(type(config.model))
@@ -209,21 +233,6 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     callbacks = tuple(built(each) for each in config.callbacks)
     methods = methods_of(config, parts_of(config, model, layout, callbacks))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen, callbacks)
-
-
-def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
-    """Return the model before the first step; with an adapter, frozen weights are marked, in the compute dtype."""
-    if config.adapter is None:
-        return config.model.init(Vocab, key)
-    model = with_adapters(config, config.model.init(Vocab, key), key)
-    dtype = DTYPES[config.compute.dtype]
-    return holding(model, jax.tree.map(lambda weight: weight.astype(dtype), frozen_of(model), is_leaf=is_named))
-
-
-def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
-    """Return a model with new adapters, and with marks on its own weights."""
-    assert isinstance(config.adapter, LoraConfig)
-    return adapted(model, config.adapter, jax.random.fold_in(key, 1))
 
 
 def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
@@ -286,9 +295,13 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     of_model = isinstance(config.objective, NextTokenConfig)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
+
+    def loss(model, batch):
+        return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective)
+
     return Psdp(
         model=model,
-        loss=lambda model, batch: checked_loss(config.model, model, batch, in_loop, config.objective),
+        loss=loss,
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,

@@ -10,11 +10,15 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.evaluation.tasks.kinds import Pair, Score
+from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.sample.sampler import MAX_BATCH, Sampler, beside_training
+from gregale.programs.sample.text_format import TextFormat
 from gregale.runs.run_directory import RunDirectory
 
 ERROR = "_stderr"
+ANSWER = 256  # tokens of a generated answer at most
 
 
 class TaskEvaluation:
@@ -26,9 +30,13 @@ class TaskEvaluation:
     """
 
     def __init__(self, setup: Setup, tasks: Sequence[Task], tokenizer: Tokenizer, start: Sequence[int]):
-        self._tasks = tasks
+        self._tasks = [task for task in tasks if not task.generates]
+        self._generated = [task for task in tasks if task.generates]
+        if self._generated:
+            form = TextFormat(tokenizer, tuple(start))
+            self._sampler = Sampler(setup, form, beside_training(setup))
         places: dict[Pair, str] = {}
-        for question in (question for task in tasks for question in task.questions):
+        for question in (question for task in self._tasks for question in task.questions):
             for pair in question.pairs:
                 places.setdefault(pair, question.place)
         self._numbers = {pair: number for number, pair in enumerate(places)}
@@ -37,6 +45,7 @@ class TaskEvaluation:
         for place, continuation in zip(places.values(), self._continuations, strict=True):
             check_scored(place, continuation.scored, self._scorer.context)
         tokens = hashlib.sha256(b"".join(each.tokens.tobytes() for each in self._continuations))
+        tokens.update(repr([task.questions for task in self._generated]).encode())
         if len(set(messages_of_all(tokens.hexdigest()))) > 1:
             raise UserError("evaluation.tasks: the files are not the same on all hosts of the run. Copy them anew.")
 
@@ -46,11 +55,29 @@ class TaskEvaluation:
         - `at_batch(done, total)`: called for each batch
         """
         found = self._scorer(model, self._continuations, at_batch)
-        metrics = {}
+        metrics = self._of_answers(model, at_batch)
         for task in self._tasks:
             numbers = [[self._numbers[pair] for pair in question.pairs] for question in task.questions]
             scores = [Score(found.log_likelihoods[its], found.greedy[its]) for its in numbers]
             metrics |= {f"{metric}.{task.name}": value for metric, value in task.metrics(scores).items()}
+        return metrics
+
+    def _of_answers(self, model, at_batch: Callable[[int, int], None]) -> dict[str, float]:
+        """Return the metrics of the tasks whose answers a model generates, the likeliest token each time."""
+        if not self._generated:
+            return {}
+        ready, metrics = self._sampler.prepared(model), {}
+        total, done = sum(len(task.questions) for task in self._generated), 0
+        for task in self._generated:
+            answers = []
+            for first in range(0, len(task.questions), MAX_BATCH):
+                prompts = [question.prompt for question in task.questions[first : first + MAX_BATCH]]
+                at_batch(done + first, total)
+                found = self._sampler.texts(ready, prompts, ANSWER, Sampling(temperature=0), [task.form.stop])
+                answers += [text.partition(task.form.stop)[0] for text in found]
+            done += len(answers)
+            metrics |= {f"{name}.{task.name}": value for name, value in task.metrics_of_answers(answers).items()}
+        at_batch(total, total)
         return metrics
 
     @property
@@ -99,12 +126,14 @@ def evaluation_on(
 
     Also report the names of special tokens that the tasks have as plain text.
     """
-    texts = ["".join(pair) for task in tasks for question in task.questions for pair in question.pairs]
+    questions = [question for task in tasks for question in task.questions]
+    texts = ["".join(pair) for question in questions for pair in question.pairs]
+    texts += [question.prompt for question in questions]
     if note := taken_as_text(counter_of_names(tokenizer)(texts), "the tasks", "parse_special"):
         report(note)
     evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
     for task in tasks:
-        if count := evaluation.cut[task.name]:
+        if count := evaluation.cut.get(task.name):
             total = f"{count:,} of {len(task.questions):,}"
             report(f"{task.name}: questions longer than the model's context, which are cut on the left: {total}.")
     return evaluation

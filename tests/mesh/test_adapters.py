@@ -1,0 +1,203 @@
+"""Adapters on a mesh: what the compiled step sends and multiplies, and DiLoCo beside a plain loop."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+from haliax.nn import Linear
+
+from gregale.audit import audit
+from gregale.axes.layout import LORA_RANK
+from gregale.axes.mesh import make_mesh
+from gregale.errors import UserError
+from gregale.huggingface.tensor_names import parameters_of
+from gregale.model.lora import Lora
+from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.plan.step import known_trips
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+from tests.mesh.support import one_device, placed, token_batch
+
+EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
+ROWS, POSITIONS = 8, 32
+FROZEN = (EMBED * HEADS, EMBED * MLP, EMBED * VOCABULARY)  # values of the frozen matrices of a layer, and of tables
+ADAPTERS = {"type": "lora", "rank": RANK, "targets": ["query", "down"]}
+QUERY, DOWN = RANK * (EMBED + HEADS), RANK * (MLP + EMBED)  # values of the factors in a layer
+
+
+@cache
+def setup_of(mesh: tuple[int, int, int], adapted: bool = True, **changes: Any) -> Setup:
+    replica, data, model = mesh
+    config = {
+        "name": "adapters",
+        "steps": 4,
+        "cpu_devices": 8,
+        "start_from": "the tests make the model",
+        "mesh": {"replica": replica, "data": data, "model": model},
+        "model": {"layers": LAYERS, "hidden": EMBED, "heads": 2, "kv_heads": 2, "head_size": 12, "mlp": MLP},
+        "adapter": ADAPTERS if adapted else None,
+        "compute": {"dtype": "float32"},
+        "batch": {"size": changes.pop("rows", ROWS), "sequence_length": POSITIONS},
+        "optimizer": {"learning_rate": 1e-2, "schedule": {"type": "constant", "warmup": 0}},
+        "data": {"sources": {"none": {"type": "text", "files": ["none"]}}},
+    }
+    arguments = [f"--{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    loaded = load(TrainConfig, config, arguments)
+    return set_up(loaded, VOCABULARY, make_mesh(loaded.mesh, jax.devices()[: loaded.mesh.device_count]))
+
+
+@cache
+def base():
+    setup = setup_of((1, 1, 1))
+    return jax.device_get(jax.jit(lambda key: setup.config.model.init(setup.Vocab, key))(jax.random.key(0)))
+
+
+def first_state(setup: Setup):
+    return setup.state_from(placed(base(), setup.layout, setup.layout.params))
+
+
+def batch_of(setup: Setup, step: int, rows: slice = slice(None)):
+    whole = token_batch(ROWS, POSITIONS, VOCABULARY, step)
+    cut = {name: hax.named(array.array[rows], setup.batch_axes) for name, array in whole.items()}
+    return placed(cut, setup.layout, setup.layout.compute)
+
+
+@cache
+def compiled(adapted: bool) -> tuple[Setup, str]:
+    setup = setup_of((2, 2, 1), adapted)
+    with hax.axis_mapping({}):
+        lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
+    return setup, lowered.compile().as_text()
+
+
+def products(text: str) -> set[int]:
+    """The numbers of values of all products of a program."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(", text)
+    assert shapes
+    return {prod(map(int, shape.split(","))) for shape in shapes}
+
+
+def gradients_of_frozen(text: str) -> set[int]:
+    parts = {values // split for values in FROZEN for split in (1, 2)}
+    return products(text) & parts
+
+
+def test_no_product_and_no_sum_has_the_size_of_a_frozen_gradient():
+    setup, text = compiled(True)
+    assert not gradients_of_frozen(text)
+    assert gradients_of_frozen(compiled(False)[1]), "the check finds gradients where there are some"
+    found = audit(text, setup.layout.mesh, known_trips(setup)).collectives
+    sizes = {prod(shape) for each in found if "reduce" in each.kind and each.touched for shape in each.shapes}
+    assert max(sizes) <= max(QUERY, DOWN) < min(FROZEN)
+
+
+def test_replicas_send_adapters_only():
+    setup, text = compiled(True)
+    found = audit(text, setup.layout.mesh, known_trips(setup)).collectives
+    between = [each for each in found if "replica" in each.touched]
+    sent = sum(each.bytes_sent * (each.times or 1) for each in between if each.bytes > 64)
+    expected = 2 * (1 / 2) * 4 * LAYERS * (QUERY + DOWN) / 2  # both phases on 2 replicas, float32, over data 2
+    assert sent == setup.method.bytes_sent(1) == expected
+    assert Counter(each.kind for each in between if each.bytes > 64) == {"reduce-scatter": 4, "all-gather": 4}
+    state = setup.abstract_state().method
+    moments = [leaf.size for leaf in jax.tree.leaves(state.sharded) if leaf.ndim]
+    assert sum(moments) == 2 * LAYERS * (QUERY + DOWN)
+
+
+@pytest.mark.parametrize("gather", ["per_layer", "per_step"])
+def test_loss_and_gradients_equal_those_of_one_device(gather):
+    losses, moments = [], []
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        setup = setup_of(mesh, compute__gather=gather, batch__microbatches=2)
+        state, step = first_state(setup), setup.stepper()
+        found = []
+        for number in (1, 2):
+            state, report = step(state, batch_of(setup, number), number)
+            found.append((float(report.metrics.loss), float(report.metrics.grad_norm)))
+        losses.append(found)
+        moments.append(jax.device_get(state.method.parameters))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert losses[0][0][1] > 0, "both factors zero would have no gradient"
+    for (name, one), (_, other) in zip(*(parameters_of(tree).items() for tree in moments), strict=True):
+        np.testing.assert_allclose(one.array, other.array, atol=2e-5, err_msg=name)
+
+
+def test_diloco_equals_a_plain_loop():
+    setup = setup_of((2, 1, 1), sync="{type: diloco, period: 2}")
+    state, step = first_state(setup), setup.stepper()
+    for number in (1, 2):
+        state, _ = step(state, batch_of(setup, number), number)
+    alone = setup_of((1, 1, 1), rows=ROWS // 2)
+    start = jax.device_get(first_state(alone).method.parameters)
+    ends, weights, one_step = [], [], alone.stepper()
+    for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
+        own, seen = first_state(alone), 0.0
+        for number in (1, 2):
+            own, report = one_step(own, batch_of(alone, number, rows), number)
+            seen += float(report.metrics.weight)
+        ends.append(jax.device_get(own.method.parameters))
+        weights.append(seen)
+    assert weights[0] != weights[1]
+    outer = jax.device_get(setup.method.outer_parameters(state.method))
+    trees = [parameters_of(tree) for tree in (start, *ends, outer)]
+    for name in trees[0]:
+        theta, *own, found = (tree[name].array for tree in trees)
+        average = np.average(own, axis=0, weights=weights)
+        expected = theta - 0.7 * 1.9 * (theta - average)  # Nesterov's first step, with a momentum of 0.9
+        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "sync", ["{type: streaming_diloco, period: 4, fragments: 2, delay: 1}", "{type: diloco, period: 2}"]
+)
+def test_fragments_and_codecs_send_adapters(sync):
+    setup = setup_of((2, 1, 1), sync=sync, reduce__codec="int4")
+    state, step = first_state(setup), setup.stepper()
+    before = jax.device_get(setup.method.outer_parameters(state.method))
+    for number in range(1, 7):
+        state, report = step(state, batch_of(setup, number % 3), number)
+    assert np.isfinite(float(np.mean(report.metrics.loss)))
+    after = parameters_of(jax.device_get(setup.method.outer_parameters(state.method)))
+    for name, leaf in parameters_of(before).items():
+        moved = np.abs(leaf.array - after[name].array)
+        assert (moved.reshape(LAYERS, -1).max(axis=1) > 0).all(), name
+
+
+def test_targets_in_experts_are_refused():
+    experts = "{experts: {count: 4, active: 2, width: 16}}"
+    setup_of((1, 1, 1), model=experts, adapter="{targets: [query]}")
+    with pytest.raises(UserError, match="names 'gate', and experts have no adapters"):
+        setup_of((1, 1, 1), model=experts, adapter="{targets: [query, gate]}")
+
+
+def test_dropout_takes_a_share_of_the_inputs_of_a_in_training_only():
+    In, Out, run = Axis("embed", 64), Axis("mlp", 64), one_device()
+    same = hax.named(np.eye(64, dtype=np.float32), ("embed", "mlp"))
+    plain = Linear(hax.zeros((In, Out)), None, In, Out)
+    found = []
+    for scale in (1.0, 1.0, 2.0):
+        a = Linear(same.rename({"mlp": LORA_RANK}) * scale, None, In, Axis(LORA_RANK, 64))
+        b = Linear(same.rename({"embed": LORA_RANK}) / scale, None, Axis(LORA_RANK, 64), Out)
+        layer = Lora(plain.weight, None, In, Out, lora_a=a, lora_b=b, scale=3.0, dropout=0.25)
+        x = hax.ones((Axis("batch", 8), Axis("position", 8), In))
+        np.testing.assert_array_equal(run.project(layer, x).array, 3.0)
+        found.append(replace(run, dropout_key=jax.random.key(1)).project(layer, x).array)
+    assert set(np.unique(found[0])) == {0.0, np.float32(4.0)}
+    assert np.mean(found[0] == 0) == pytest.approx(0.25, abs=0.03)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.mean(found[0] != found[2]) > 0.3, "another A drops other values"
+    setup = setup_of((2, 1, 1), adapter="{targets: [query], dropout: 0.5}")
+    step = setup.stepper()
+    losses = [float(step(first_state(setup), batch_of(setup, 1), 1)[1].metrics.grad_norm) for _ in range(2)]
+    without = setup_of((2, 1, 1), adapter="{targets: [query], dropout: 0.0}")
+    other = float(without.stepper()(first_state(without), batch_of(without, 1), 1)[1].metrics.grad_norm)
+    assert losses[0] == losses[1] != other
