@@ -1,4 +1,4 @@
-"""DPO against plain torch with PEFT, on one device and on a mesh; runs that train and evaluate on pairs."""
+"""DPO against plain torch, on one device and on a mesh; runs that train and evaluate on pairs."""
 
 import json
 import math
@@ -27,8 +27,9 @@ from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
 
-torch, peft = Package("torch"), Package("peft")
+torch, safetensors = Package("torch"), Package("safetensors.torch")
 PAIRS, POSITIONS, BETA = 4, 16, 0.3
+RANK, ALPHA = 4, 8.0
 SOURCE = {"type": "chat", "files": ["pairs.jsonl"], "form": "pairs", "packing": "pad"}
 
 
@@ -57,7 +58,7 @@ def setup_of(imported: Path, mesh: tuple[int, int, int], microbatches: int, *opt
         "cpu_devices": 8,
         "model": config["model"] | {"row_multiple": 8},
         "mesh": {"replica": replica, "data": data, "model": model},
-        "adapter": {"rank": 4, "alpha": 8.0, "start_from": str(imported.parent / "peft")},
+        "adapter": {"rank": RANK, "alpha": ALPHA, "start_from": str(imported.parent / "peft")},
         "objective": {"type": "dpo", "beta": BETA},
         "compute": {"dtype": "float32", "loss_block": 8},
         "batch": {"size": 2 * PAIRS, "sequence_length": POSITIONS, "microbatches": microbatches},
@@ -68,36 +69,52 @@ def setup_of(imported: Path, mesh: tuple[int, int, int], microbatches: int, *opt
     return set_up(loaded, load_tokenizer(imported).vocabulary_size, make_mesh(loaded.mesh, devices))
 
 
-def of_torch(model: Any) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+class Twin:
+    """A model of torch with plain LoRA, whose factors are both not zero."""
+
+    def __init__(self, model: Any):
+        self.model, self.scale, self.factors = model.requires_grad_(False), ALPHA / RANK, {}
+        torch.manual_seed(2)
+        for name, layer in model.named_modules():
+            if name.endswith(("q_proj", "v_proj")):
+                a, b = torch.randn(RANK, layer.in_features) / 4, torch.randn(layer.out_features, RANK) / 4
+                self.factors |= {f"base_model.model.{name}.lora_{x}.weight": each for x, each in (("A", a), ("B", b))}
+                layer.register_forward_hook(lambda _, given, out, a=a, b=b: out + self.scale * given[0] @ a.T @ b.T)
+        for factor in self.factors.values():
+            factor.requires_grad_()
+
+
+def of_torch(twin: Twin) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
     """The loss summed over pairs, the rewards [row], and the gradients of the mean loss, as the paper has them."""
     batch = {name: torch.tensor(array) for name, array in arrays().items()}
 
     def log_probs():
-        logs = torch.log_softmax(model(batch["tokens"].long()).logits, -1)
+        logs = torch.log_softmax(twin.model(batch["tokens"].long()).logits, -1)
         at_target = torch.gather(logs, 2, batch["targets"].long()[..., None])[..., 0]
         return (at_target * batch["loss_mask"]).sum(1)
 
-    with torch.no_grad(), model.disable_adapter():
-        reference = log_probs()
+    scale, twin.scale = twin.scale, 0.0
+    reference = log_probs().detach()
+    twin.scale = scale
     rewards = BETA * (log_probs() - reference)
     loss = -torch.nn.functional.logsigmoid(rewards[::2] - rewards[1::2]).sum()
-    (loss / PAIRS).backward()
-    gradients = {key.replace(".default", ""): value.grad for key, value in model.named_parameters() if "lora" in key}
-    return float(loss), rewards.detach().numpy(), {key: value.numpy() for key, value in gradients.items()}
+    gradients = torch.autograd.grad(loss / PAIRS, list(twin.factors.values()))
+    return (
+        loss.item(),
+        rewards.detach().numpy(),
+        {key: x.numpy() for key, x in zip(twin.factors, gradients, strict=True)},
+    )
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory) -> tuple[Any, Path]:
-    """A model of PEFT whose factors are both not zero, and the same imported."""
+def twins(tmp_path_factory) -> tuple[Twin, Path]:
+    """A model of torch, and the same imported, beside a folder of its adapters."""
     folder = tmp_path_factory.mktemp("twins")
-    theirs = made("llama2", folder / "hub")
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    theirs = peft.get_peft_model(theirs, settings)
-    with torch.no_grad():
-        for key, value in theirs.named_parameters():
-            if "lora_B" in key:
-                value.add_(0.3 * torch.randn_like(value))
-    theirs.save_pretrained(folder / "peft")
+    theirs = Twin(made("llama2", folder / "hub"))
+    (folder / "peft").mkdir()
+    safetensors.save_file(theirs.factors, folder / "peft" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "peft" / "adapter_config.json").write_text(json.dumps(settings))
     assert main(["import", str(folder / "hub"), str(folder / "mine")]) == 0
     return theirs, folder / "mine"
 
@@ -124,14 +141,14 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, mesh, microbatch
     setup = setup_of(imported, mesh, microbatches)
     state = started_state(setup, load_tokenizer(imported), Base.of(setup.config))
     loss, weight, named, gradients = summed(setup, state)
-    theirs.zero_grad()
     expected, rewards, wanted = of_torch(theirs)
-    np.testing.assert_allclose((loss, weight), (expected, PAIRS), atol=1e-5)
+    assert weight == PAIRS
+    np.testing.assert_allclose(loss / PAIRS, expected / PAIRS, atol=1e-5)
     margins = rewards[::2] - rewards[1::2]
     assert np.abs(margins).max() > 0.1
     figures = (margins, margins > 0, rewards[::2], rewards[1::2])
     names = [f"reward_{name}" for name in ("margin", "accuracy", "chosen", "rejected")]
-    np.testing.assert_allclose([named[name] for name in names], [each.sum() for each in figures], atol=1e-5)
+    np.testing.assert_allclose([named[name] / PAIRS for name in names], [each.mean() for each in figures], atol=1e-5)
     for slot in slots_of_adapters(setup, family_of(setup, find_run(str(imported)))):
         for key, place in slot.tensors().items():
             value = slot.as_parameter(wanted.pop(key))
@@ -176,8 +193,8 @@ def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypa
         "name": "tuned",
         "steps": 12,
         "start_from": str(twins[1]),
-        "model": keys["model"],
-        "mesh": {"replica": 2, "data": 2},
+        "model": keys["model"] | {"row_multiple": 8},
+        "mesh": {"replica": 2, "data": 2, "model": 2},
         "cpu_devices": 8,
         "adapter": {"rank": 4},
         "objective": {"type": "dpo"},
