@@ -17,6 +17,7 @@ from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
 from gregale.huggingface.tensor_names import parameters_of
+from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
 from gregale.programs.runtime.adapters import family_of, slots_of_adapters
 from gregale.programs.runtime.setup import Setup, set_up
@@ -215,6 +216,7 @@ def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
     assert np.abs(merged - before).max() > 1e-2
     trained = open_trained("tuned", None, 1)
     named = {key: of_batch(array) for key, array in batch_of(0).items()}
+    assert isinstance(trained.model, Llama)
     found = trained.model.logits(named, trained.setup.evaluation_execution()).rearrange(("batch", "position", "vocab"))
     np.testing.assert_allclose(found.array[..., :VOCABULARY], beside, atol=1e-4)
 

@@ -115,8 +115,8 @@ class Execution:
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
         if isinstance(layer, Lora):
-            drops = layer.dropout > 0 and self.dropout_key is not None
-            seen = layer.dropped(x, self.dropout_key) if drops else x
+            key = self.dropout_key if layer.dropout > 0 else None
+            seen = x if key is None else layer.dropped(x, key)
             inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":

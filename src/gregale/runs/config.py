@@ -15,8 +15,7 @@ from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
-from gregale.objectives.base import NextTokenConfig, ObjectiveConfig
-from gregale.objectives.dpo import DpoConfig as DpoConfig  # registers the type
+from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole

@@ -10,7 +10,7 @@ from gregale.errors import UserError, plugin_errors
 from gregale.model.base import ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
-from gregale.objectives.base import NextTokenConfig, ObjectiveConfig, Passes
+from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
 from gregale.tracking.metrics import metric_of
 
 NEXT_TOKEN = NextTokenConfig()

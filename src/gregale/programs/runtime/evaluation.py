@@ -18,7 +18,7 @@ from gregale.data.preparation import Corpus, source_rows
 from gregale.data.tokenizer_training import naming
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
-from gregale.objectives.base import NextTokenConfig
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.checked_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.setup import Setup

@@ -24,7 +24,7 @@ from gregale.methods.psdp import Psdp, identity
 from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
-from gregale.objectives.base import NextTokenConfig
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import dropping, initial_model, with_adapters
 from gregale.programs.runtime.placement import choice_of

@@ -30,7 +30,7 @@ from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
 from gregale.model.adapters import merged_weight
-from gregale.objectives.base import NextTokenConfig
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs import run_paths
