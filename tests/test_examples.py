@@ -66,7 +66,7 @@ def test_orpo_is_the_paper_s_loss_of_pairs():
     with plugins_from(EXAMPLES):
         from orpo import OrpoConfig  # type: ignore[import-not-found]
     model, batch, run = small_model(), token_batch(6, uneven=False), one_device()
-    mask = batch["loss_mask"].array.copy()
+    mask = np.array(batch["loss_mask"].array)
     mask[:, :3], mask[5] = 0, 0  # the last pair has an answer without tokens
     batch["loss_mask"] = hax.named(mask, ("batch", "position"))
 
