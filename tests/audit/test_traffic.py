@@ -15,6 +15,7 @@ from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, s
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
+from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
@@ -54,6 +55,7 @@ SPREAD = {
         *((2, 2, 2), 1, {"remat": "context", "matmul": "int8"}),
         {"experts": replace(EXPERTS, shared=24), "norms": "after"},
     ),
+    "gpt-oss": ((2, 2, 2), 2, {"dtype": "bfloat16", "remat": "full"}),
     "experts, exchanged, norms after, tied": (
         *((2, 2, 2), 1, {"remat": "full"}),
         {"experts": replace(EXPERTS, shared=24, shared_gate=True), "norms": "after"},
@@ -83,6 +85,9 @@ SPREAD = {
 @pytest.mark.parametrize("name", ["the quickstart itself", *SPREAD])
 def test_closed_form_is_what_the_compiled_step_sends(name):
     setup = small_setup(*SPREAD[name]) if name in SPREAD else set_up(load(TrainConfig, QUICKSTART), 257)
+    if name == "gpt-oss":
+        model = GptOssConfig(layers=4, hidden=32, heads=8, kv_heads=4, vocabulary=320, experts=EXPERTS)
+        setup = set_up(replace(setup.config, model=model), 257, setup.layout.mesh)
     with captured_compiler_warnings() as warnings:
         found = audited(setup)
     assert not warnings.rematerializations

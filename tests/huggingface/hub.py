@@ -74,6 +74,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 1,
     }),
+    "gpt_oss": ("gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "intermediate_size": 64,
+        "rope_parameters": YARN | {"truncate": False},
+    }),
+    "gpt_oss_plain": ("gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 7,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
 }  # fmt: skip
 
 
@@ -96,9 +104,12 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") ->
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norms away from 0 and 1, where a mistake in them would not show
+        for key, parameter in model.named_parameters():
+            # Biases, sinks and norms away from 0 and 1, where a mistake in them would not show.
+            if parameter.ndim == 1 or "bias" in key:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if model_type == "gpt_oss" and key.endswith("gate_up_proj"):  # so that gates are clipped
+                parameter.mul_(3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.2 * torch.randn_like(buffer))

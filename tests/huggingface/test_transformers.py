@@ -68,7 +68,7 @@ def gradient_of(parameters: dict[str, Any], name: str) -> np.ndarray:
     return np.split(parameters[f"{stack}.gate_up_proj"].grad[int(expert)].numpy(), 2)[kind in ("up_proj", "w3")]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama2"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama2", "gpt_oss_plain")])
 def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
     torch = pytest.importorskip("torch")
     theirs = made(name, tmp_path)

@@ -24,7 +24,7 @@ from gregale.model.execution import Execution
 from gregale.model.experts import Experts
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.model.kernels.grouped import BLOCKED
-from gregale.model.routing import choose
+from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
@@ -241,7 +241,8 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
 def test_of_experts_with_equal_scores_the_first_are_taken():
     x = NamedArray(jnp.ones((1, 2, 16)), AXES)
     router = NamedArray(jnp.zeros((16, 8)), ("embed", "router"))
-    choice, _, scores = choose(x, router, None, SHARED, one_device())
+    logits = router_logits(x, router, "dtype", one_device())
+    choice, scores = choose(logits, None, SHARED, one_device())
     np.testing.assert_array_equal(choice.experts, np.broadcast_to([0, 1], (1, 2, 2)))
     np.testing.assert_allclose(choice.weights, 0.5)
     np.testing.assert_allclose(scores.array, 1 / 8)

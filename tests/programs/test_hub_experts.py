@@ -1,6 +1,7 @@
 """Models with experts: import, export, texts and further training, with transformers on both ends."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def continued(folder: Path) -> str:
     return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "dots1"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "dots1", "gpt_oss"])
 def test_a_round_trip_gives_the_same_tensors_and_texts(gregale, tmp_path, capsys, name):
     made(name, tmp_path / "hub", "20KB")
     assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
@@ -72,6 +73,59 @@ def test_a_run_from_it_trains_its_bias_and_is_exported_with_it(gregale, inputs, 
     moved = trained - open_folder(inputs / "hub").tensors[name].mapped()
     assert 0 < np.abs(moved).max() < 0.5, "it starts from the imported bias"
     assert continued(inputs / "out")
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    """Put the experts of a gpt-oss in MXFP4, random ones; return its tensors as transformers decodes them."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        found |= tensors
+        for name in [name for name in tensors if name.endswith("_proj")]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(112, 126, blocks.shape[:-1], dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            found[name] = convert_moe_packed_tensors(blocks, scales)
+        save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {name: each.contiguous().view(torch.uint8).numpy().tobytes() for name, each in found.items()}
+
+
+def test_weights_in_mxfp4_are_decoded_by_an_import(gregale, tmp_path):
+    made("gpt_oss", tmp_path / "hub", "60KB", "bfloat16")
+    expected = packed(tmp_path / "hub")
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    assert values(tmp_path / "out") == expected
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert continued(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, name: tensors[f"{name}_scales"].fill_(255), "down_proj holds NaN or infinity"),
+        (lambda tensors, name: tensors.pop(f"{name}_scales"), "lacks .*down_proj and also has .*down_proj_blocks"),
+        (lambda tensors, name: tensors[f"{name}_scales"].resize_(4, 32, 1), r"in MXFP4 they are \[experts, outputs"),
+    ],
+)
+def test_damaged_weights_in_mxfp4_are_refused(gregale, tmp_path, capsys, change, words):
+    from safetensors.torch import load_file, save_file
+
+    made("gpt_oss", tmp_path / "hub", dtype="bfloat16")
+    packed(tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.experts.down_proj")
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.parametrize(

@@ -36,4 +36,4 @@ def test_the_package_imports_its_names_when_they_are_used():
 def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():
     found = imported_by("import gregale.programs.train.command")
     assert {"jax", "haliax"} <= found, "the list would show them"
-    assert not found & (EXTRAS | {"tokenizers", "grain"})
+    assert not found & (EXTRAS | {"tokenizers", "grain", "jinja2"})

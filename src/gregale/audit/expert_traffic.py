@@ -83,7 +83,7 @@ def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
     weighed or normalised, the backward pass needs its output.
     """
     stack = {weight.axes[0] for weight in step.weights if is_of_experts(weight)}
-    beside = [each for each in step.weights if each.axes[0] in stack and len(each.axes) == 3]
+    beside = [each for each in step.weights if each.axes[0] in stack and not is_of_experts(each)]
     names = {axis.name for weight in beside for axis in weight.axes}
     backward = 0 if backend.merges_sums else -1
     if "mlp" not in names:

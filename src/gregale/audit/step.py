@@ -314,8 +314,8 @@ def has_vocabulary(weight: NamedArray) -> bool:
 
 
 def is_of_experts(weight: NamedArray) -> bool:
-    """Return whether a weight has a matrix for each expert."""
-    return len(weight.axes) == 4 and any(axis.name == EXPERTS for axis in weight.axes)
+    """Return whether a weight has a matrix, or a bias, for each expert."""
+    return any(axis.name == EXPERTS for axis in weight.axes)
 
 
 def is_of_router(weight: NamedArray) -> bool:
@@ -324,8 +324,8 @@ def is_of_router(weight: NamedArray) -> bool:
 
 
 def is_of_choice(weight: NamedArray) -> bool:
-    """Return whether a weight gives a token's logits of the experts."""
-    return weight.axes[-1].name == ROUTER
+    """Return whether a weight, and no bias, gives a token's logits of the experts."""
+    return weight.axes[-1].name == ROUTER and len(weight.axes) > 2
 
 
 def is_of_linear(weight: NamedArray) -> bool:

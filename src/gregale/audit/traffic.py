@@ -25,7 +25,7 @@ from gregale.audit.step import (
     values,
 )
 from gregale.audit.transfer import Transfer
-from gregale.axes.layout import CONTEXT, EMBED, REPLICA, Layout, is_layers
+from gregale.axes.layout import CONTEXT, EMBED, REPLICA, ROUTER, Layout, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
@@ -188,7 +188,11 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         times = step.microbatches * layers_of(weight)
         size = _per_execution(step, weight) * width
         vector = sum(not is_layers(axis.name) for axis in weight.axes) == 1
-        if table or is_of_experts(weight) or is_of_router(weight):
+        stored, own = (step.split_by(weight, of) for of in (step.layout.params, step.layout.compute))
+        if is_of_experts(weight) and not {*SHARDS} & ({*stored} - {*own}):
+            summed_over = tuple(axis for axis in SHARDS if axis not in own)
+            found.append(Transfer("gradients", "all-reduce", summed_over, size, times))
+        elif table or is_of_experts(weight) or is_of_router(weight):
             found += _scattered(step, weight, size, times * step.uses(weight))
         elif vector and step.splits_stream and any(axis.name == "embed" for axis in weight.axes):
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
@@ -216,7 +220,7 @@ def _scattered(step: StepShape, weight: NamedArray, size: int, times: int) -> li
     return found
 
 
-ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
+ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab", ROUTER}
 
 
 def is_on_model(weight: NamedArray) -> bool:

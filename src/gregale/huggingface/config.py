@@ -71,11 +71,12 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
             )
     if quantised := given.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise UserError(
-            f"{source}: quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
-            "models. Use the original model. If the tool that quantised the model has restored its weights, remove "
-            "the key."
-        )
+        if method is None or method != family.packing:
+            raise UserError(
+                f"{source}: quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
+                "models but a gpt_oss in mxfp4. Use the original model. If the tool that quantised the model has "
+                "restored its weights, remove the key."
+            )
     try:
         fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
         family.config(**fields)  # checks the number of layers before the list of layers is made
@@ -106,6 +107,7 @@ def _rotary(given: Mapping[str, Any], family: Family, windows: bool, source: str
     - `windows`: whether some layers have a window
     """
     new, old = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
+    new = new if new or old else family.rotary
     rope, local = new or old, {"rope_theta": given.get(LOCAL_BASE)}
     if FULL in rope or SLIDING in rope:
         if LOCAL_BASE not in family.keys:
@@ -247,7 +249,7 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}
     if LOCAL_BASE not in family.keys:
-        return {"rope_parameters": whole} if in_one else apart
+        return {"rope_parameters": whole} if in_one or (family.rotary and scaling is None) else apart
     if in_one or (local_base is None and rope):
         local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
         return {"rope_parameters": {FULL: whole, SLIDING: local}}

@@ -6,11 +6,13 @@ from typing import Any
 
 from gregale.errors import UserError
 from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, FamilyExperts
-from gregale.model.config import GemmaConfig, LlamaConfig
+from gregale.model.config import GemmaConfig, GptOssConfig, LlamaConfig
+from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
 
 LAYER = "model.layers.{layer}."
 
-# Hub name -> (parameter, axes of the hub's tensor; one dimension flattens the axes between two commas).
+# Hub name -> (parameter, or two in turn in the last dimension; axes of the hub's tensor; one dimension flattens those
+# between two commas).
 Names = Mapping[str, tuple[str, str]]
 
 OUTSIDE: Names = {
@@ -74,6 +76,16 @@ SHARED_OF_QWEN: Names = {
     "mlp.shared_expert_gate.weight": ("mlp.shared_gate", "shared_gate, embed"),
 }
 SHARED_OF_DOTS: Names = {f"mlp.shared_experts.{hub}": names for hub, names in SHARED.items()}
+OF_GPT_OSS: Names = {
+    "self_attn.o_proj.bias": ("attention.out.bias", "embed"),
+    "self_attn.sinks": ("attention.sinks", "heads"),
+    "mlp.router.weight": ("mlp.router", "router, embed"),
+    "mlp.router.bias": ("mlp.router_bias", "router"),
+    "mlp.experts.gate_up_proj": ("mlp.gate mlp.up", "experts, embed, mlp"),
+    "mlp.experts.gate_up_proj_bias": ("mlp.gate_bias mlp.up_bias", "experts, mlp"),
+    "mlp.experts.down_proj": ("mlp.down", "experts, mlp, embed"),
+    "mlp.experts.down_proj_bias": ("mlp.down_bias", "experts, embed"),
+}
 BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "router")}
 
 
@@ -101,6 +113,8 @@ class Family:
     any_head_size: bool = True  # whether transformers accepts one that is not the width of all heads
     derives_layer_types: bool = True  # whether all versions of transformers derive the same `layer_types`
     experts: FamilyExperts | None = None
+    rotary: Mapping[str, Any] = field(default_factory=dict)  # `rope_parameters` of a config.json without any
+    packing: str | None = None  # quantisation that an import decodes
 
     @property
     def has_layer_types(self) -> bool:
@@ -108,12 +122,12 @@ class Family:
 
     def names(self) -> dict[str, tuple[str, str]]:
         """Return all names; those of layers have `{layer}` in the name, and `blocks.` before the parameter."""
-        layers = {LAYER + hub: (f"blocks.{ours}", axes) for hub, (ours, axes) in self.layer.items()}
-        return {**OUTSIDE, **layers}
+        own = {hub: f"blocks.{ours.replace(' ', ' blocks.')}" for hub, (ours, _) in self.layer.items()}
+        return {**OUTSIDE, **{LAYER + hub: (own[hub], axes) for hub, (_, axes) in self.layer.items()}}
 
     def lacks(self, config: LlamaConfig) -> list[str]:
         """Return the settings of a model that this family does not support: `model.norms after`."""
-        wanted = {name: getattr(DEFAULT, name) for name in BLOCK} | dict(self.block)
+        wanted = {name: getattr(self.config(), name) for name in BLOCK} | dict(self.block)
         free = {*self.keys.values()}
         free |= {"sliding_window"} if self.window is not None else set()
         free |= {"full_layers"} if self.has_layer_types else set()
@@ -130,10 +144,9 @@ class Family:
         return [f"model.{setting}" for setting in found]
 
 
-DEFAULT = LlamaConfig()
 # The fields of a block that only some families support; all families support the others.
 BLOCK = (
-    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window"),
+    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window", "sinks"),
     *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
 )
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
@@ -299,6 +312,21 @@ FAMILIES = {
                 dense=FIRST_DENSE,
                 shared_in_widths=True,
             ),
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            {**PROJECTIONS, **OF_GPT_OSS, **NORMS_BEFORE},
+            config=GptOssConfig,
+            window="sliding_window",
+            full_every=2,
+            only={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": CLIP_SLOPE, "swiglu_limit": CLIP_LIMIT},
+            defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+            | {"rope_theta": 150000.0, "router_aux_loss_coef": 0.001},
+            experts=FamilyExperts({"num_local_experts": "count", **ACTIVE, "intermediate_size": "width", **LOSS_KEY}),
+            rotary={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            | {"original_max_position_embeddings": 4096},
+            packing="mxfp4",
         ),
     )
 }

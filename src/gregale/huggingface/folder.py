@@ -13,6 +13,7 @@ from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
+from gregale.huggingface.mxfp4 import unpacked
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
 from gregale.model.config import LlamaConfig
@@ -102,9 +103,9 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
             for name, tensor in read_header(path / file).items():
                 if (other := found.setdefault(name, tensor)) is not tensor:
                     raise UserError(f"{path} has {name} twice, in {other.path.name} and in {file}.")
-        return found
+        return unpacked(found)
     if (path / WEIGHTS).is_file():
-        return read_header(path / WEIGHTS)
+        return unpacked(read_header(path / WEIGHTS))
     raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
 
 

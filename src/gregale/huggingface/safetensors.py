@@ -23,6 +23,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+BLOCKS, SCALES, BYTES = "_blocks", "_scales", "U8"  # of tensors in MXFP4, see `gregale.huggingface.mxfp4`
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000  # bytes, by the format
@@ -84,12 +85,13 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
-    if entry["dtype"] not in DTYPES:
+    dtypes = DTYPES | ({BYTES: np.dtype(np.uint8)} if name.endswith((BLOCKS, SCALES)) else {})
+    if entry["dtype"] not in dtypes:
         raise UserError(
             f"{path}: {name} is of dtype {entry['dtype']}; Gregale reads {', '.join(DTYPES)}. A quantised model has to "
             "be made whole by the tool that quantised it."
         )
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    dtype, shape = dtypes[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise UserError(f"{path} is damaged: the shape and the offsets of {name} are not all whole numbers from 0.")

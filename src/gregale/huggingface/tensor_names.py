@@ -28,6 +28,7 @@ class Slot:
     - `hub`: has `{layer}` and `{expert}` in place of their numbers
     - `layers`: the numbers of the layers with it, in the order of its first axis; None: it belongs to no layer
     - `is_buffer`: whether it is a buffer, which files hold in float32
+    - `part`, `parts`: the tensor's last axis has the values of several parameters in turn, and these are the `part`-th
     """
 
     hub: str  # the tensor's name
@@ -36,6 +37,8 @@ class Slot:
     groups: tuple[tuple[str, ...], ...]  # names of axes; one dimension of the hub's tensor flattens the axes of a group
     layers: list[int] | None
     is_buffer: bool = False
+    part: int = 0
+    parts: int = 1
 
     @property
     def stacked(self) -> int:
@@ -50,7 +53,8 @@ class Slot:
     @property
     def shape(self) -> tuple[int, ...]:
         sizes = {axis.name: axis.size for axis in self.axes}
-        return tuple(prod(sizes[name] for name in group) for group in self.groups)
+        *first, last = (prod(sizes[name] for name in group) for group in self.groups)
+        return (*first, last * self.parts)
 
     def cut_to(self, rows: int) -> "Slot":
         """Return the slot with `rows` rows of a vocabulary, without its padding."""
@@ -76,9 +80,13 @@ class Slot:
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(sizes[name] for name in self.flat)
 
+    def as_flat(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a view of the parameter's values in the hub's tensor, with the axes `flat`."""
+        return tensor.reshape(*self.flat_shape, self.parts)[..., self.part]
+
     def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """Return a view of the hub's tensor with the parameter's axes, without the stacked ones."""
-        return tensor.reshape(self.flat_shape).transpose([self.flat.index(name) for name in self.own])
+        return self.as_flat(tensor).transpose([self.flat.index(name) for name in self.own])
 
 
 def path_of(path: Any) -> str:
@@ -99,10 +107,12 @@ def slots_of(model: Any, family: Family) -> list[Slot]:
     buffers = parameters_of(buffers_of(model))
     stacks = ["blocks.", *(f"blocks.parts.{structure}." for structure in range(len(numbers)))]
     for hub, (ours, axes) in family.names().items():
-        for path in [ours.replace("blocks.", stack, 1) for stack in (stacks if "{layer}" in hub else stacks[:1])]:
+        names, stacked = ours.split(), stacks if "{layer}" in hub else stacks[:1]
+        for part, path in [(i, name.replace("blocks.", stack, 1)) for stack in stacked for i, name in enumerate(names)]:
             if path in found:
                 groups, own = tuple(tuple(group.split()) for group in axes.split(",")), found.pop(path)
-                slot = Slot(hub, path, own.axes, groups, numbers.get(layers_axis(own) or ""), path in buffers)
+                layers, is_buffer = numbers.get(layers_axis(own) or ""), path in buffers
+                slot = Slot(hub, path, own.axes, groups, layers, is_buffer, part, len(names))
                 assert all(is_layers(axis.name) or axis.name == EXPERTS for axis in own.axes[: slot.stacked])
                 slots.append(slot)
     assert found.keys() <= buffers.keys(), f"{family.model_type} has no names for {', '.join(found)}"

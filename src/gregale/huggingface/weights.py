@@ -73,9 +73,9 @@ def _shard(
     return found
 
 
-def check_finite(tensor: Tensor) -> None:
-    """Raise `UserError` if a value is NaN or infinite; read the tensor block by block."""
-    if not all(np.isfinite(block).all() for block in blocks(tensor.mapped())):
+def check_finite(tensor: Tensor, values: np.ndarray) -> None:
+    """Raise `UserError` if one of a tensor's values, or of a part of them, is NaN or infinite; go block by block."""
+    if not all(np.isfinite(block).all() for block in blocks(values)):
         raise UserError(f"{tensor.path}: {tensor.name} holds NaN or infinity: damaged, or of a training that failed.")
 
 

@@ -65,7 +65,7 @@ class Writer:
                     "them."
                 )
             _put(found, tensor, slot)
-            self._report(tensor.end - tensor.begin)
+            self._report((tensor.end - tensor.begin) // slot.parts)
 
     def finish(self) -> None:
         """Flush this process's writes to the disk."""
@@ -89,7 +89,7 @@ class Writer:
 
 def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
     """Write the shards of this process's devices, each replica once."""
-    target = tensor.mapped(writable=True).reshape(slot.flat_shape)
+    target = slot.as_flat(tensor.mapped(writable=True))
     for shard in found.addressable_shards:
         if shard.replica_id == 0:
             index = [part.indices(size) for part, size in zip(shard.index, found.shape, strict=True)]

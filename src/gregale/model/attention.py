@@ -39,6 +39,7 @@ class Attention(eqx.Module):
     out: Linear  # [Heads, HeadSize] -> [Embed]
     query_norm: RmsNorm | None  # [HeadSize] or [Heads, HeadSize]
     key_norm: RmsNorm | None  # [HeadSize] or [KvHeads, HeadSize]
+    sinks: NamedArray | None  # [Heads]
     config: "LlamaConfig" = eqx.field(static=True)
 
     @staticmethod
@@ -49,6 +50,8 @@ class Attention(eqx.Module):
         def project(Heads, key):
             return linear(c.Embed, (Heads, c.HeadSize), c.init_scale, key, bias=c.attention_bias)
 
+        small = c.init_scale / (2 * c.layers) ** 0.5
+
         def norm(Heads):
             over = c.normalised_together(Heads)
             return None if over is None else RmsNorm.init(over, c)
@@ -57,9 +60,10 @@ class Attention(eqx.Module):
             query=project(c.Heads, keys[0]),
             key=project(c.KvHeads, keys[1]),
             value=project(c.KvHeads, keys[2]),
-            out=linear((c.Heads, c.HeadSize), c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[3]),
+            out=linear((c.Heads, c.HeadSize), c.Embed, small, keys[3], bias=c.biased),
             query_norm=norm(c.Heads),
             key_norm=norm(c.KvHeads),
+            sinks=hax.zeros(c.Heads) if c.sinks else None,
             config=config,
         )
 
@@ -115,7 +119,7 @@ class Attention(eqx.Module):
     ) -> tuple[NamedArray, Cache]:
         """Return attention's output for one token of each row after the cached ones: [Batch, Position 1, Embed]."""
         q, k, v = self.project(x, turn.positions, kind, execution)
-        attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap)
+        attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap, self.sinks)
         return execution.project(self.out, attended), cache
 
     def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
@@ -123,10 +127,14 @@ class Attention(eqx.Module):
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
-        def attend(of: "LayerKind", q, k, v, ids) -> jax.Array:
-            return execution.attend(q, k, v, ids, of.window, self.config.score_softcap)
+        sinks = self.sinks
+        if sinks is not None:  # of each query, so that the sum of its gradient over tokens is that of a bias
+            sinks = jnp.broadcast_to(sinks.array.astype(jnp.float32)[:, None], (*q.array.shape[:3], 1))
 
-        attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids)
+        def attend(of: "LayerKind", q, k, v, ids, sinks) -> jax.Array:
+            return execution.attend(q, k, v, ids, of.window, self.config.score_softcap, sinks)
+
+        attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids, sinks)
         return execution.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
 
 

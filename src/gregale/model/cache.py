@@ -99,6 +99,7 @@ class Cache(eqx.Module):
         turn: DecodeStep,
         execution: Execution,
         cap: float | None = None,
+        sinks: NamedArray | None = None,
     ) -> "tuple[NamedArray, Cache]":
         """Compute softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
 
@@ -107,11 +108,12 @@ class Cache(eqx.Module):
         - `query`: [Batch, Position 1, Heads, HeadSize]
         - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
         - `cap`: the limit of the scores, by tanh; None: no limit
+        - `sinks`: logits without a value, [Heads]; None: there are none
         """
         on = Devices(execution)
         attend = on.layout.shard_map(
             partial(_attend, cap, on),
-            (on.of_cells, on.of_cells, on.of_queries, on.of_keys, on.of_keys, on.of_seen, PartitionSpec()),
+            (*[on.of_cells] * 2, *[on.of_queries] * 2, *[on.of_keys] * 2, on.of_seen, PartitionSpec()),
             (on.of_queries, on.of_cells, on.of_cells),
         )
         query, key, value = (
@@ -119,7 +121,10 @@ class Cache(eqx.Module):
             for new, heads in ((query, "heads"), (key, "kv_heads"), (value, "kv_heads"))
         )
         seen = turn.seen.rearrange((BATCH, SLOT)).array
-        attended, keys, values = attend(self.key, self.value, query.array, key.array, value.array, seen, turn.slot)
+        shape = (*query.array.shape[:3], 1)
+        of_queries = None if sinks is None else jnp.broadcast_to(sinks.array[:, None], shape)
+        arrays = (self.key, self.value, query.array, of_queries, key.array, value.array, seen, turn.slot)
+        attended, keys, values = attend(*arrays)
         return NamedArray(attended, query.axis_names), Cache(keys, values, self.slots)
 
 
@@ -190,7 +195,7 @@ def slots_of(caches) -> int:
 # The computation of a device for its rows and heads.
 
 
-def _attend(cap: float | None, on: Devices, keys, values, query, key, value, seen, slot):
+def _attend(cap: float | None, on: Devices, keys, values, query, sinks, key, value, seen, slot):
     """Devices that share the slots add up their sums, which are relative to the largest score of all."""
     rows, _, heads, size = query.shape
     keys, values = on.written(keys, _cells(key), slot), on.written(values, _cells(value), slot)
@@ -198,10 +203,14 @@ def _attend(cap: float | None, on: Devices, keys, values, query, key, value, see
     scores = jnp.einsum("...gd,...sd->...gs", grouped, keys, preferred_element_type=jnp.float32)
     by_row = capped(scores.reshape(rows, heads, -1) * size**-0.5, cap)
     by_row = jnp.where(seen[:, None], by_row, -jnp.inf)
-    weights = jnp.exp(by_row - on.largest(jnp.max(by_row, axis=-1, keepdims=True))).reshape(scores.shape)
+    most = on.largest(jnp.max(by_row, axis=-1, keepdims=True))
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(most.shape)
+    most = most if sinks is None else jnp.maximum(most, sinks)
+    weights = jnp.exp(by_row - most).reshape(scores.shape)
     output = jnp.einsum("...gs,...sd->...gd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     sums = on.summed(jnp.concatenate([output, jnp.sum(weights, axis=-1, keepdims=True)], axis=-1))
-    attended = sums[..., :-1] / sums[..., -1:]
+    total = sums[..., -1:] if sinks is None else sums[..., -1:] + jnp.exp(sinks - most).reshape(sums[..., -1:].shape)
+    attended = sums[..., :-1] / total
     return attended.astype(query.dtype).reshape(query.shape), keys, values
 
 

@@ -12,7 +12,7 @@ from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Logits
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
-from gregale.settings import Range, above, at_least, setting, whole
+from gregale.settings import Range, above, at_least, restated, setting, whole
 
 if TYPE_CHECKING:
     from gregale.model.llama import Llama
@@ -42,6 +42,9 @@ class LlamaConfig(Sizes):
 
     splits_positions: ClassVar[bool] = True
 
+    # Only `GptOssConfig` has others.
+    sinks: ClassVar[bool] = False  # attention has sinks, see `kernels.sinks`
+    biased: ClassVar[bool] = False  # attention's output, the router and the experts have biases
     # Only `GemmaConfig` has settings for these.
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
@@ -239,3 +242,25 @@ class GemmaConfig(LlamaConfig):
         aliases=("rope_local_base_freq",),
         fixed=MEANING,
     )
+
+
+@ModelConfig.register_subclass("gpt_oss")
+@dataclass(frozen=True)
+class GptOssConfig(LlamaConfig):
+    """The Llama family with the additions of gpt-oss: attention sinks, biases, and experts with clipped gates."""
+
+    sinks: ClassVar[bool] = True
+    biased: ClassVar[bool] = True
+    activation: ClassVar[str] = "clipped"
+
+    experts: ExpertsConfig | None = field(
+        default_factory=ExpertsConfig, metadata={"help": "experts in place of MLPs", "fixed": SHAPE, "by_topic": True}
+    )
+    attention_bias: bool = restated(LlamaConfig, "attention_bias", True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        mlps = {"dense_layers": self.dense_layers, "experts.shared": self.experts.shared if self.experts else 0}
+        for name, found in ({"experts": "null"} if self.experts is None else mlps).items():
+            if found:
+                raise KeyedError(name, f"is {found}", ", and a layer of type gpt_oss has experts and no other MLP.")

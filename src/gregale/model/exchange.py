@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gregale.axes.expert_rounds import FURTHER_ROUNDS, rows_to_a_device
-from gregale.model.kernels.grouped import GroupedProducts
+from gregale.model.kernels.grouped_mlp import GroupedMlp
 
 
 class Sent(NamedTuple):
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 class Exchange:
     """The computation of one device inside of `jax.shard_map`; outputs are addends over the mesh axes of `mlp`.
 
-    `gate`, `up` and `down` are [experts, embed, mlp] each.
+    Weights are those of `GroupedMlp`, of this device's experts.
 
     - `axes`: the mesh axes that split the experts
     - `devices`: their product
@@ -40,40 +40,31 @@ class Exchange:
     axes: tuple[str, ...]
     devices: int
     group: tuple[str, ...]
-    products: GroupedProducts
-    gated: Callable[[jax.Array, jax.Array], jax.Array]
+    mlp: GroupedMlp
 
-    def forward(self, x, experts, weights, gate, up, down) -> jax.Array:
+    def forward(self, x, experts, weights, *matrices) -> jax.Array:
         """Return the sum of each token's experts, float32 [tokens..., embed]."""
-        route, product = Route(self, experts), self.products.product
+        route = Route(self, experts)
 
         def one(number) -> jax.Array:
             sent = route.sent(number, weights, x)
-            hidden = self.gated(*(product(sent.rows[0], each, sent.sizes) for each in (gate, up)))
-            out = product(hidden * sent.factors.astype(hidden.dtype), down, sent.sizes, transposed=True)
+            inner = self.mlp.inner(sent.rows[0], sent.sizes, matrices)
+            out = self.mlp.outer(inner, sent.factors.astype(x.dtype), sent.sizes, matrices)
             return route.summed(route.returned(number, out, sent), x.shape)
 
         return route.over_rounds(one)
 
-    def backward(self, x, experts, weights, gate, up, down, cotangent) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """Return the gradients by x, by the weights of tokens, and by gate, up and down of this device's experts."""
-        route, products = Route(self, experts), self.products
+    def backward(self, cotangent, x, experts, weights, *matrices) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Return the gradients by x, by the weights of tokens, and by the weights of this device's experts."""
+        route = Route(self, experts)
 
         def one(number) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             sent = route.sent(number, weights, x, cotangent)
             (rows, by_rows), factors = sent.rows, sent.factors.astype(x.dtype)
-            pair = [products.product(rows, each, sent.sizes) for each in (gate, up)]
-            hidden, gated_gradients = jax.vjp(self.gated, *pair)
-            by_hidden = products.product(by_rows, down, sent.sizes)
-            by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1, keepdims=True)
-            by_gate, by_up = gated_gradients(by_hidden * factors)
-            of_gate, of_up = (
-                products.product(by, each, sent.sizes, transposed=True) for by, each in ((by_gate, gate), (by_up, up))
-            )
-            left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
-            gradients = [products.weight_gradients(*each, sent.sizes) for each in left_right]
-            by_x = route.summed(route.returned(number, of_gate + of_up, sent), x.shape)
-            return by_x, route.returned(number, by_weights, sent).reshape(weights.shape), gradients
+            inner = self.mlp.inner(rows, sent.sizes, matrices)
+            by_x, by_weights, gradients = self.mlp.backward(rows, by_rows, inner, factors, sent.sizes, matrices)
+            by_x = route.summed(route.returned(number, by_x, sent), x.shape)
+            return by_x, route.returned(number, by_weights[:, None], sent).reshape(weights.shape), gradients
 
         return route.over_rounds(one)
 

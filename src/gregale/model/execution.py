@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import haliax as hax
@@ -146,6 +145,7 @@ class Execution:
         segments: jax.Array | None,
         window: int | None,
         cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Compute causal self-attention, see `Attend`; a kernel runs on each device: its rows, positions and heads.
 
@@ -153,14 +153,17 @@ class Execution:
         a pipeline's `stage` and `data`) stay split.
         """
         if not self.kernels.opaque:
-            return self.kernels.attend(q, k, v, segments, window, cap)
+            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
         query, key, ids = (
             self.layout.spec((BATCH, POSITION, *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
-        attend = partial(self.kernels.attend, window=window, cap=cap)
-        run = self.layout.shard_map(attend, (query, key, key, ids), query)
-        return run(q, k, v, segments)
+
+        def attend(q, k, v, segments, sinks) -> jax.Array:
+            return self.kernels.attend(q, k, v, segments, window, cap, sinks)
+
+        run = self.layout.shard_map(attend, (query, key, key, ids, query), query)
+        return run(q, k, v, segments, sinks)
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
         """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.

@@ -27,8 +27,8 @@ from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unm
 from gregale.axes.parameters import Buffer
 from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
-from gregale.model.kernels.grouped import GroupedProducts
-from gregale.model.kernels.reference import ACTIVATIONS
+from gregale.model.kernels.grouped_mlp import GroupedMlp
+from gregale.model.kernels.reference import GATED
 from gregale.model.mlp import Mlp
 from gregale.model.routing import TOKENS, Choice, choose, router_logits, routing_sums
 
@@ -48,6 +48,10 @@ class Experts(eqx.Module):
     gate: NamedArray  # [Experts, Embed, Mlp]
     up: NamedArray  # [Experts, Embed, Mlp]
     down: NamedArray  # [Experts, Mlp, Embed]
+    router_bias: NamedArray | None  # [Router]
+    gate_bias: NamedArray | None  # [Experts, Mlp]
+    up_bias: NamedArray | None  # [Experts, Mlp]
+    down_bias: NamedArray | None  # [Experts, Embed]
     shared: Mlp | None
     shared_gate: NamedArray | None  # [Embed, SharedGate]
     bias: Buffer | None  # [Router], float32: added to the scores for the choice
@@ -64,11 +68,18 @@ class Experts(eqx.Module):
         def drawn(key, axes: tuple[Axis, ...], scale: float) -> NamedArray:
             return hax.random.normal(key, axes) * scale
 
+        def bias(*axes: Axis) -> NamedArray | None:
+            return hax.zeros(axes) if c.biased else None
+
         return Experts(
             router=drawn(keys[0], (c.Embed, Router), c.init_scale),
             gate=drawn(keys[1], (E, c.Embed, Width), c.init_scale),
             up=drawn(keys[2], (E, c.Embed, Width), c.init_scale),
             down=drawn(keys[3], (E, Width, c.Embed), small),
+            router_bias=bias(Router),
+            gate_bias=bias(E, Width),
+            up_bias=bias(E, Width),
+            down_bias=bias(E, c.Embed),
             shared=Mlp.init(c, keys[4], Axis(MLP, c.experts.shared)) if c.experts.shared else None,
             shared_gate=drawn(keys[5], (c.Embed, SharedGate), c.init_scale) if c.experts.shared_gate else None,
             bias=Buffer(hax.zeros(Router)) if c.experts.balance.bias else None,
@@ -83,7 +94,10 @@ class Experts(eqx.Module):
         settings = self.config.experts
         assert settings is not None
         bias = None if self.bias is None else self.bias.value
-        choice, logits, scores = choose(x, self.router, bias, settings, execution)
+        logits = router_logits(x, self.router, settings.router, execution)
+        if self.router_bias is not None:
+            logits = logits + self.router_bias.astype(jnp.float32)
+        choice, scores = choose(logits, bias, settings, execution)
         fed = self._chosen(x, choice, execution)
         if self.shared is not None:
             fed = fed + self._shared(self.shared, x, execution)
@@ -101,7 +115,11 @@ class Experts(eqx.Module):
     def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
         x = x.rearrange((*TOKENS, EMBED))
         weights = [each.rearrange(MATRICES) for each in (self.gate, self.up, self.down)]
-        mixture = Mixture(x.axes, weights[0].axes, self.config.activation, execution.kernels.grouped, execution.layout)
+        weights += [each for each in (self.gate_bias, self.up_bias, self.down_bias) if each is not None]
+        axes = tuple(weight.axes for weight in weights)
+        devices = execution.layout.devices((MLP,), execution.layout.compute)
+        mlp = GroupedMlp(execution.kernels.grouped, GATED[self.config.activation], devices)
+        mixture = Mixture(x.axes, axes, mlp, execution.layout)
         found: Any = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
 
@@ -143,9 +161,8 @@ class Mixture:
     """The shapes and shardings of one call."""
 
     tokens: tuple[Axis, ...]  # batch, position, embed
-    weights: tuple[Axis, ...]  # experts, embed, mlp
-    activation: str
-    products: GroupedProducts
+    weights: tuple[tuple[Axis, ...], ...]  # of each weight of `GroupedMlp`
+    mlp: GroupedMlp
     layout: Layout
 
     @property
@@ -160,12 +177,12 @@ class Mixture:
     @property
     def exchange(self) -> Exchange:
         axes, devices = self.expert_axes, self.layout.devices((EXPERTS,), self.layout.compute)
-        return Exchange(self.weights[0].size, axes, devices, self.row_axes, self.products, self.gated)
+        return Exchange(self.weights[0][0].size, axes, devices, self.row_axes, self.mlp)
 
     def scattered(self, gradients: Iterable[jax.Array]) -> list[jax.Array]:
-        """Return the sums of gradients by gate, up and down over tokens, as shards of `params`."""
+        """Return the sums of gradients by weights over tokens, as shards of `params`."""
         over = [name for name in self.row_axes if name not in self.expert_axes]
-        return [scattered(gradient, self.weights, over, self.layout) for gradient in gradients]
+        return [scattered(one, axes, over, self.layout) for one, axes in zip(gradients, self.weights, strict=True)]
 
     @property
     def mlp_axes(self) -> tuple[str, ...]:
@@ -175,7 +192,7 @@ class Mixture:
         return self.layout.shard_map(unmapped_if_one(function), inputs, outputs)
 
     def weight_specs(self, mapping) -> tuple[PartitionSpec, ...]:
-        return (self.layout.spec(MATRICES, mapping),) * 3
+        return tuple(self.layout.spec(axes, mapping) for axes in self.weights)
 
     @property
     def token_spec(self) -> PartitionSpec:
@@ -188,12 +205,9 @@ class Mixture:
         return Saved(Order(pairs, pairs, pairs), hidden, hidden)
 
     def order(self, experts: jax.Array) -> Order:
-        flat, count = experts.reshape(-1), self.weights[0].size
+        flat, count = experts.reshape(-1), self.weights[0][0].size
         pairs = jnp.argsort(flat, stable=True).astype(jnp.int32)
         return Order(pairs, inverse(pairs), (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32))
-
-    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return ACTIVATIONS[self.activation](gate) * up
 
 
 def _summed(order: Order, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -207,66 +221,59 @@ def _of_tokens(order: Order, active: int, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Array:
+def _mixed(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
     """Return the sum over each token's experts, [batch, position, embed].
 
     - `experts`, `weights`: [batch, position, active], see `Choice`
+    - `matrices`: the weights of `GroupedMlp`
     """
-    return _mixed_forward(mixture, x, experts, weights, gate, up, down)[0]
+    return _mixed_forward(mixture, x, experts, weights, *matrices)[0]
 
 
-def _mixed_forward(mixture: Mixture, x, experts, weights, gate, up, down):
+def _mixed_forward(mixture: Mixture, x, experts, weights, *matrices):
     if mixture.expert_axes:
-        return _exchanged(mixture, x, experts, weights, gate, up, down), (x, experts, weights, gate, up, down)
-    product, over = mixture.products.product, mixture.mlp_axes
+        return _exchanged(mixture, x, experts, weights, *matrices), (x, experts, weights, *matrices)
+    mlp, over = mixture.mlp, mixture.mlp_axes
 
-    def local(x, experts, weights, gate, up, down):
+    def local(x, experts, weights, *matrices):
         order = mixture.order(experts)
         rows = _of_tokens(order, experts.shape[-1], x)
-        saved = Saved(order, *(product(rows, each, order.sizes) for each in (gate, up)))
+        saved = Saved(order, *mlp.inner(rows, order.sizes, matrices))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
-        out = product(mixture.gated(saved.gate, saved.up) * factors, down, order.sizes, transposed=True)
+        out = mlp.outer(saved[1:], factors, order.sizes, matrices)
         out = _summed(order, out, x.shape[:2]).astype(x.dtype)
         return (jax.lax.psum(out, over) if over else out), saved
 
     tokens, saved = mixture.token_spec, mixture.saved_specs
     inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    out, kept = mixture.sharded(local, inputs, (tokens, saved))(x, experts, weights, gate, up, down)
+    out, kept = mixture.sharded(local, inputs, (tokens, saved))(x, experts, weights, *matrices)
     kept = kept._replace(gate=checkpoint_name(kept.gate, "gate"), up=checkpoint_name(kept.up, "up"))
-    return out, (kept, x, weights, gate, up, down)
+    return out, (kept, x, weights, *matrices)
 
 
 def _mixed_backward(mixture: Mixture, saved, cotangent):
     if mixture.expert_axes:
         return _exchanged_backward(mixture, saved, cotangent)
-    layout, products, over = mixture.layout, mixture.products, mixture.mlp_axes
+    layout, over = mixture.layout, mixture.mlp_axes
 
-    def local(saved: Saved, x, weights, gate, up, down, cotangent):
+    def local(cotangent, saved: Saved, x, weights, *matrices):
         order, active = saved.order, weights.shape[-1]
         rows, by_rows = (_of_tokens(order, active, each) for each in (x, cotangent))
         factors = weights.reshape(-1)[order.pairs][:, None].astype(x.dtype)
-        hidden, gated_gradients = jax.vjp(mixture.gated, saved.gate, saved.up)
-        by_hidden = products.product(by_rows, down, order.sizes)
-        by_weights = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)[order.places]
-        by_gate, by_up = gated_gradients(by_hidden * factors)
-        of_gate, of_up = (
-            products.product(by, weight, order.sizes, transposed=True) for by, weight in ((by_gate, gate), (by_up, up))
-        )
-        by_x = _summed(order, of_gate + of_up, x.shape[:2]).astype(x.dtype)
-        left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
-        gradients = [products.weight_gradients(*each, order.sizes) for each in left_right]
-        by_weights = by_weights.reshape(weights.shape)
+        by_x, by_weights, gradients = mixture.mlp.backward(rows, by_rows, saved[1:], factors, order.sizes, matrices)
+        by_x = _summed(order, by_x, x.shape[:2]).astype(x.dtype)
+        by_weights = by_weights[order.places].reshape(weights.shape)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
         return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
 
     tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
-    inputs = (mixture.saved_specs, tokens, tokens, *compute, tokens)
+    inputs = (tokens, mixture.saved_specs, tokens, tokens, *compute)
     outputs = (tokens, tokens, *mixture.weight_specs(layout.params))
-    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(*saved, cotangent)
+    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
     return by_x, None, by_weights, *parts
 
 
-def _exchanged(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Array:
+def _exchanged(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
     over, tokens = mixture.mlp_axes, mixture.token_spec
 
     def local(x, *more):
@@ -274,21 +281,21 @@ def _exchanged(mixture: Mixture, x, experts, weights, gate, up, down) -> jax.Arr
         return jax.lax.psum(out, over) if over else out
 
     inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    return mixture.sharded(local, inputs, tokens)(x, experts, weights, gate, up, down)
+    return mixture.sharded(local, inputs, tokens)(x, experts, weights, *matrices)
 
 
 def _exchanged_backward(mixture: Mixture, saved, cotangent):
     over, tokens = mixture.mlp_axes, mixture.token_spec
 
-    def local(x, experts, weights, *more):
-        by_x, by_weights, gradients = mixture.exchange.backward(x, experts, weights, *more)
+    def local(cotangent, x, experts, weights, *matrices):
+        by_x, by_weights, gradients = mixture.exchange.backward(cotangent, x, experts, weights, *matrices)
         by_x = by_x.astype(x.dtype)
         by_x, by_weights = jax.lax.psum((by_x, by_weights), over) if over else (by_x, by_weights)
         return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
 
-    inputs = (tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute), tokens)
+    inputs = (tokens, tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
     outputs = (tokens, tokens, *mixture.weight_specs(mixture.layout.params))
-    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(*saved, cotangent)
+    by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
     return by_x, None, by_weights, *parts
 
 

@@ -27,23 +27,20 @@ class Choice(NamedTuple):
 
 
 def choose(
-    x: NamedArray, router: NamedArray, bias: NamedArray | None, config: ExpertsConfig, execution: Execution
-) -> tuple[Choice, NamedArray, NamedArray]:
-    """Return each token's experts, and its logits and their scores [batch, position, router], float32.
+    logits: NamedArray, bias: NamedArray | None, config: ExpertsConfig, execution: Execution
+) -> tuple[Choice, NamedArray]:
+    """Return each token's experts, and the scores of its logits [batch, position, router], float32.
 
-        scores = softmax(x . router), or the sigmoid
+        scores = softmax(logits), or the sigmoid
         experts = the `active` with the largest scores + bias, in the best groups
         weights = their scores, over their sum with `renormalise`, times `scale`
 
     The score of a group is the sum of its two largest scores (DeepSeek V3, arXiv 2412.19437). Of experts with the same
     score the first is taken.
 
-    - `x`: [batch, position, embed]
-    - `router`: [embed, router], gathered
     - `bias`: [router], without a gradient
     """
-    Experts, layout = router.resolve_axis(ROUTER), execution.layout
-    logits = router_logits(x, router, config.router, execution)
+    Experts, layout = logits.resolve_axis(ROUTER), execution.layout
     scores = hax.nn.softmax(logits, ROUTER) if config.score == "softmax" else hax.nn.sigmoid(logits)
     order = jax.lax.stop_gradient(scores.array if bias is None else scores.array + bias.array)
     spec = layout.spec(TOKENS, layout.compute)
@@ -53,7 +50,7 @@ def choose(
     weights = jnp.where(chosen, scores.array[:, :, None], 0).sum(-1)
     if config.renormalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return Choice(experts, weights * config.scale), logits, scores
+    return Choice(experts, weights * config.scale), scores
 
 
 def router_logits(x: NamedArray, router: NamedArray, dtype: str, execution: Execution) -> NamedArray:

@@ -23,16 +23,14 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. Each
-    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`, `[layers, embed, experts]` none. In
-    factors of adapters `lora_rank` is that side. An
+    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In factors of adapters `lora_rank` is
+    that side. An
     array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads, head_size]`), is not
     a matrix. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
-    names = [name for name in leaf.axis_names if not is_layers(name)]
-    if EXPERTS in names and len(names) > 2:
-        names.remove(EXPERTS)
+    names = [name for name in leaf.axis_names if not is_layers(name) and name != EXPERTS]
     side = LORA_RANK if LORA_RANK in names else EMBED
     others = tuple(name for name in names if name != side)
     if side not in names or not others or VOCAB in names:

@@ -188,7 +188,7 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
         kind = config.model.get_choice_name(type(config.model))
         raise UserError(
             f"model.type is {kind}, a model of your own: other programs have no such model, so nothing could load the "
-            "folder. `gregale export` writes models of type llama and gemma."
+            "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
     return config.model
 

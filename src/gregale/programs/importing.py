@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
 from gregale.huggingface.hub import model_folder, model_name
+from gregale.huggingface.mxfp4 import Packed
+from gregale.huggingface.safetensors import Tensor, plan_file
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.weights import check_finite, check_tied
+from gregale.huggingface.writing import write_index
 from gregale.model.compute_config import ComputeConfig
 from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
@@ -62,24 +66,21 @@ def main(options: ImportOptions) -> int:
     # The key is made inside, so that no device is started: a run on this machine may hold them.
     model = jax.eval_shape(lambda: config.model.init(vocabulary, jax.random.key(0)))
     folder.check(slots_of(model, folder.family))
-    size = sum(file.stat().st_size for file in folder.files)
+    size = sum(tensor.end - tensor.begin for tensor in folder.tensors.values())
     with made_whole(target, size) as partial_target, progress_bars() as report:
         run = RunDirectory(partial_target)
         run.huggingface.mkdir()
         copy_beside(folder.path, run.huggingface)
         if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
-        if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # for `export` of a run
+        saved = {key: value for key, value in folder.saved.items() if key != "quantization_config"}
+        if not (saved.get("dtype") or saved.get("torch_dtype")):  # for `export` of a run
             dtype = str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))  # holds all values
-            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype})
+            saved["torch_dtype"] = dtype
+        if saved != folder.saved:
+            write_json(Path(str(run.huggingface / CONFIG)), saved)
         check_tied(folder)
-        done = 0
-        for file in folder.files:
-            for tensor in folder.tensors.values():
-                if tensor.path == file:
-                    check_finite(tensor)
-            shutil.copyfile(file, partial_target / run.huggingface.name / file.name)
-            report("copying", done := done + file.stat().st_size, size)
+        copy_weights(folder, partial_target / run.huggingface.name, lambda done: report("copying", done, size))
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
@@ -96,6 +97,37 @@ def main(options: ImportOptions) -> int:
         f"`data.tokenizer` of {target / 'config.yaml'}."
     )
     return 0
+
+
+def copy_weights(folder: Folder, target: Path, report: Callable[[int], None]) -> None:
+    """Check tensors, and copy their files, with new ones in place of those in MXFP4; `report`: the bytes so far."""
+    sizes, done = {name: tensor.end - tensor.begin for name, tensor in folder.tensors.items()}, 0
+    is_packed = any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
+    files: dict[str, list[str]] = {}
+    for file in folder.files:
+        tensors = {name: tensor for name, tensor in folder.tensors.items() if tensor.path == file}
+        if is_packed:
+            write_decoded(target / file.name, tensors)
+        else:
+            for tensor in tensors.values():
+                check_finite(tensor, tensor.mapped())
+            shutil.copyfile(file, target / file.name)
+        files[file.name] = list(tensors)
+        report(done := done + sum(sizes[name] for name in tensors))
+    if is_packed:
+        write_index(target, files, sizes, {})
+
+
+def write_decoded(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check tensors, and write them to a file with those in MXFP4 decoded."""
+    shapes, dtypes = ({name: getattr(each, of) for name, each in tensors.items()} for of in ("shape", "dtype"))
+    plan = plan_file(path, shapes, dtypes)
+    plan.make()
+    for name, written in plan.tensors.items():
+        source, values = tensors[name], written.mapped(writable=True)
+        for place, piece in source.decoded() if isinstance(source, Packed) else [(..., source.mapped())]:
+            check_finite(source, piece)
+            values[place] = piece
 
 
 def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:

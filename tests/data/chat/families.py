@@ -262,6 +262,13 @@ TOOL_TALKS = {
 }
 
 
+INLINE = "<think>\nx\n</think>\n\nthe"
+TOOL_TALKS["thoughts in the content beside calls"] = [
+    *(*turns("a"), {**CALL, "content": INLINE}, RESULT, {"role": "assistant", "content": INLINE}),
+    *turns("b", "the"),
+]
+
+
 def with_generation(template: str) -> str:
     return template.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
 

@@ -8,6 +8,7 @@ import pytest
 
 from gregale.data.config import DataConfig
 from gregale.data.examples import Windows
+from gregale.data.packing import PackedRows, Packing
 from gregale.data.preparation import prepare
 from gregale.data.sources import (
     ChatCsvSource,
@@ -151,6 +152,14 @@ def test_the_loss_mask_is_zero_where_a_target_is_not_the_assistants(corpus):
         assert windows[number]["targets"].tolist() == [IDS[at] for at in targets]
     plain = Windows(corpus.train_streams["y"], 16, cross_documents=False)
     assert plain[0]["loss_mask"].tolist() == [at != 11 for at in range(1, 17)]
+
+
+def test_packed_rows_have_the_masks_of_their_documents(corpus):
+    stream = corpus.train_streams["x"]
+    rows = PackedRows(stream, 2 * len(IDS), Packing("fit"))
+    one = [*IDS[1:], *IDS[1:]]
+    assert rows[0]["targets"].tolist() == [*one, 0, 0]
+    assert rows[0]["loss_mask"].tolist() == [*MASK[1:], *MASK[1:], 0, 0]
 
 
 def test_losses_and_bytes_count_the_assistants_tokens_alone(corpus):

@@ -17,22 +17,27 @@ LENGTH, DEVICES = 64, 4  # chunks of 8, in two blocks
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "packed"), [(None, None, False), (None, 2.0, True), (12, None, True), (20, None, False)]
+    ("window", "cap", "packed", "has_sinks"),
+    [(None, None, False, False), (None, 2.0, True, False), (12, None, True, True), (20, None, False, False)],
 )
-def test_it_is_plain_attention(window, cap, packed):
+def test_it_is_plain_attention(window, cap, packed, has_sinks):
     random = np.random.default_rng(0)
     q, k, v, by_output = (random.normal(size=(2, LENGTH, heads, 4)).astype(np.float32) for heads in (4, 2, 2, 4))
+    sinks = random.normal(size=(2, LENGTH, 4, 1)).astype(np.float32) if has_sinks else None
     segments = np.sort(random.integers(0, 5, (2, LENGTH)), axis=1) if packed else None
     layout, order = layout_of(context=DEVICES), position_order(LENGTH, DEVICES)
     spec, ids = (layout.spec((BATCH, POSITION, *rest), layout.compute) for rest in (("heads", "size"), ()))
 
-    def gradients(attend, *arrays):
-        *arrays, by_output = arrays
-        output, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, arrays[3], window, cap), *arrays[:3])
-        return output, *pullback(by_output)
+    def gradients(attend, q, k, v, sinks, segments, by_output):
+        def call(q, k, v, sinks):
+            return attend(q, k, v, segments, window, cap, sinks)
 
-    shared = layout.shard_map(partial(gradients, Gathered(DEVICES, rows=4)), (spec, spec, spec, ids, spec), (spec,) * 4)
-    arrays = q, k, v, segments, by_output
+        output, pullback = jax.vjp(call, q, k, v, sinks)
+        return output, *(x for x in pullback(by_output) if x is not None)
+
+    inputs, outputs = (spec, spec, spec, spec, ids, spec), (spec,) * (5 if has_sinks else 4)
+    shared = layout.shard_map(partial(gradients, Gathered(DEVICES, rows=4)), inputs, outputs)
+    arrays = q, k, v, sinks, segments, by_output
     found = jax.jit(shared)(*(None if x is None else x[:, order] for x in arrays))
     expected = jax.jit(partial(gradients, PLAIN.attend))(*arrays)
     for left, right in zip(found, expected, strict=True):

@@ -185,9 +185,15 @@ class TurnFinder:
         if start is not None and self._text.startswith(after) and (end := self._end_of_one(after, start)):
             return start, end
         in_text, in_after = self._probed(len(self._messages), number), self._probed(number + 1, number)
-        if start is None:
-            start = self._start(before, after, common(after, in_after), common(self._text, in_text), number)
         end = self._end(after, in_after, in_text)
+        if start is None:
+            begin = min(common(before, after), common(after, in_after))
+            if begin < len(before):  # the turn may by chance begin as the prompt ends
+                begin = max((each.end() for each in self._names.finditer(after, 0, begin)), default=begin)
+            start = self._start(number, after, begin, (common(after, in_after), common(self._text, in_text), end))
+            tokens = [len(self._names.findall(each)) for each in (self._text[start:end], after[begin:])]
+            if tokens[0] > tokens[1]:  # it has other turns too
+                raise self._refused(number)
         if end <= start:
             raise self._refused(number)
         return start, end
@@ -203,18 +209,18 @@ class TurnFinder:
             probed["tool_calls"] = [with_probed_name(each) for each in message["tool_calls"]]
         return self._render([*self._messages[:number], probed, *self._messages[number + 1 : count]], False)
 
-    def _start(self, before: str, after: str, content_in_after: int, content: int, number: int) -> int:
-        """Return the begin of a turn whose content begins at an index of the text and at one of `after`.
+    def _start(self, number: int, after: str, begin: int, places: tuple[int, int, int]) -> int:
+        """Return the begin of a turn in the text, by what is before it where the turn is the last one.
 
-        - `before`, `after`: the conversation up to the turn without it, as a prompt, and with it
+        - `after`: the conversation up to the turn, which begins there at `begin`
+        - `places`: the begin of the turn's content in `after` and in the text, and the end of the turn in the text
         """
-        earlier = len(self._render(self._messages[:number], False))
-        begin = min(common(before, after), content_in_after)
-        header, lead = after[earlier:begin], after[begin:content_in_after]
+        in_after, content, end = places
+        header, lead = after[len(self._render(self._messages[:number], False)) : begin], after[begin:in_after]
+        if self._names.search(header) and header not in after[begin:] and header in self._text[:end]:
+            return self._text.rindex(header, 0, end) + len(header)
         if header + lead and self._text.endswith(header + lead, 0, content):
             return content - len(lead)
-        if header and self._text.endswith(header, 0, content):
-            return content
         raise self._refused(number)
 
     def _end(self, after: str, in_after: str, in_text: str) -> int:

@@ -89,8 +89,8 @@ class Skipped:
 class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
-    weight: float = setting(1.0, "share of the examples, beside others", range=above(0), fixed=ORDER)
     has_conversations: ClassVar[bool] = False
+    weight: float = setting(1.0, "share of the examples, beside others", range=above(0), fixed=ORDER)
     on_bad_document: str = setting(STOP, "bad documents: stop, or skip and report", choices=ON_BAD_DOCUMENT)
     packing: str = setting(
         CONCAT,

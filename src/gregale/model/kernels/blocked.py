@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gregale.axes.position_order import chunk_order
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.reference import capped
+from gregale.model.kernels.sinks import sink_gradients, with_sinks
 
 # Rows of a block, queries or keys. On a CPU the scores of a head and sequence stay in its second-level cache.
 ROWS, CPU_ROWS = 512, 128
@@ -21,7 +22,7 @@ HIDDEN = -1e30  # a score; finite, because a row may see no key of a block
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, cap: float | None = None
+    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Compute what `Attend` says for whole sequences, in blocks of about `CPU_ROWS` rows.
 
@@ -32,7 +33,8 @@ def attend(
     blocks = Blocks.of_sequence(length, CPU_ROWS, window)
     q, k, v = (_padded(x.astype(jnp.float32), blocks) for x in (q, k, v))
     ids = None if segments is None else (_padded(segments, blocks),) * 2
-    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(pairs_of(blocks)[0]))
+    sinks = None if sinks is None else _padded(sinks, blocks)
+    output: Any = attend_blocks(blocks, cap, q, k, v, ids, jnp.asarray(pairs_of(blocks)[0]), sinks)
     output = output if output.shape[1] == length else output[:, :length]  # a slice would be saved beside it
     return output.astype(dtype)
 
@@ -127,6 +129,7 @@ def attend_blocks(
     v: jax.Array,
     ids: tuple[jax.Array, jax.Array] | None,
     pairs: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute what `Attend` says for the queries of a device.
 
@@ -134,11 +137,12 @@ def attend_blocks(
     - `k`, `v`: [batch, position, kv_heads, head_size], positions in the order that `pairs` numbers them in
     - `ids`: the segments of the queries, and those of whole sequences in their own order; None: one segment
     - `pairs`: those of the device, see `Blocks.pairs`
+    - `sinks`: [batch, position of the device, heads, 1]
     """
-    return _attend_forward(blocks, cap, q, k, v, ids, pairs)[0]
+    return _attend_forward(blocks, cap, q, k, v, ids, pairs, sinks)[0]
 
 
-def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs):
+def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs, sinks):
     """Compute softmax(s) . v block by block, with the largest score of a row so far and its sums relative to that."""
     heads = _Heads(blocks, cap, q, k, ids)
     queries, keys, values = heads.queries(q), heads.keys(k), heads.keys(v)
@@ -156,9 +160,11 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs):
     rows = queries.shape[:-1]
     start = jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros(queries.shape)
     (top, total, output), _ = jax.lax.scan(add, start, pairs)
-    output = checkpoint_name(heads.rows(output / total[..., None]).astype(q.dtype), ATTENTION_NAME)
-    exponent = checkpoint_name(top + jnp.log(total), ATTENTION_NAME)  # log of the sum of exp(scores)
-    return output, (q, k, v, ids, pairs, output, exponent)
+    sinks = None if sinks is None else heads.queries(sinks)
+    output, exponent = with_sinks(output / total[..., None], top + jnp.log(total), sinks)
+    output = checkpoint_name(heads.rows(output).astype(q.dtype), ATTENTION_NAME)
+    exponent = checkpoint_name(exponent, ATTENTION_NAME)  # log of the sum of exp(scores)
+    return output, (q, k, v, ids, pairs, sinks, output, exponent)
 
 
 def _attend_backward(blocks: Blocks, cap, saved, cotangent):
@@ -167,7 +173,7 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
     With a cap c, ds has the factor 1 - (s / c)^2, where s is capped. dk and dv are computed transposed, q^T ds and
     do^T p, so that no matrix of weights is transposed.
     """
-    q, k, v, ids, pairs, output, exponent = saved
+    q, k, v, ids, pairs, sinks, output, exponent = saved
     heads = _Heads(blocks, cap, q, k, ids)
     queries, keys, values = heads.queries(q), heads.keys(k), heads.keys(v)
     by_output = heads.queries(cotangent)
@@ -189,7 +195,8 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
     start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
     (by_q, by_k, by_v), _ = jax.lax.scan(add, start, pairs)
     found = heads.rows(by_q), *(blocks.joined(x.transpose(0, 1, 4, 2, 3)) for x in (by_k, by_v))
-    return *(x.astype(q.dtype) for x in found), None, None
+    by_sinks = sink_gradients(sinks, exponent, along)
+    return *(x.astype(q.dtype) for x in found), None, None, by_sinks if by_sinks is None else heads.rows(by_sinks)
 
 
 attend_blocks.defvjp(_attend_forward, _attend_backward)

@@ -34,6 +34,7 @@ class Gathered:
         segments: jax.Array | None,
         window: int | None,
         cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         chunk = q.shape[1] // 2
         reach = chunks_reached(chunk, self.devices, window)
@@ -44,4 +45,4 @@ class Gathered:
             gather = partial(halo, devices=self.devices, reach=reach)
         ids = None if segments is None else (segments, whole(segments, self.devices))
         pairs = jnp.asarray(pairs_of(blocks))[jax.lax.axis_index(CONTEXT)]
-        return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs)
+        return attend_blocks(blocks, cap, q, gather(k), gather(v), ids, pairs, sinks)

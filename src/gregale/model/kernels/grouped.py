@@ -98,4 +98,22 @@ def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -
     return jax.lax.fori_loop(0, blocks.used, add, out).astype(rows.dtype)
 
 
+def of_groups(values: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """Return the values of each row's group: [groups, n] -> [rows, n]; zeros for rows after the last group."""
+    group = (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(-1)
+    return values.at[group].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+
+def sums_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the sum of each group's rows, in their dtype, added in float32: [rows, n] -> [groups, n].
+
+    By a product, because accelerators are slow at scattered sums; rows after the last group may be NaN.
+    """
+    place, ends = jnp.arange(rows.shape[0])[:, None], jnp.cumsum(sizes)
+    held = (place >= ends - sizes) & (place < ends)
+    kept = jnp.where(place < ends[-1], rows, 0)
+    sums = jnp.einsum("rg,rn->gn", held.astype(rows.dtype), kept, preferred_element_type=jnp.float32)
+    return sums.astype(rows.dtype)
+
+
 BLOCKED = GroupedProducts(product, weight_gradients)

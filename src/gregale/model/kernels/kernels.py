@@ -26,6 +26,7 @@ class Attend(Protocol):
     - `segments`: integers [batch, position]; None: one segment
     - `window`: None: no limit
     - `cap`: softmax(cap * tanh(s / cap)) in place of softmax(s); None: no cap
+    - `sinks`: logits without values (`kernels.sinks`), float32 [batch, position, heads, 1]; None: there are none
     """
 
     def __call__(
@@ -36,6 +37,7 @@ class Attend(Protocol):
         segments: jax.Array | None,
         window: int | None,
         cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 

@@ -1,6 +1,6 @@
 """The operations in plain JAX, which differentiates them: the form for every platform without its own rules."""
 
-from functools import partial
+from collections.abc import Callable
 
 import haliax as hax
 import jax
@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
+CLIP_LIMIT, CLIP_SLOPE = 7.0, 1.702  # of gpt-oss
 
 
 def project(layer: Linear, x: NamedArray) -> NamedArray:
@@ -65,9 +65,26 @@ def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q, k, v, segments: jax.Array | None, window: int | None, cap: float | None = None) -> jax.Array:
-    if cap is not None:
-        return checkpoint_name(_attend_capped(q, k, v, segments, window, cap), ATTENTION_NAME)
+def clipped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return (up + 1) gate sigmoid(1.702 gate) with |up| at most 7, and gate at most 7 (gpt-oss)."""
+    gate, up = (jnp.where(x > CLIP_LIMIT, CLIP_LIMIT, x) for x in (gate, up))
+    up = jnp.where(up < -CLIP_LIMIT, -CLIP_LIMIT, up)
+    return (up + 1) * gate * jax.nn.sigmoid(CLIP_SLOPE * gate)
+
+
+# Of gate and up, by the name of the activation.
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clipped": clipped_swiglu,
+}
+
+
+def attend(
+    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
+) -> jax.Array:
+    if cap is not None or sinks is not None:
+        return checkpoint_name(_attend_with(q, k, v, segments, window, cap, sinks), ATTENTION_NAME)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     local = None if window is None else (window - 1, 0)
     attended = jax.nn.dot_product_attention(
@@ -76,8 +93,8 @@ def attend(q, k, v, segments: jax.Array | None, window: int | None, cap: float |
     return checkpoint_name(attended, ATTENTION_NAME)
 
 
-def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Array:
-    """Compute attention with a cap, which JAX's own form lacks."""
+def _attend_with(q, k, v, segments, window: int | None, cap: float | None, sinks: jax.Array | None) -> jax.Array:
+    """Compute attention with a cap or sinks, which JAX's own form lacks."""
     batch, length, heads, size = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
@@ -85,7 +102,11 @@ def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Arr
     seen = (back >= 0) if window is None else (back >= 0) & (back < window)
     if segments is not None:
         seen = seen & (segments[:, None, None, :, None] == segments[:, None, None, None, :])
-    weights = jax.nn.softmax(jnp.where(seen, capped(scores * size**-0.5, cap), -jnp.inf)).astype(v.dtype)
+    scores = jnp.where(seen, capped(scores * size**-0.5, cap), -jnp.inf)
+    if sinks is not None:
+        column = sinks.swapaxes(1, 2).reshape(*scores.shape[:-1], 1)
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores)[..., :length].astype(v.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(batch, length, heads, size)
 
 

@@ -41,8 +41,8 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             "batch.size": ("the sequences of a step", Axis(BATCH, batch.size)),
             **config.model.split_axes(),
             "model.vocabulary": (
-                "the vocabulary, which model.row_multiple (of type llama and gemma, as in an import's config.yaml) "
-                "fills up,",
+                "the vocabulary, which model.row_multiple (of type llama, gemma and gpt_oss, as in an import's "
+                "config.yaml) fills up,",
                 Vocab,
             ),
         },

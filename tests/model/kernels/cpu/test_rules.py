@@ -105,6 +105,23 @@ def test_attention_with_capped_scores():
     assert_rule(lambda kernels: lambda q, k, v: kernels.attend(q, k, v, segments, 50, 1.5), (q, k, v), jnp.float32)
 
 
+def test_attention_with_sinks():
+    length = 2 * CPU_ROWS + 3
+    q, k, v = (
+        2 * jax.random.normal(jax.random.key(seed), (2, length, heads, 4)) for seed, heads in enumerate((4, 2, 2))
+    )
+    sinks = 3 * jax.random.normal(jax.random.key(4), (2, length, 4, 1))
+    segments = jnp.broadcast_to(jnp.arange(length) > 40, (2, length)).astype(int)
+
+    def form(kernels):
+        return lambda q, k, v, sinks: kernels.attend(q, k, v, segments, 50, None, sinks.astype(jnp.float32))
+
+    assert_rule(form, (q, k, v, sinks), jnp.float32)
+    without = CPU.attend(q, k, v, segments, 50)
+    np.testing.assert_allclose(CPU.attend(q, k, v, segments, 50, None, sinks - 1e4), without, rtol=1e-6)
+    assert not np.any(CPU.attend(q, k, v, segments, 50, None, sinks + 1e4))
+
+
 def test_pairs_of_blocks_are_those_with_visible_scores_once():
     for length, window in product([1, CPU_ROWS, 2 * CPU_ROWS + 1, 1003], [None, 1, 50, 10_000]):
         blocks = Blocks.of_sequence(length, CPU_ROWS, window)

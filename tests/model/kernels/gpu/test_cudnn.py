@@ -37,6 +37,17 @@ def test_it_is_asked_for_the_plain_forms_attention(monkeypatch, length, window, 
     )
 
 
+def test_sinks_are_in_the_sum_that_it_keeps(monkeypatch):
+    stand_in(monkeypatch)
+    *qkv, segments = operands(7, True)
+    sinks = 2 * jax.random.normal(jax.random.key(5), (2, 7, 4, 1))
+
+    def form(kernels):
+        return lambda q, k, v, sinks: kernels.attend(q, k, v, segments, 3, None, sinks)
+
+    assert_equal(form, CUDNN, (*qkv, sinks), jnp.float32)
+
+
 def test_replicas_that_are_mapped_around_it_are_more_rows(monkeypatch):
     """With segments of their own, and with the same for all."""
     stand_in(monkeypatch)

@@ -63,6 +63,17 @@ def test_attention(small_blocks, length, window, cap, heads, head_size, packed, 
     assert_equal(form, SIMULATED if heads[1] == 2 else SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
 
 
+def test_attention_with_sinks(small_blocks):
+    shapes = ((2, 200, 2, 8), (2, 200, 1, 8), (2, 200, 1, 8), (2, 200, 2, 1))
+    arrays = tuple(2 * jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes))
+    segments = jnp.broadcast_to(jnp.arange(200) // 90, (2, 200))
+
+    def form(kernels):
+        return lambda q, k, v, sinks: kernels.attend(q, k, v, segments, 70, None, sinks)
+
+    assert_equal(form, SPLASH, arrays, jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("devices", "window", "packed"), [(2, None, True), (2, 200, False), (4, 100, True), (4, 200, False)]
 )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.kernels import ATTENTION_NAME
+from gregale.model.kernels.sinks import sink_gradients, with_sinks
 
 HEAD_SIZE_MULTIPLE = 8
 LARGEST_HEAD_SIZE = 128
@@ -23,7 +24,7 @@ HIDDEN = -(2.0**41)  # added to scores; small enough in magnitude that cuDNN can
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, cap: float | None = None
+    q, k, v, segments, window: int | None, cap: float | None = None, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Compute attention without a cap: `dispatch` chooses another form for models with a cap.
 
@@ -34,24 +35,34 @@ def attend(
     assert cap is None
     length = q.shape[1]
     if segments is not None and length % 2:
-        q, k, v, segments = (jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, segments))
-    attended: Any = _attend(window, q, k, v, segments)
+        q, k, v, segments, sinks = jax.tree.map(_with_one_more, (q, k, v, segments, sinks))
+    attended: Any = _attend(window, q, k, v, segments, sinks)
     return attended[:, :length]
 
 
+def _with_one_more(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2)))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(window: int | None, q, k, v, segments) -> jax.Array:
+def _attend(window: int | None, q, k, v, segments, sinks) -> jax.Array:
+    if sinks is not None:
+        return _kept(window, q, k, v, segments, sinks)[0]
     return _by_rows(partial(_forward, window, False))(q, k, v, segments)[0]
 
 
-def _kept(window: int | None, q, k, v, segments):
+def _kept(window: int | None, q, k, v, segments, sinks):
     attended, log_sum_exp = _by_rows(partial(_forward, window, True))(q, k, v, segments)
-    attended, log_sum_exp = (checkpoint_name(x, ATTENTION_NAME) for x in (attended, log_sum_exp))
-    return attended, (q, k, v, segments, log_sum_exp, attended)
+    attended, of_queries = with_sinks(attended, log_sum_exp.swapaxes(1, 2), sinks)
+    attended, log_sum_exp = (checkpoint_name(x, ATTENTION_NAME) for x in (attended, of_queries.swapaxes(1, 2)))
+    return attended, (sinks, (q, k, v, segments, log_sum_exp, attended))
 
 
 def _gradients(window: int | None, kept, gradient):
-    return *_by_rows(partial(_backward, window))(*kept, gradient), None
+    sinks, (*inputs, log_sum_exp, attended) = kept
+    along = jnp.sum(attended.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
+    by_sinks = sink_gradients(sinks, log_sum_exp.swapaxes(1, 2), along)
+    return *_by_rows(partial(_backward, window))(*inputs, log_sum_exp, attended, gradient), None, by_sinks
 
 
 _attend.defvjp(_kept, _gradients)

@@ -15,6 +15,7 @@ from gregale.model.kernels.blocked import ROWS
 from gregale.model.kernels.gathered import Gathered
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.shared_keys import halo, halo_of, whole
+from gregale.model.kernels.sinks import sink_gradients, with_sinks
 from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for, shared_blocks
 from gregale.model.kernels.tpu.pairs import Pairs
 
@@ -43,10 +44,11 @@ class Splash:
         segments: jax.Array | None,
         window: int | None,
         cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         length, heads, head_size = q.shape[1:]
         if self.devices > 1 and length % (2 * LANES):
-            return Gathered(self.devices, ROWS)(q, k, v, segments, window, cap)
+            return Gathered(self.devices, ROWS)(q, k, v, segments, window, cap, sinks)
         shape = length, window, head_size, heads // k.shape[2]
         reach, of_keys = chunks_reached(length // 2, self.devices, window), segments
         if self.devices == 1:
@@ -58,9 +60,10 @@ class Splash:
         q = (q * (head_size**-0.5 / log(2))).astype(q.dtype)  # scores in units of log 2
         own = blocks.length if self.devices == 1 else length
         q, k, v = (_filled(x, size).swapaxes(1, 2) for x, size in ((q, own), (k, blocks.length), (v, blocks.length)))
+        sinks = None if sinks is None else _filled(sinks, own).swapaxes(1, 2)
         ids = None if segments is None or of_keys is None else _segment_ids((segments, own), (of_keys, blocks.length))
         devices, before = (self.devices, None) if reach is None else (1, reach * length // 2)
-        attended: Any = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids)
+        attended: Any = _attend(Call(blocks, devices, before, window, cap, self.interpret), q, k, v, ids, sinks)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
 
@@ -120,24 +123,29 @@ class Call:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, q, k, v, ids) -> jax.Array:
-    return _attend_forward(call, q, k, v, ids)[0]
+def _attend(call: Call, q, k, v, ids, sinks) -> jax.Array:
+    return _attend_forward(call, q, k, v, ids, sinks)[0]
 
 
-def _attend_forward(call: Call, q, k, v, ids):
+def _attend_forward(call: Call, q, k, v, ids, sinks):
     from gregale.model.kernels.tpu.forward import forward
 
-    output, exponent = (checkpoint_name(x, ATTENTION_NAME) for x in forward(call.kernel(forward=True), q, k, v, ids))
-    return output, (q, k, v, ids, output, exponent)
+    output, exponent = forward(call.kernel(forward=True), q, k, v, ids)
+    if sinks is not None:
+        output, exponent = with_sinks(output, log(2) * exponent, sinks)
+        exponent = exponent / log(2)
+    output, exponent = (checkpoint_name(x, ATTENTION_NAME) for x in (output, exponent))
+    return output, (q, k, v, ids, sinks, output, exponent)
 
 
 def _attend_backward(call: Call, saved, cotangent):
     from gregale.model.kernels.tpu.backward import Inputs, fused, split
 
-    q, k, v, ids, output, exponent = saved
+    q, k, v, ids, sinks, output, exponent = saved
     along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
     gradients = fused if call.blocks.fused else split
-    return *gradients(call.kernel(forward=False), Inputs(q, k, v, ids, exponent, along, cotangent)), None
+    found = gradients(call.kernel(forward=False), Inputs(q, k, v, ids, exponent, along, cotangent))
+    return *found, None, sink_gradients(sinks, log(2) * exponent, along)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
