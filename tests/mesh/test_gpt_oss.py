@@ -43,13 +43,14 @@ def exact(perturbed_init):
 CASES = {
     "2x2x2": (MeshConfig(replica=2, data=2, model=2), EMPTY, {}),
     "2x2x2, exchanged": (MeshConfig(replica=2, data=2, model=2), EXCHANGED, {}),
-    "pipeline": (MeshConfig(stage=2, data=2), EMPTY, {"pipeline": PipelineConfig(microbatches=4)}),
+    "pipeline": pytest.param(
+        MeshConfig(stage=2, data=2), EMPTY, {"pipeline": PipelineConfig(microbatches=4)}, marks=pytest.mark.soak
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_device(exact, case):
-    mesh, mapping, changes = CASES[case]
+@pytest.mark.parametrize(("mesh", "mapping", "changes"), CASES.values(), ids=CASES.keys())
+def test_gradients_are_those_of_one_device(exact, mesh, mapping, changes):
     loss, gradients, sent = step_of(set_up_on(mesh, MODEL, 1, mapping=mapping, **changes))
     np.testing.assert_allclose(loss, exact[0], rtol=1e-5)
     for name, expected in exact[1].items():
