@@ -56,6 +56,18 @@ def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     assert greedy[1:3].all()
 
 
+def test_gradients_hold_the_logits_of_a_block_alone():
+    tokens, embed, vocab = (Axis(BATCH, 8), Axis("position", 256)), Axis("embed", 16), Axis("vocab", 8192)
+    run = Execution(layout=layout_of().inside_replica(), loss_block=64)
+
+    def total(hidden, head, targets):
+        return jnp.sum(target_scores(hidden, head, targets, None, run)[0].array)
+
+    shapes = hax.zeros((*tokens, embed)), hax.zeros((embed, vocab)), hax.zeros(tokens, dtype=jnp.int32)
+    compiled = jax.jit(jax.grad(jax.checkpoint(total))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * 256 * 8192 * 4 / 8
+
+
 @pytest.mark.parametrize("name", ["llama3", list(CONFIGS)[-1]])
 def test_the_scores_of_a_model_are_its_losses(name):
     """Whatever a model does with its logits has to be in both: the plainest one, and the one that came last."""

@@ -23,9 +23,8 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. Each
-    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In factors of adapters
-    `lora_rank` is that side. An array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads,
-    head_size]`), is not
+    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In factors of adapters `lora_rank`
+    is that side. An array with a `vocab` axis, and one without an `embed` axis (`[layers, heads, head_size]`), is not
     a matrix. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):

@@ -285,7 +285,8 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
-    epochs = config.steps * config.batch.size / sum(map(len, corpus.train_rows.values()))
+    rows = sum(len(each) * each.rows_together for each in corpus.train_rows.values())
+    epochs = config.steps * config.batch.size / rows
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
     validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
