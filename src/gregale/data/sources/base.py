@@ -112,6 +112,9 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
                 f", but packing {CONCAT} cuts documents of any length. Leave it out, or set packing to {FIT} or {PAD}.",
             )
 
+        if self.rows_together > 1 and self.packing != PAD:
+            raise KeyedError("packing", f"is {self.packing}", f", but a row has one answer of a pair: set it to {PAD}.")
+
     @abstractmethod
     def parts(self) -> list[SourceRange]:
         """Return the ranges in order; together they give every document once."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from gregale.data.chat.conversation import ALL, ASSISTANT, COMPLETION, LOSS_ON, Conversation, Pair
 from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, PAIRS, Malformed, Row
-from gregale.data.sources.base import PAD, BadDocument, Document, SourceConfig, encodable
+from gregale.data.sources.base import BadDocument, Document, SourceConfig, encodable
 from gregale.data.sources.csv import CsvRecords, invalid_byte
 from gregale.data.sources.huggingface import HuggingFaceRows
 from gregale.data.sources.jsonl import JsonLines
@@ -43,8 +43,6 @@ class ChatRows(Settings):
             date.fromisoformat(self.date)
         except ValueError:
             raise KeyedError("date", f"is {self.date!r}", "; give a day as 2025-01-31.") from None
-        if self.form == PAIRS and self.packing != PAD:  # type: ignore[attr-defined] -- of `SourceConfig`
-            raise KeyedError("packing", f"is {self.packing}", f", but a row has one answer of a pair: set it to {PAD}.")
         if self.form == PAIRS and self.loss_on not in (ASSISTANT, COMPLETION):
             raise KeyedError(
                 "loss_on", f"is {self.loss_on}", f", but pairs have their loss on {COMPLETION}. Leave it out."
