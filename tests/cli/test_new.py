@@ -59,5 +59,6 @@ def test_a_wheel_has_every_module_and_every_data_file(tmp_path):
     content = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("gregale/")}
     source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "gregale").rglob("*")}
     files = {name for name in source if (ROOT / "src" / name).is_file() and "__pycache__" not in name}
-    assert content == files | {f"gregale/starters/{example.name}" for example in EXAMPLES}
+    starters = {f"gregale/starters/{path.name}" for path in (*EXAMPLES, *(ROOT / "config").glob("*.jsonl"))}
+    assert content == files | starters
     assert {"gregale/py.typed", "gregale/web/page.js", "gregale/audit/kernel_cycles.json"} <= content

@@ -33,7 +33,7 @@ from tests.programs.plans import CONFIGS
 ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_8b_131k": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
 WITH_EXPERTS = {"qwen3_30b_a3b": ("v5e:16x16", 2)}
 ON_GPU = {"mistral_7b": (8, "A100"), "qwen3_600m": (8, "A100"), "llama_124m_gpu": (1, "A100-40GB")}
-ON_CPU = {"quickstart": 8, "experts_small": 8, "diloco_small": 4, "islands": 2}
+ON_CPU = {"quickstart": 8, "chat_small": 2, "experts_small": 8, "diloco_small": 4, "islands": 2}
 ALL_IN_HOST_MEMORY = GIB  # of all simulated devices together, on any machine
 LIKE_GPUS = "v5p:2x2x2"  # eight devices with 95 GB each
 

@@ -38,7 +38,7 @@ PROGRAMS = {
     "islands": Program("gregale.programs.local_fleet", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
     "sample": Program(
-        "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"
+        "gregale.programs.sample.command", "continue prompts with the model of a run, or converse with it"
     ),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
     "watch": Program("gregale.programs.watch.command", "follow a run while it trains, in the terminal or on a page"),

@@ -98,13 +98,13 @@ class PackedRows(Sequence[ExampleBatch]):
         owners = documents[segments[is_text]]
         inputs = starts[segments[is_text]] + positions[is_text]
 
-        def filled(values: np.ndarray) -> np.ndarray:
-            return np.pad(values.astype(np.int32), (0, self.sequence_length - len(values)))
+        def filled(values: np.ndarray, dtype: type = np.int32) -> np.ndarray:
+            return np.pad(values.astype(dtype), (0, self.sequence_length - len(values)))
 
         example = {
             "tokens": filled(self.stream.tokens_at(inputs, owners)),
             "targets": filled(self.stream.tokens_at(inputs + 1, owners)),
-            "loss_mask": filled(self.stream.supervised_at(inputs + 1, owners)).astype(np.float32),
+            "loss_mask": filled(self.stream.supervised_at(inputs + 1, owners), np.float32),
             "segment_ids": segments.astype(np.int32),
             "positions": positions.astype(np.int32),
         }

@@ -74,8 +74,9 @@ class DocumentStream:
 
     def supervised_at(self, places: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """Return `supervised` at some indices of the stream, which are in these documents, bool [index]."""
-        found = places + self._shifts[documents]
-        return np.ones(len(found), bool) if self._supervised is None else self._supervised.at(found)
+        if self._supervised is None:
+            return np.ones(len(places), bool)
+        return self._supervised.at(places + self._shifts[documents])
 
     def _indices(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each token's index in the store, and the index of its document."""

@@ -24,10 +24,11 @@ FIRST_SLOTS = 512  # of the caches, if a text may become that long
 
 
 class Prompt(NamedTuple):
-    """A prompt: token ids, at least one, and the seed of its continuation."""
+    """A prompt: token ids, at least one, and the seed of its continuation; it is padded as one of `room` tokens."""
 
     tokens: Sequence[int]
     seed: int = 0
+    room: int = 0
 
 
 class Rows(NamedTuple):
@@ -166,7 +167,7 @@ def filled(prompts: Sequence[Prompt], devices: int = 1) -> tuple[np.ndarray, Row
 
     - `devices`: that share a prompt
     """
-    width = max(width_of(len(prompt.tokens), devices) for prompt in prompts)
+    width = max(width_of(max(len(prompt.tokens), prompt.room), devices) for prompt in prompts)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt.tokens) :] = prompt.tokens

@@ -9,7 +9,8 @@ from gregale.programs.command import Command
 from gregale.settings import Settings, setting
 from gregale.streams import say
 
-STARTERS = {path.name.removesuffix(".yaml"): path for path in (files("gregale") / "starters").iterdir()}
+FILES = (files("gregale") / "starters").iterdir()
+STARTERS = {path.name.removesuffix(".yaml"): path for path in FILES if path.name.endswith(".yaml")}
 
 
 @dataclass(frozen=True)

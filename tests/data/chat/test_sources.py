@@ -101,7 +101,7 @@ BAD = {
 
 def data(path, cache, **changes) -> DataConfig:
     options = {"workers": 1, "held_out": 0.2, "cache": f"{cache}/cache", **changes}
-    return DataConfig({"x": ChatSource(files=(str(path),), on_bad_document="skip")}, **options)
+    return DataConfig({"x": ChatSource(files=(str(path),), on_bad_document="skip", packing="concat")}, **options)
 
 
 def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
@@ -109,8 +109,9 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         file = write_lines(tmp_path / f"{number}", [{"messages": TALK}] * 40 + [row])
         (note,) = (line for line in prepare(data(file, tmp_path), 8, 0).notes if said in line)
         assert f"{file}, line 41: " in note
+        source = ChatSource(files=(file,), packing="concat")
         with pytest.raises(UserError, match="line 41"):
-            prepare(DataConfig({"x": ChatSource(files=(file,))}, cache=f"{tmp_path}/c", workers=1), 8, 0)
+            prepare(DataConfig({"x": source}, cache=f"{tmp_path}/c", workers=1), 8, 0)
     for role, said in (("cat", "`from` is 'cat', and none of human, user, gpt"), (["user"], "`from` is list")):
         file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
         with pytest.raises(UserError, match=said):
@@ -156,6 +157,7 @@ def test_the_loss_mask_is_zero_where_a_target_is_not_the_assistants(corpus):
 
 def test_packed_rows_have_the_masks_of_their_documents(corpus):
     stream = corpus.train_streams["x"]
+    assert ChatSource().packing == "fit"
     rows = PackedRows(stream, 2 * len(IDS), Packing("fit"))
     one = [*IDS[1:], *IDS[1:]]
     assert rows[0]["targets"].tolist() == [*one, 0, 0]
@@ -187,11 +189,8 @@ def test_masks_are_part_of_a_stores_identity_and_other_stores_have_none(tmp_path
     assert plain.supervised is None
     assert not any(each.name == "supervised.npy" for each in plain.folder.iterdir())
     file = str(tmp_path / "a")
-    kinds = [
-        ChatSource(files=(file,)),
-        ChatSource(files=(file,), loss_on="last"),
-        ChatSource(files=(file,), loss_on="all"),
-    ]
+    each_loss = ("assistant", "last", "all")
+    kinds = [ChatSource(files=(file,), loss_on=each, packing="concat") for each in each_loss]
     stores = [prepare(DataConfig({"x": kind}, cache=f"{tmp_path}/c", workers=1, held_out=0.2), 16, 0) for kind in kinds]
     assert len({each.fingerprint for each in stores}) == 3
     assert len({each.stores["sources.x"].content["tokens.bin"]["sha256"] for each in stores[:2]}) == 1

@@ -33,6 +33,7 @@ CHANGED = (
     "changed while it was read: its text would be partly old and partly new. Nothing of it is kept. Run the same "
     "command again when no program writes to the file any more."
 )
+EXAMPLES = Path(__file__).parents[2] / "starters"
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has it
 
 
@@ -175,7 +176,7 @@ class FileSource(SourceConfig):
     """A source that reads files found by glob patterns."""
 
     files: tuple[str, ...] = setting(
-        (), "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"
+        (), "glob patterns of files or URLs; ~, $VARIABLES, {stdlib} (Python's) and {examples} (Gregale's) expand"
     )
     exclude: tuple[str, ...] = setting((), "patterns of paths to leave out; a * matches any text, / included")
 
@@ -253,7 +254,7 @@ def ranges(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def files_matching(pattern: str, key: str) -> dict[str, Status]:
-    """Return the files that match a pattern, by name, after the expansion of ~, variables and {stdlib}.
+    """Return the files that match a pattern, by name, after the expansion by `expand`.
 
     Raises `UserError` that names the key if the pattern is a folder, or the name of a file that it does not match.
     """
@@ -280,14 +281,15 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 
 
 def expand(text: str, key: str = "") -> str:
-    """Return a path with ~, variables and {stdlib} replaced; raise `UserError`, with the key, for unknown variables."""
+    """Return a path with ~, $VARIABLES, {stdlib} and {examples} replaced; raise `UserError` for unknown variables."""
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
             raise UserError(
                 f"{f'{key}: ' if key else ''}{text} has the variable {name}, which is not set in the environment. "
                 f"Set it (`export {name}=...`), or write the path itself."
             )
-    return os.path.expandvars(os.path.expanduser(text.replace("{stdlib}", sysconfig.get_path("stdlib"))))
+    text = text.replace("{stdlib}", sysconfig.get_path("stdlib")).replace("{examples}", str(EXAMPLES))
+    return os.path.expandvars(os.path.expanduser(text))
 
 
 def encodable(text: str, location: object) -> str:

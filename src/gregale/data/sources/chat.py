@@ -8,13 +8,13 @@ from typing import Any
 
 from gregale.data.chat.conversation import ALL, ASSISTANT, COMPLETION, LOSS_ON, Conversation, Pair
 from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, PAIRS, Malformed, Row
-from gregale.data.sources.base import BadDocument, Document, SourceConfig, encodable
+from gregale.data.sources.base import FIT, BadDocument, Document, SourceConfig, encodable
 from gregale.data.sources.csv import CsvRecords, invalid_byte
 from gregale.data.sources.huggingface import HuggingFaceRows
 from gregale.data.sources.jsonl import JsonLines
 from gregale.data.sources.parquet import ParquetRows
 from gregale.errors import KeyedError
-from gregale.settings import Settings, setting
+from gregale.settings import Settings, restated, setting
 
 OPTIONAL = ("tools", "documents")  # what a template gets beside the messages
 
@@ -29,6 +29,7 @@ class ChatRows(Settings):
 
     has_conversations = True
 
+    packing: str = restated(SourceConfig, "packing", FIT)
     form: str = setting(MESSAGES, "columns that rows have", choices=tuple(FORMS), by_topic=True)
     columns: dict[str, str] = setting(dict, "names in these files, as {messages: chat, content: text}", by_topic=True)
     loss_on: str = setting(ASSISTANT, "messages that the loss is on", choices=LOSS_ON, by_topic=True)

@@ -1,9 +1,9 @@
-"""Provides `gregale sample`, which continues a prompt, or the prompts of a file, with a trained model."""
+"""Provides `gregale sample`, which continues prompts with a trained model, and converses with it."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -22,7 +22,8 @@ from gregale.inference.generate import BLOCK, Prompt, multiple_of
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.command import Command
 from gregale.programs.runtime.trained_model import find_run, open_trained
-from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
+from gregale.programs.sample.chat import ChatPrompts, Dialogue, chat_prompts, converse, lines_of_user
+from gregale.programs.sample.prompts import PromptRequest, batches_of, read_messages, read_prompts
 from gregale.programs.sample.sampler import MAX_DELAY_S, Sampler, SamplerPlacement, beside_training, steady, unsplit
 from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, text_format_of
 from gregale.runs.run_directory import RunDirectory
@@ -152,7 +153,10 @@ class SampleOptions(Sampling):
     prompts: str | None = setting(
         None, "a file of prompts, one per line: text, or JSON lines (.jsonl) with prompt, seed, id"
     )
-    out: str | None = setting(None, "with prompts: the file for the results, JSON lines; null: standard output")
+    chat: bool = setting(False, "answer the lines of standard input, in a conversation by the run's chat template")
+    messages: str | None = setting(None, "a file of conversations to answer, JSON lines with messages, tools, seed, id")
+    system: str = setting("", "with chat: the system's message")
+    out: str | None = setting(None, "file for results of prompts or messages, JSON lines; null: standard output")
     tokens: int = setting(256, "number of tokens to add", range=whole(1), aliases=("max_new_tokens", "length"))
     parse_special: bool = setting(False, "encode names of special tokens in prompts as special tokens, not as text")
     stop: list[str] = setting(list, "strings that end a text, which excludes them", aliases=("stop_strings", "until"))
@@ -168,8 +172,15 @@ class SampleOptions(Sampling):
             raise UserError('RUN is missing. Usage: gregale sample RUN ["PROMPT"]')
         if self.prompt and self.prompts is not None:
             raise UserError(f"a prompt and prompts {shown(self.prompts)} are both given; leave one out.")
-        if self.out is not None and self.prompts is None:
-            raise UserError(f"out is {shown(self.out)}, which is for results of `prompts`; a single text is printed.")
+        if self.has_conversations and (self.prompt or self.prompts is not None or self.parse_special):
+            found = "parse_special" if self.parse_special else "prompts" if self.prompts is not None else "a prompt"
+            raise UserError(f"{found} is for a text to continue; leave it out with chat and messages.")
+        if self.system and (not self.chat or self.messages is not None):
+            raise UserError("system is for --chat; conversations of a file have their own message with role system.")
+        if self.out is not None and not self.has_file:
+            raise UserError(
+                f"out is {shown(self.out)}, which is for results of `prompts` or `messages`; a single text is printed."
+            )
         if "" in self.stop:
             raise UserError("stop has an empty string, which would end every text before it begins.")
         others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]
@@ -177,27 +188,50 @@ class SampleOptions(Sampling):
             raise UserError(f"mesh.{others[0]} is for training; sampling has mesh.context, mesh.data and mesh.model.")
 
     @property
+    def has_file(self) -> bool:
+        return self.prompts is not None or self.messages is not None
+
+    @property
+    def has_conversations(self) -> bool:
+        return self.chat or self.messages is not None
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 def main(options: SampleOptions) -> int:
-    """Print the prompt and its continuation during sampling, or continue the prompts of a file."""
+    """Print a text during sampling, continue the prompts or conversations of a file, or answer standard input."""
     run = find_run(options.run)
-    tokenizer = load_tokenizer(run.path)
-    form = text_format_of(run, tokenizer.parsing_special() if options.parse_special else tokenizer)
-    if options.prompts is None:
-        requests = [PromptRequest(options.prompt, options.seed, "the prompt", {})]
-    else:
-        requests = read_prompts(options.prompts, options.seed)
-    prompts = [Prompt(form.ids(each.prompt), each.seed) for each in requests]
-    context = context_of(run)
+    tokenizer, context = load_tokenizer(run.path), context_of(run)
+    if not options.has_conversations:
+        form = text_format_of(run, tokenizer.parsing_special() if options.parse_special else tokenizer)
+        requests = [PromptRequest({"prompt": options.prompt}, options.seed, "the prompt", {})]
+        if options.prompts is not None:
+            requests = read_prompts(options.prompts, options.seed)
+        found = counter_of_names(form.tokenizer)(each.prompt for each in requests)
+        if note := taken_as_text(found, "the prompts", "parse_special"):
+            say_beside(note)
+        return sample_requests(options, form, requests, lambda each: form.ids(each.prompt), context)
+    with chat_prompts(run, tokenizer) as chat:
+        if options.messages is None:
+            return converse_with(options, chat, context)
+        requests = read_messages(options.messages, options.seed)
+        return sample_requests(options, chat.form, requests, lambda each: chat.ids(each.given, each.source), context)
+
+
+def sample_requests(
+    options: SampleOptions,
+    form: TextFormat,
+    requests: Sequence[PromptRequest],
+    ids: Callable[[PromptRequest], list[int]],
+    context: int,
+) -> int:
+    """Continue the tokens `ids` of each request, which have to be within the context; return the exit code."""
+    prompts = [Prompt(ids(each), each.seed) for each in requests]
     for each, prompt in zip(requests, prompts, strict=True):
         check_length(each.source, len(prompt.tokens), context)
-    found = counter_of_names(form.tokenizer)(each.prompt for each in requests)
-    if note := taken_as_text(found, "the prompts", "parse_special"):
-        say_beside(note)
-    if options.prompts is None:
+    if not options.has_file:
         counts = [show(options, form, prompts[0])]
     else:
         with results_to(options.out) as results:
@@ -208,6 +242,21 @@ def main(options: SampleOptions) -> int:
             f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
             "never saw a longer one: what stands behind may be poor."
         )
+    return 0
+
+
+def converse_with(options: SampleOptions, chat: ChatPrompts, context: int) -> int:
+    """Answer the lines of standard input, each as a message of one conversation."""
+    sampler, model, _ = opened(options, chat.form)
+    dialogue = Dialogue(chat, options.system, context - min(options.tokens, context // 4))
+
+    def answer_to(message: str) -> tuple[Continuation, Iterator[str]]:
+        prompt, text = dialogue.ask(message, options.seed), Continuation(chat.form, options.tokens, options.stop)
+        pieces = sampler.pieces(model, [prompt], [text], options.sampling, steady(MAX_DELAY_S))
+        return text, (piece for (piece,) in pieces)
+
+    is_terminal = sys.stdin.isatty()
+    converse(dialogue, lines_of_user(is_terminal), answer_to, Screen(sys.stdout).write, is_terminal)
     return 0
 
 
@@ -234,7 +283,7 @@ def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, i
     if setup.config.sync.evaluates_replicas:
         placement = beside_training(setup)  # the run's own mesh
     else:
-        placement = SamplerPlacement(setup.layout if options.prompts else unsplit(setup.layout, BATCH), whole=True)
+        placement = SamplerPlacement(setup.layout if options.has_file else unsplit(setup.layout, BATCH), whole=True)
     sampler = Sampler(setup, form, placement)
     return sampler, sampler.prepared(trained.model), multiple_of(placement.rows, options.batch)
 
@@ -279,7 +328,7 @@ def continue_all(
             for number, text in zip(numbers, texts, strict=True):
                 request = requests[number]
                 drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended, "seed": request.seed}
-                results.add(number, {**request.named, "prompt": request.prompt, **drawn})
+                results.add(number, {**request.named, **request.given, **drawn})
                 counts[number] = text.tokens
     say_beside(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {meter}")
     return counts
