@@ -16,12 +16,13 @@ from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
-from gregale.huggingface.tensor_names import parameters_of
+from gregale.huggingface.peft import adapter_slots
+from gregale.huggingface.tensor_names import parameters_of, slots_of
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.adapters import family_of, slots_of_adapters
+from gregale.programs.runtime.adapters import family_of
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import Base, base_model, find_run, open_trained
+from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -29,13 +30,12 @@ from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
-from tests.programs.tiny import assert_same_state, checkpoint_steps, saved_state, write_config
+from tests.programs.tiny import CONFIG, assert_same_state, checkpoint_steps, saved_state, write_config
 
 torch, transformers, peft = Package("torch"), Package("transformers"), Package("peft")
 
 STEPS, ROWS, POSITIONS = 20, 8, 16
 RATE, DECAY = 1e-2, 0.1
-MESH = {"replica": 2, "data": 2, "model": 2}
 PROJECTIONS = {
     "query": "q_proj",
     "key": "k_proj",
@@ -83,25 +83,18 @@ def torch_losses(model: Any) -> list[float]:
     return found
 
 
-def setup_of(name: str, imported: Path, adapters: Path | None) -> Setup:
+def setup_of(name: str, imported: Path, adapters: Path) -> Setup:
     targets, scaling = TWINS[name]
-    config = yaml.safe_load((imported / "config.yaml").read_text())
+    own = yaml.safe_load((imported / "config.yaml").read_text())
     schedule = {"type": "constant", "warmup": 0}
-    keys = {
-        "name": "twin",
-        "steps": STEPS,
+    keys = CONFIG | {
         "start_from": str(imported),
         "cpu_devices": 8,
-        "model": config["model"] | {"row_multiple": 8},
-        "mesh": MESH,
-        "adapter": {"rank": 4, "alpha": 8.0, "targets": list(targets), "scaling": scaling},
-        "compute": {"dtype": "float32"},
+        "model": own["model"] | {"row_multiple": 8},
+        "adapter": {"rank": 4, "alpha": 8.0, "scaling": scaling, "targets": list(targets), "start_from": str(adapters)},
         "batch": {"size": ROWS, "sequence_length": POSITIONS, "microbatches": 2},
         "optimizer": {"learning_rate": RATE, "weight_decay": DECAY, "clip_norm": None, "schedule": schedule},
-        "data": {"sources": {"none": {"type": "text", "files": ["none"]}}, "tokenizer": config["data"]["tokenizer"]},
     }
-    if adapters is not None:
-        keys["adapter"]["start_from"] = str(adapters)
     return set_up(load(TrainConfig, keys), load_tokenizer(imported).vocabulary_size)
 
 
@@ -123,7 +116,7 @@ def test_twenty_steps_equal_those_of_torch_with_peft(name, tmp_path):
     setup = setup_of(name, tmp_path / "mine", tmp_path / "peft")
     base = Base.of(setup.config)
     state = started_state(setup, load_tokenizer(tmp_path / "mine"), base)
-    assert_equal_loss(setup, base_model(setup, base), state)
+    assert_equal_loss(setup, weights_of(base, setup, setup.base), state)
     take, found = setup.stepper(), []
     for step, batch in enumerate(batches(setup), 1):
         state, report = take(state, batch, step)
@@ -131,7 +124,7 @@ def test_twenty_steps_equal_those_of_torch_with_peft(name, tmp_path):
     np.testing.assert_allclose(found, torch_losses(theirs), atol=5e-5, rtol=0)
     trained = {key.replace(".default", ""): value for key, value in theirs.named_parameters() if "lora" in key}
     leaves = parameters_of(state.method.parameters)
-    slots = slots_of_adapters(setup, family_of(setup, find_run(str(tmp_path / "mine"))))
+    slots = adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model)
     assert len(slots) == 2 * len(TWINS[name][0])
     for slot in slots:
         for key, place in slot.tensors().items():
@@ -165,7 +158,6 @@ def tuned(inputs) -> Path:
             "tuned.yaml",
             steps=4,
             start_from="mine",
-            mesh=MESH,
             model=config["model"] | {"row_multiple": 8},
             data__tokenizer=config["data"]["tokenizer"],
             adapter={"rank": 4, "targets": ["query", "down"]},

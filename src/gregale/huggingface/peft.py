@@ -19,16 +19,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Settings of PEFT's LoraConfig that change the outputs of the adapters that Gregale has.
 ABSENT = {
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layer_replication": None,
-    "trainable_token_indices": None,
-}
+    "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "modules_to_save": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None,
+}  # fmt: skip
 
 
 def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
@@ -41,12 +34,9 @@ def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
     for slot in slots:
         path, hub = slot.path.removesuffix(".weight"), PREFIX + slot.hub.removesuffix(".weight")
         rank = (LORA_RANK,)
-        for ours, theirs, groups in (
-            ("lora_a", "lora_A", (rank, *slot.groups[1:])),
-            ("lora_b", "lora_B", (*slot.groups[:1], rank)),
-        ):
-            if (own := f"{path}.{ours}.weight") in leaves:
-                name = f"{hub}.{theirs}.weight"
+        for factor, groups in (("A", (rank, *slot.groups[1:])), ("B", (*slot.groups[:1], rank))):
+            if (own := f"{path}.lora_{factor.lower()}.weight") in leaves:
+                name = f"{hub}.lora_{factor}.weight"
                 found.append(replace(slot, hub=name, path=own, axes=leaves[own].axes, groups=groups))
     return found
 
@@ -85,12 +75,11 @@ def read_adapters(folder: Path, config: LoraConfig, slots: list[Slot], model: An
     tensors, leaves = read_header(folder / ADAPTER_WEIGHTS), parameters_of(model)
     wanted = {name: slot.shape for slot in slots for name in slot.tensors()}
     if (found := {name: tensor.shape for name, tensor in tensors.items()}) != wanted:
-        differing = sorted({*found.items()} ^ {*wanted.items()})
-        name, shape = differing[0]
+        name, shape = min({*found.items()} ^ {*wanted.items()})
         where = "is there, and not here" if name in found else "is missing"
         raise UserError(
-            f"adapter.start_from: {folder} has adapters of other projections or sizes than adapter.targets and "
-            f"adapter.rank ({len(differing)} differences: {name} {list(shape)} {where})."
+            f"adapter.start_from: {folder} has adapters of other projections or sizes than adapter.targets: {name} "
+            f"{list(shape)} {where}."
         )
 
     def read(slot: Slot) -> NamedArray:

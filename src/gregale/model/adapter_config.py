@@ -8,7 +8,8 @@ from gregale.model.base import SHAPE
 from gregale.model.scaling import MEANING
 from gregale.settings import Fixed, Range, Settings, above, setting, whole
 
-ATTENTION_TARGETS, MLP_TARGETS = ("query", "key", "value", "out"), ("gate", "up", "down")
+MLP_TARGETS = ("gate", "up", "down")
+TARGETS = ("query", "key", "value", "out", *MLP_TARGETS)
 SCALINGS = ("standard", "rank_stabilised")
 
 
@@ -26,9 +27,7 @@ class AdapterConfig(Settings, draccus.ChoiceRegistry):
 class LoraConfig(AdapterConfig):
     """LoRA (arXiv 2106.09685): y = x W + scale * (x A) B, where W is frozen, A is drawn and B is zero at the start."""
 
-    rank: int = setting(
-        16, "width of x A", range=whole(1), aliases=("r", "lora_rank", "lora_r"), fixed=SHAPE, by_topic=True
-    )
+    rank: int = setting(16, "width of x A", range=whole(1), aliases=("r", "lora_r"), fixed=SHAPE, by_topic=True)
     alpha: float = setting(
         32.0, "scale times rank, or its root", range=above(0), aliases=("lora_alpha",), fixed=MEANING, by_topic=True
     )
@@ -36,23 +35,19 @@ class LoraConfig(AdapterConfig):
         "standard",
         "scale is alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732)",
         choices=SCALINGS,
-        aliases=("use_rslora", "rslora"),
+        aliases=("use_rslora",),
         fixed=MEANING,
         by_topic=True,
     )
     dropout: float = setting(
-        0.0,
-        "share of the values of x that A does not see in training",
-        range=Range(0, 1, below=True),
-        aliases=("lora_dropout",),
-        by_topic=True,
+        0.0, "share of x that A does not see", range=Range(0, 1, below=True), aliases=("lora_dropout",), by_topic=True
     )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
         "projections with an adapter",
-        choices=(*ATTENTION_TARGETS, *MLP_TARGETS),
+        choices=TARGETS,
         unique=True,
-        aliases=("target_modules", "lora_target_modules"),
+        aliases=("target_modules",),
         fixed=SHAPE,
         by_topic=True,
     )

@@ -16,6 +16,7 @@ from jax.experimental.layout import with_layout_constraint
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout, is_named
 from gregale.errors import UserError
+from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
 from gregale.model.compute_config import DTYPES, ComputeConfig
 from gregale.model.kernels.dispatch import KernelRequest, check_matmul, kernels_for
@@ -25,7 +26,6 @@ from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import in_periods
 from gregale.model.layer_scan import LayerScan
-from gregale.model.lora import Lora
 from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], tuple[NamedArray, Any]]

@@ -109,7 +109,9 @@ class Experts(eqx.Module):
         settings = self.config.experts
         assert settings is not None
         share = load / hax.maximum(hax.mean(load, ROUTER), 1e-20)
-        bias = None if self.bias is None else Buffer(next_bias(self.bias.value, load, settings.balance.bias_rate))
+        bias, rate = self.bias, settings.balance.bias_rate
+        if bias is not None and rate > 0:
+            bias = Buffer(next_bias(bias.value, load, rate))
         return replace(self, load=Buffer(share), bias=bias)
 
     def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:

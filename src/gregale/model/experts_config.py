@@ -8,7 +8,7 @@ from gregale.axes.layout import EXPERTS, ROUTER
 from gregale.errors import KeyedError
 from gregale.model.base import SHAPE
 from gregale.model.scaling import MEANING
-from gregale.settings import Range, Settings, above, at_least, setting, whole
+from gregale.settings import Settings, above, at_least, between, setting, whole
 
 SCORES = ("softmax", "sigmoid")
 ROUTERS = ("dtype", "float32")
@@ -42,8 +42,8 @@ class BalanceConfig(Settings):
     )
     bias_rate: float = setting(
         1e-3,
-        "change of a bias in a step",
-        range=Range(0, 1, above=True),
+        "change of a bias in a step; 0: biases stay",
+        range=between(0, 1),
         aliases=("routed_bias_update_rate", "moe_router_bias_update_rate"),
         by_topic=True,
     )

@@ -205,9 +205,9 @@ class TrainConfig(Settings):
     def _check_adapter(self) -> None:
         """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""
         if self.start_from is None:
-            raise UserError(
-                "adapter needs a model to adapt: set start_from to a run, or to a folder of `gregale import`."
-            )
+            raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
+        if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
+            raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
         if self.pipeline is not None:
             raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
 

@@ -81,7 +81,6 @@ def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str], base: Base | 
     """Return the settings and text that all islands must share, for an island's header.
 
     - `shards`: `shards_of` of each of the island's hosts
-    - `base`: the origin of frozen weights
     """
     frozen = {} if base is None else {"the digest of the frozen weights": base.digest}
     hosts = {"the number of an island's hosts": str(len(shards))}

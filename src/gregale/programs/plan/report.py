@@ -3,15 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-import jax
-
 from gregale.audit.chips import GBIT
 from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
-from gregale.axes.parameters import frozen_of, parameter_count
+from gregale.axes.parameters import parameter_count
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
@@ -65,7 +63,6 @@ def report_of(
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
-        "frozen_parameters": sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model))),
         "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,

@@ -70,11 +70,9 @@ def _head(report: dict[str, Any], console: Console) -> None:
     kernels = report["kernels"]
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     active = report["active_parameters"]
-    frozen = report["frozen_parameters"]
-    beside = f" beside {frozen:,} frozen ones" if frozen else ""
     of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
     console.print(
-        f"{report['name']}: {report['parameters']:,} parameters{of_a_token}{beside} on {report['devices']} devices "
+        f"{report['name']}: {report['parameters']:,} parameters{of_a_token} on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{_flops(report)}\n"
         f"Rules of differentiation: {others}"

@@ -12,7 +12,7 @@ from gregale.errors import UserError
 from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
-from gregale.huggingface.tensor_names import Slot, path_of, slots_of
+from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.runtime.checkpointed import recorded
@@ -31,20 +31,18 @@ def continued(setup: Setup, base: Base) -> Any:
     if not isinstance(config, LoraConfig) or config.start_from is None:
         return None
     folder = Path(config.start_from)
-    found = _of_peft(setup, config, folder, base) if (folder / ADAPTER).is_file() else _of_run(setup, config, base)
+    if (folder / ADAPTER).is_file():
+        slots = adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model)
+        found = read_adapters(folder, config, slots, setup.model, setup.layout)
+    else:
+        found = _of_run(setup, config, config.start_from, base)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: found[path_of(path)], trainable(setup.model), is_leaf=is_named
     )
 
 
-def _of_peft(setup: Setup, config: LoraConfig, folder: Path, base: Base) -> dict[str, NamedArray]:
-    slots = slots_of_adapters(setup, family_of(setup, base.origin))
-    return read_adapters(folder, config, slots, setup.model, setup.layout)
-
-
-def _of_run(setup: Setup, config: LoraConfig, base: Base) -> dict[str, NamedArray]:
-    assert config.start_from is not None
-    run = find_run(config.start_from)
+def _of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str, NamedArray]:
+    run = find_run(name)
     theirs = run.read_config()
     if theirs.adapter is None:
         raise UserError(f"adapter.start_from: {run.path} has no adapters; start_from names the model to adapt.")
@@ -52,14 +50,13 @@ def _of_run(setup: Setup, config: LoraConfig, base: Base) -> dict[str, NamedArra
     if fixed := [change for change in found if change.fixed]:
         raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
     other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(trainable(setup.model), is_named)[0]]
     with opened(run, other, None) as found:
         if recorded(found.metadata, "base")["digest"] != base.digest:
             raise UserError(
                 f"adapter.start_from: the adapters of {run.path} were trained beside other weights than those of "
                 f"{base.origin.path}. Set start_from to {theirs.start_from}, or merge them: start_from {run.path}."
             )
-        return {path: found.read(path) for path in paths}
+        return {path: found.read(path) for path in parameters_of(trainable(setup.model))}
 
 
 def family_of(setup: Setup, run: RunDirectory) -> Family:
@@ -67,10 +64,6 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
     assert isinstance(setup.config.model, LlamaConfig)
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
     return family_that_has(setup.config.model, saved.get("model_type"))
-
-
-def slots_of_adapters(setup: Setup, family: Family) -> list[Slot]:
-    return adapter_slots(slots_of(setup.base, family), setup.model)
 
 
 def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:

@@ -7,22 +7,30 @@ import jax
 from haliax import Axis
 
 from gregale.axes.layout import is_named
-from gregale.axes.parameters import frozen_of, holding
+from gregale.axes.parameters import is_buffer, is_parameter
 from gregale.model.adapter_config import LoraConfig
-from gregale.model.adapters import adapted
+from gregale.model.adapters import adapted, hashed
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import Execution
-from gregale.model.lora import hashed
 from gregale.runs.config import TrainConfig
 
 
-def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
-    """Return the model before the first step; with an adapter, frozen weights are marked, in the compute dtype."""
+def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model without adapters; beside adapters its weights are in the compute dtype."""
+    model, dtype = config.model.init(Vocab, key), DTYPES[config.compute.dtype]
     if config.adapter is None:
-        return config.model.init(Vocab, key)
-    model = with_adapters(config, config.model.init(Vocab, key), key)
-    dtype = DTYPES[config.compute.dtype]
-    return holding(model, jax.tree.map(lambda weight: weight.astype(dtype), frozen_of(model), is_leaf=is_named))
+        return model
+
+    def cast(leaf):
+        return leaf.astype(dtype) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+
+    return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
+
+
+def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model before the first step; beside adapters its own weights are marked as frozen."""
+    model = base_model(config, Vocab, key)
+    return model if config.adapter is None else with_adapters(config, model, key)
 
 
 def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:

@@ -67,10 +67,7 @@ def check_together(config: TrainConfig, rows: int) -> None:
 
 
 def with_rank(layout: Layout, config: TrainConfig) -> Layout:
-    """Return the layout of a run's adapters: `lora_rank` lies like `embed`, if all devices along `embed` divide it.
-
-    So factors without `embed` are split too. If they do not divide it, such factors lie on each device whole.
-    """
+    """Return the layout in which `lora_rank` lies like `embed`, if its devices divide it: it splits factors too."""
     if not isinstance(config.adapter, LoraConfig) or LORA_RANK in layout.params:
         return layout
     params, finest = (mesh_axes_of(mapping.get(EMBED, ())) for mapping in (layout.params, layout.opt_state))

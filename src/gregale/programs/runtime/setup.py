@@ -26,7 +26,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
-from gregale.programs.runtime.initial_model import dropping, initial_model, with_adapters
+from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, with_adapters
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -100,8 +100,8 @@ class Setup:
 
     @cached_property
     def base(self) -> Any:
-        """Return the abstract model without adapters."""
-        return jax.eval_shape(partial(self.config.model.init, self.Vocab), jax.random.key(0))
+        """Return the abstract model without adapters, see `base_model`."""
+        return jax.eval_shape(partial(base_model, self.config, self.Vocab), jax.random.key(0))
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)

@@ -40,6 +40,8 @@ from gregale.storage import ObjectPath, parallel_map, storage_path
 from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
 
+Read = Callable[[str], NamedArray]
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -126,7 +128,7 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
     model = evaluated_model(setup, restored.metadata, restored.tree)
     if setup.config.adapter is not None:
         base = Base.of(setup.config, recorded(restored.metadata, "base"))
-        model = with_arrays(model, frozen_weights(setup, base))
+        model = with_arrays(model, weights_of(base, setup, frozen_of(setup.model)))
     return model, restored.step, restored.metadata
 
 
@@ -148,7 +150,7 @@ class Opened:
     """A model of a run."""
 
     step: int  # the checkpoint's step; 0 for an imported model
-    read: Callable[[str], NamedArray]  # returns a parameter by its path, on the mesh of the setup
+    read: Read  # returns a parameter by its path, on the mesh of the setup
     metadata: Mapping[str, Any]  # of the checkpoint
 
 
@@ -177,13 +179,8 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
         yield Opened(found, read, metadata)
 
 
-def merging(
-    setup: Setup, own: Callable[[str], NamedArray], base: Callable[[str], NamedArray]
-) -> Callable[[str], NamedArray]:
-    """Return a function that reads a weight with its adapter merged, or what the run has trained itself.
-
-    - `own`, `base`: read a parameter of the run's checkpoints, and of the frozen weights
-    """
+def merging(setup: Setup, own: Read, base: Read) -> Read:
+    """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
     trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
     scale = getattr(setup.config.adapter, "scale", 1.0)
 
@@ -293,26 +290,11 @@ def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
     return replace(theirs, **unread, **{name: getattr(here, name) for name in own})
 
 
-def frozen_weights(setup: Setup, base: Base) -> Any:
-    """Return the frozen weights of a setup under `params`, read one at a time."""
+def weights_of(base: Base, setup: Setup, like: Any) -> Any:
+    """Return the base's weights with the paths and dtypes of a tree, read one at a time, on the mesh of a setup."""
     with base.opened(setup) as found:
 
         def one(path, leaf):
             return found.read(path_of(path)).astype(leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(one, frozen_of(setup.model), is_leaf=is_named)
-
-
-def base_model(setup: Setup, base: Base, dtype: Any = None) -> Any:
-    """Return a whole model with the paths of `setup.base`, read one parameter at a time.
-
-    - `dtype`: of all arrays except buffers; None: their own
-    """
-    buffers = parameters_of(buffers_of(setup.base))
-    with base.opened(setup) as found:
-
-        def one(path, _):
-            read = found.read(path_of(path))
-            return read if dtype is None or path_of(path) in buffers else read.astype(dtype)
-
-        return jax.tree_util.tree_map_with_path(one, setup.base, is_leaf=is_named)
+        return jax.tree_util.tree_map_with_path(one, like, is_leaf=is_named)

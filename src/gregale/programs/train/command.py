@@ -285,23 +285,19 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model)))
+    beside = f" of adapters, {frozen:,} frozen ones," if frozen else ""
     rows = sum(len(each) * each.rows_together for each in corpus.train_rows.values())
     epochs = config.steps * config.batch.size / rows
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
     validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
-        f"{config.name}: {counted(setup)} on {setup.layout.mesh.size} {device.device_kind} "
-        f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {', '.join([held_out, *validation])}"
+        f"{config.name}: {parameter_count(setup.model):,} parameters{beside} on {setup.layout.mesh.size} "
+        f"{device.device_kind} device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of "
+        f"{config.batch.tokens:,} tokens, {epochs:.2f} epochs of {corpus.training_tokens:,} tokens; "
+        f"{', '.join([held_out, *validation])}"
         f"{f'; compiler options: {options}' if options else ''}"
     )
-
-
-def counted(setup: Setup) -> str:
-    """Return the number of parameters, and of frozen ones beside them."""
-    text, frozen = f"{parameter_count(setup.model):,} parameters", frozen_of(setup.model)
-    count = sum(leaf.size for leaf in jax.tree.leaves(frozen))
-    return f"{text} of adapters, {count:,} frozen ones," if count else text
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:

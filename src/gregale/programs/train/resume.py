@@ -6,24 +6,17 @@ from typing import NamedTuple
 
 import jax
 
+from gregale.axes.parameters import frozen_of
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
-from gregale.model.compute_config import DTYPES
 from gregale.programs.runtime.adapters import continued
 from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, recorded, saved_by
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import (
-    Base,
-    as_here,
-    base_model,
-    find_run,
-    frozen_weights,
-    restored_model,
-)
+from gregale.programs.runtime.trained_model import Base, as_here, find_run, restored_model, weights_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
@@ -70,7 +63,7 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
     state, base = restored.tree, None
     if setup.config.adapter is not None:
         base = Base.of(setup.config, recorded(restored.metadata, "base"))
-        state = state._replace(frozen=frozen_weights(setup, base))
+        state = state._replace(frozen=weights_of(base, setup, frozen_of(setup.model)))
     state = converted(setup, state, restored.step, saved_by(saved, restored.metadata))
     if state.spikes is None:
         state = state._replace(spikes=setup.new_spikes(restored.step))
@@ -153,9 +146,9 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) 
             f"`data.tokenizer` of {origin.config}."
         )
     if base is not None:
-        return setup.state_from(base_model(setup, base, DTYPES[config.compute.dtype]), continued(setup, base))
+        return setup.state_from(weights_of(base, setup, setup.base), continued(setup, base))
     if theirs.adapter is not None:
-        return setup.state_from(base_model(setup, Base.of(config)))
+        return setup.state_from(weights_of(Base.of(config), setup, setup.base))
     here = as_here(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
