@@ -15,10 +15,11 @@ from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.tensor_names import parameters_of
-from gregale.programs.runtime.adapters import family_of, slots_of_adapters
+from gregale.huggingface.peft import adapter_slots
+from gregale.huggingface.tensor_names import parameters_of, slots_of
+from gregale.programs.runtime.adapters import family_of
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import Base, find_run
+from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -111,7 +112,8 @@ ONE = "--mesh={replica: 1, data: 1, model: 1}"
 def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
     theirs, imported = twins
     setup = setup_of(imported, f"--adapter.start_from={imported.parent / 'peft'}", *options)
-    state = started_state(setup, load_tokenizer(imported), Base.of(setup.config))
+    base = Base.of(setup.config)
+    state = started_state(setup, load_tokenizer(imported), base)
     batch = {name: hax.named(array, setup.batch_axes) for name, array in BATCH.items()}
 
     @jax.jit
@@ -128,7 +130,7 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
     wanted = {f"reward_{name}": each.mean() for name, each in figures.items()} | {"loss": expected}
     for name, array in {**sums.named, "loss": sums.loss}.items():
         assert array.array.sum() / PAIRS == pytest.approx(wanted.pop(name), abs=1e-5), name
-    for slot in slots_of_adapters(setup, family_of(setup, find_run(str(imported)))):
+    for slot in adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model):
         found = parameters_of(sums.gradients)[slot.path].array.sum(0) / PAIRS
         for key, place in slot.tensors().items():
             value = slot.as_parameter(gradients.pop(key).numpy())
