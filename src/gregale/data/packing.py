@@ -116,7 +116,6 @@ class PackedRows(Sequence[ExampleBatch]):
 class PairRows(PackedRows):
     """Pairs of adjacent documents, padded, each as an example of two rows: arrays [2, L]."""
 
-    needs = "A pair takes two documents of at least 2 tokens"
     rows_together = 2
 
     def __len__(self) -> int:
