@@ -80,7 +80,7 @@ def made(environment, tmp_path, monkeypatch):
 
 def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made, capfd):
     assert environment.prepare(made, "dev", "2") == 0
-    assert "2/2 installing 136 packages" in capfd.readouterr().out
+    assert "2/2 installing 138 packages" in capfd.readouterr().out
     for name in ("dev", "core"):
         assert environment.prepare(made, name, "2") == 0
     assert capfd.readouterr().out == ""

@@ -79,7 +79,7 @@ def torch_losses(model: Any) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss))
+        found.append(float(loss.detach()))
     return found
 
 

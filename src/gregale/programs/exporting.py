@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import ml_dtypes
 import numpy as np
@@ -28,6 +27,7 @@ from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.malloc_tuning import release_memory
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
+from gregale.huggingface.exportable import check_family
 from gregale.huggingface.families import Family, family_that_has
 from gregale.huggingface.folder import (
     BESIDE,
@@ -191,23 +191,6 @@ def decoder_of(config: TrainConfig) -> LlamaConfig:
             "folder. `gregale export` writes models of type llama, gemma and gpt_oss."
         )
     return config.model
-
-
-def check_family(module: Any) -> None:
-    """Raise `UserError` if the class of a model, or of a part of it, may compute other outputs than Gregale's own.
-
-    A class outside of Gregale and Haliax has to say that it does not, itself: a subclass of it may differ again.
-    """
-    kind = type(module)
-    if kind.__module__.partition(".")[0] not in ("gregale", "haliax") and not vars(kind).get("exports_as_llama"):
-        raise UserError(
-            f"the model has a {kind.__name__}, a class of your own, so that other programs may compute other outputs "
-            f"from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
-            f"{kind.__name__}."
-        )
-    for part in jax.tree.leaves(list(vars(module).values()), is_leaf=lambda part: isinstance(part, eqx.Module)):
-        if isinstance(part, eqx.Module):
-            check_family(part)
 
 
 def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> Dtypes:
