@@ -10,6 +10,7 @@ from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
 from gregale.methods.config import SyncConfig
 from gregale.model.config import ModelConfig
+from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
 from gregale.settings.decoding import known_entries
 from gregale.tracking.callback import CallbackConfig
@@ -18,7 +19,7 @@ from gregale.tracking.choices import TrackerConfig
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REGISTRIES = (
     *(ModelConfig, OptimizerConfig, ScheduleConfig, SourceConfig, TokenizerConfig, SyncConfig, TrackerConfig),
-    CallbackConfig,
+    *(CallbackConfig, ObjectiveConfig),
 )
 
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
+from gregale.objectives import Passes
 from gregale.optim import ConstantSchedule
-from tests.mesh.support import one_device
+from tests.mesh.support import assert_trees_close, one_device, small_model, token_batch
 from tests.plugins import EXAMPLES, plugins_from
 
 LENGTH, VOCABULARY = 12, 32
@@ -59,3 +60,29 @@ def test_adan_is_the_algorithm_as_it_is_written_down():
         m, v, n = 0.98 * m + 0.02 * g, 0.92 * v + 0.08 * change, 0.99 * n + 0.01 * (g + 0.92 * change) ** 2
         direction = (m / (1 - 0.98**k) + 0.92 * v / (1 - 0.92**k)) / (np.sqrt(n / (1 - 0.99**k)) + 1e-8)
         np.testing.assert_allclose(update["a"], -0.1 * direction, rtol=2e-5)
+
+
+def test_orpo_is_the_paper_s_loss_of_pairs():
+    with plugins_from(EXAMPLES):
+        from orpo import OrpoConfig  # type: ignore[import-not-found]
+    model, batch, run = small_model(), token_batch(6, uneven=False), one_device()
+    mask = np.array(batch["loss_mask"].array)
+    mask[:, :3], mask[5] = 0, 0  # the last pair has an answer without tokens
+    batch["loss_mask"] = hax.named(mask, ("batch", "position"))
+
+    def own(model):
+        return OrpoConfig(strength=0.5).loss(Passes(model, batch, run))
+
+    def plain(model):
+        logs = jax.nn.log_softmax(model.logits(batch, run).array)
+        at_target = jnp.take_along_axis(logs, batch["targets"].array[..., None], -1)[..., 0]
+        mean = jnp.stack([jnp.sum(at_target[row] * mask[row]) / mask[row].sum() for row in range(4)])
+        odds = jnp.exp(mean) / (1 - jnp.exp(mean))
+        ratios = jnp.log(odds[::2] / odds[1::2])
+        return jnp.sum(-mean[::2] - 0.5 * jnp.log(1 / (1 + jnp.exp(-ratios)))), jnp.sum(ratios)
+
+    found = jax.jit(own)(model)
+    np.testing.assert_allclose((found.loss, found.metrics["log_odds_ratio"]), jax.jit(plain)(model), rtol=1e-5)
+    assert found.weight == 2
+    gradients = (jax.jit(jax.grad(loss))(model) for loss in (lambda each: own(each).loss, lambda each: plain(each)[0]))
+    assert_trees_close(*gradients, atol=1e-6, rtol=1e-4)

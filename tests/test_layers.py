@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 LAYERS = [
     {"errors", "settings", "atomic_files", "formatting", "streams", "terminal", "tables", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
-    {"communication", "huggingface", "inference", "evaluation"},
+    {"communication", "huggingface", "inference", "evaluation", "objectives"},
     {"methods"},
     {"distributed"},
     {"training", "checkpoint", "tracking", "web"},

@@ -56,6 +56,19 @@ def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     assert greedy[1:3].all()
 
 
+def test_gradients_hold_the_logits_of_a_block_alone():
+    tokens, embed, vocab = (Axis(BATCH, 8), Axis("position", 256)), Axis("embed", 16), Axis("vocab", 8192)
+    run = Execution(layout=layout_of().inside_replica(), loss_block=64)
+
+    def total(hidden, head, targets):
+        return jnp.sum(target_scores(hidden, head, targets, None, run)[0].array)
+
+    shapes = hax.zeros((*tokens, embed)), hax.zeros((embed, vocab)), hax.zeros(tokens, dtype=jnp.int32)
+    memory = jax.jit(jax.grad(jax.checkpoint(total))).lower(*shapes).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 8 * 256 * 8192 * 4 / 8
+
+
 @pytest.mark.parametrize("name", ["llama3", list(CONFIGS)[-1]])
 def test_the_scores_of_a_model_are_its_losses(name):
     """Whatever a model does with its logits has to be in both: the plainest one, and the one that came last."""
@@ -65,3 +78,26 @@ def test_the_scores_of_a_model_are_its_losses(name):
         oracle.plain_batch(BATCH_OF_TOKENS)
     )
     np.testing.assert_allclose(-scores.array, losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "block", "fused"), [(1, 1, 5, False), (1, 1, 1000, True), (2, 4, 3, False), (4, 1, 3, True)]
+)
+def test_gradients_are_those_of_the_plain_softmax(data, model, block, fused):
+    """Cotangents have both signs; the limit of the logits is part of the derivative."""
+    layout, cap = layout_of(1, data, model), 4.0
+    run = Execution(layout=layout.inside_replica(), loss_block=block, fused_logits=fused)
+    weights = np.random.default_rng(1).standard_normal((8, 7), dtype=np.float32)
+    hidden, head, targets = placed(inputs(), layout, layout.compute)
+
+    def weighted(hidden, head):
+        return jnp.sum(weights * target_scores(hidden, head, targets, TOKENS, run, cap)[0].array)
+
+    def plain(hidden, head):
+        logs = jax.nn.log_softmax(cap * jnp.tanh(hidden @ head[:, :TOKENS] / cap))
+        return jnp.sum(weights * jnp.take_along_axis(logs, inputs()[2].array[..., None], -1)[..., 0])
+
+    found = jax.jit(jax.grad(weighted, (0, 1)))(hidden, head)
+    expected = jax.jit(jax.grad(plain, (0, 1)))(*(each.array for each in inputs()[:2]))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.array, other, atol=1e-5 * np.abs(other).max())

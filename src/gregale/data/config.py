@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gregale.data.mixtures import check_mixtures
-from gregale.data.packing import Packing
+from gregale.data.packing import PAIRS, Packing
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import CONCAT, ORDER, REFUSE
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
@@ -68,7 +68,8 @@ class DataConfig(Settings):
 
     def packing_of(self, source: SourceConfig) -> Packing:
         """Return how the documents of a source become rows."""
-        return Packing(source.packing, source.long_documents or REFUSE, self.cross_documents)
+        kind = source.packing if source.rows_together == 1 else PAIRS
+        return Packing(kind, source.long_documents or REFUSE, self.cross_documents)
 
     @property
     def weights(self) -> dict[str, float]:

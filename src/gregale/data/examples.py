@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gregale.data.packing import MORE_BYTES, ExampleBatch, PackedRows, Packing
+from gregale.data.packing import MORE_BYTES, PAIRS, ExampleBatch, PackedRows, Packing, PairRows
 from gregale.data.sources.base import CONCAT
 from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
@@ -37,6 +37,7 @@ class Windows(Sequence[ExampleBatch]):
     """
 
     note = ""
+    rows_together = 1
 
     def __init__(self, stream: DocumentStream, sequence_length: int, cross_documents: bool, *, evaluates: bool = False):
         self.stream, self.sequence_length = stream, sequence_length
@@ -75,7 +76,8 @@ def rows_of(stream: DocumentStream, sequence_length: int, packing: Packing, *, e
     """Return the rows of a stream's documents; raise `UserError` for a document that is too long for them."""
     if packing.kind == CONCAT:
         return Windows(stream, sequence_length, packing.cross_documents, evaluates=evaluates)
-    return PackedRows(stream, sequence_length, packing, evaluates=evaluates)
+    kind = PairRows if packing.kind == PAIRS else PackedRows
+    return kind(stream, sequence_length, packing, evaluates=evaluates)
 
 
 def window_count(stream: DocumentStream, sequence_length: int) -> int:
@@ -109,16 +111,17 @@ def make_example(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarr
 class Examples:
     """An endless or finite sequence of `make_example` results of L tokens; `examples[i]` depends only on i.
 
-    - `dataset`: has a length and the example of every index below it
+    - `dataset`: has a length and the example of every index below it, or a group of `rows_together` of them, arrays
+      [row, L]
     """
 
-    def __init__(self, dataset: "grain.MapDataset | Any", sequence_length: int):
+    def __init__(self, dataset: "grain.MapDataset | Any", sequence_length: int, rows_together: int = 1):
         self._dataset = dataset
-        self.sequence_length = sequence_length
+        self.sequence_length, self.rows_together = sequence_length, rows_together
 
     def __len__(self) -> int:
         """Return the number of examples; `sys.maxsize` if endless."""
-        return len(self._dataset)
+        return min(len(self._dataset) * self.rows_together, sys.maxsize)
 
     @property
     def endless(self) -> bool:
@@ -128,7 +131,9 @@ class Examples:
         """Return example `index`: arrays [L], see `make_example`."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        return self._dataset[index]  # type: ignore[return-value]
+        group, row = divmod(index, self.rows_together)
+        found: ExampleBatch = self._dataset[group]  # type: ignore[assignment]
+        return found if self.rows_together == 1 else {key: array[row] for key, array in found.items()}
 
     def rows(self, indices: Sequence[int]) -> ExampleBatch:
         """Return several examples as arrays [row, L]. A row past the end of a finite set is zero, its mask too."""
@@ -159,7 +164,8 @@ def training_examples(sources: Mapping[str, Rows], weights: Mapping[str, float],
     import grain
 
     epochs = {name: endless(grain.MapDataset.source(rows), name, seed) for name, rows in sources.items()}
-    return Examples(mixed(epochs, weights), next(iter(sources.values())).sequence_length)
+    first = next(iter(sources.values()))
+    return Examples(mixed(epochs, weights), first.sequence_length, first.rows_together)
 
 
 def endless(dataset: "grain.MapDataset", name: str, seed: int | None) -> "grain.MapDataset":
@@ -231,4 +237,4 @@ def in_order(parts: Sequence[Rows]) -> Examples:
     import grain
 
     datasets = [grain.MapDataset.source(rows) for rows in parts if len(rows)]
-    return Examples(grain.MapDataset.concatenate(datasets), parts[0].sequence_length)
+    return Examples(grain.MapDataset.concatenate(datasets), parts[0].sequence_length, parts[0].rows_together)

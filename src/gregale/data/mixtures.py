@@ -65,9 +65,9 @@ def replica_examples(sources: Mapping[str, Rows], mixtures: Sequence[Mixture], s
             if mixture.get(name):
                 part = grain.MapDataset.source(ExampleRange(dataset, bounds[replica], bounds[replica + 1]))
                 epochs[replica][name] = endless(part, f"{name}/{replica}", seed)
-    length = next(iter(sources.values())).sequence_length
+    first = next(iter(sources.values()))
     mixes = [mixed(own, mixture) for own, mixture in zip(epochs, mixtures, strict=True)]
-    return ReplicaExamples([Examples(mix, length) for mix in mixes])
+    return ReplicaExamples([Examples(mix, first.sequence_length, first.rows_together) for mix in mixes])
 
 
 def cuts(name: str, rows: int, mixtures: Sequence[Mixture]) -> np.ndarray:

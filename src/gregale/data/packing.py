@@ -16,6 +16,7 @@ from gregale.errors import UserError
 
 ExampleBatch = dict[str, np.ndarray]
 MORE_BYTES = "more_bytes"
+PAIRS = "pairs"  # a packing: one document a row, and two rows an example
 WINDOW_ROWS = 128  # that the documents of a window would fill on average
 GROUP = 1 << 22  # documents packed at once, for memory: 4 arrays of as many int32
 
@@ -43,6 +44,7 @@ class PackedRows(Sequence[ExampleBatch]):
     """
 
     needs = "A row takes a document of at least 2 tokens"
+    rows_together = 1
 
     def __init__(self, stream: DocumentStream, sequence_length: int, packing: Packing, *, evaluates: bool = False):
         self.stream, self.sequence_length = stream, sequence_length
@@ -109,6 +111,19 @@ class PackedRows(Sequence[ExampleBatch]):
         if self._evaluates:
             example[MORE_BYTES] = filled(self.stream.more_bytes_at(inputs + 1, owners))
         return example
+
+
+class PairRows(PackedRows):
+    """Pairs of adjacent documents, padded, each as an example of two rows: arrays [2, L]."""
+
+    rows_together = 2
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __getitem__(self, index):
+        chosen, rejected = (super(PairRows, self).__getitem__(2 * index + row) for row in (0, 1))
+        return {key: np.stack([chosen[key], rejected[key]]) for key in chosen}
 
 
 def first_fit(sizes: np.ndarray, room: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gregale.atomic_files import atomic_replace
-from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.chat.encoding import ChatEncoder, Encoded
 from gregale.data.chat.renderer import NotRendered
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
@@ -137,8 +137,8 @@ def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> Part
             for document, found in zip(documents, encode_documents(documents, tokenizer, chat), strict=True):
                 if isinstance(found, BadDocument):
                     task.source.leave_out(found, skipped)
-                elif len(found.ids):
-                    ids, more_bytes, supervised = found.ended(tokenizer.end_of_document)
+                    continue
+                for ids, more_bytes, supervised in (each.ended(tokenizer.end_of_document) for each in found):
                     output.write(ids.astype(dtype).data)
                     lengths.append(len(ids))
                     corrections.append(Corrections.of(more_bytes))
@@ -176,25 +176,40 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def encode_documents(
     documents: Sequence[Document], tokenizer: Tokenizer, chat: ChatEncoder
-) -> Iterator[Encoded | BadDocument]:
-    """Yield each document as tokens, without its end, or the reason why its template rejects it."""
-    encoded = iter(tokenizer.encode_counted([each.content for each in documents if isinstance(each.content, str)]))
+) -> Iterator[list[Encoded] | BadDocument]:
+    """Yield each document as tokens, without its end, or the reason why it has none; an empty one is none."""
+    texts = iter(tokenizer.encode_counted([each.content for each in documents if isinstance(each.content, str)]))
     for each in documents:
-        if isinstance(each.content, str):
-            yield Encoded(*next(encoded))
-        elif isinstance(each.content, Conversation):
-            try:
-                yield chat.encode(each.content)
-            except NotRendered as error:
-                yield BadDocument(str(error))
+        try:
+            if isinstance(each.content, str):
+                found = [Encoded(*next(texts))]
+            elif isinstance(each.content, Conversation):
+                found = [chat.encode(each.content)]
+            elif isinstance(each.content, Pair):
+                found = encoded_pair(each.content, chat)
+            else:
+                found = [Encoded(*checked(each, tokenizer))]
+        except NotRendered as error:
+            yield BadDocument(str(error))
+        except BadDocument as bad:
+            yield bad
         else:
-            yield Encoded(*checked(each, tokenizer))
+            yield [one for one in found if len(one.ids)]
+
+
+def encoded_pair(pair: Pair, chat: ChatEncoder) -> list[Encoded]:
+    """Return both conversations as tokens; raise `BadDocument` if one has no target that the loss is on."""
+    found = [chat.encode(pair.chosen), chat.encode(pair.rejected)]
+    for name, each in zip(("chosen", "rejected"), found, strict=True):
+        if each.supervised is None or not each.supervised[1:].any():
+            raise BadDocument(f"{pair.location}: `{name}` has no token that the loss is on.")
+    return found
 
 
 def place_of(document: Document) -> str:
     """Return where a document is, for a note."""
     content = document.content
-    return content.location if isinstance(content, Conversation) else f"{document.path}, {document.start}"
+    return content.location if isinstance(content, Conversation | Pair) else f"{document.path}, {document.start}"
 
 
 def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -92,7 +92,8 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     Raises `UserError` if a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
-    splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
+    together = {name: source.rows_together for name, source in config.sources.items()}
+    splits = {name: split_at(store, config.held_out, cuts.get(name), together[name]) for name, store in stores.items()}
     train = {name: each.train for name, each in splits.items()}
     held_out = {name: each.held_out for name, each in splits.items()}
     rows = source_rows(SOURCES, train, sequence_length, config, evaluates=False)
@@ -151,8 +152,8 @@ def build_and_cut(
     """
     tokenizer, stores = build_stores(config, report)
     found = {
-        name: end_cut(store, config.held_out, sequence_length, config.sources[name].packing)
-        for name, store in stores.items()
+        name: end_cut(store, config.held_out, sequence_length, source.packing, source.rows_together)
+        for (name, store), source in zip(stores.items(), config.sources.values(), strict=True)
     }
     cuts = {name: cut for name, cut in found.items() if cut is not None}
     if not cuts or not isinstance(config.tokenizer, BpeConfig):

@@ -27,17 +27,22 @@ class Split(NamedTuple):
     held_out: DocumentStream
 
 
-def split_at(store: TokenStore, fraction: float, cut: int | None) -> Split:
-    """Return a split by the hash of the documents' numbers; or, with a cut, hold out all tokens from the cut on."""
+def split_at(store: TokenStore, fraction: float, cut: int | None, together: int = 1) -> Split:
+    """Return a split by the hash of the documents' numbers; or, with a cut, hold out all tokens from the cut on.
+
+    - `together`: adjacent documents that stay together: 2 for pairs, which the hash counts
+    """
     count = len(store.offsets) - 1
     if cut is None:
-        out = held_out_documents(count, fraction)
+        out = np.repeat(held_out_documents(count // together, fraction), together)
         return Split(DocumentStream(store, ~out), DocumentStream(store, out))
     everything = np.ones(count, bool)
     return Split(DocumentStream(store, everything, stop=cut), DocumentStream(store, everything, start=cut))
 
 
-def end_cut(store: TokenStore, fraction: float, sequence_length: int, packing: str = CONCAT) -> int | None:
+def end_cut(
+    store: TokenStore, fraction: float, sequence_length: int, packing: str = CONCAT, together: int = 1
+) -> int | None:
     """Return the index at which the held-out end of a source begins, or None if whole documents are held out.
 
     Whole documents are held out if they fill a window of L + 1 tokens and leave one to train on. Otherwise, with N
@@ -46,14 +51,15 @@ def end_cut(store: TokenStore, fraction: float, sequence_length: int, packing: s
     end. L is `sequence_length`; a fraction of 0 holds out nothing.
 
     A packing that does not cut documents needs one to train on and one that is held out. Otherwise the last
-    max(1, round(fraction D)) of D documents are held out; of a single document nothing is.
+    max(1, round(fraction D)) of D documents are held out; of a single document nothing is. D counts pairs, if documents
+    stay `together`.
     """
-    documents = split_at(store, fraction, None)
+    documents = split_at(store, fraction, None, together)
     if packing != CONCAT:
-        count = len(store.offsets) - 1
+        count = (len(store.offsets) - 1) // together
         if fraction == 0 or count < 2 or all(len(stream.numbers) for stream in documents):
             return None
-        return int(store.offsets[-1 - min(count - 1, max(1, round(fraction * count)))])
+        return int(store.offsets[-1 - together * min(count - 1, max(1, round(fraction * count)))])
     if fraction == 0 or all(window_count(stream, sequence_length) for stream in documents):
         return None
     tokens = int(store.offsets[-1])

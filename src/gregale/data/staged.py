@@ -62,11 +62,13 @@ def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int |
     import grain
 
     (first, weights, length), seen = mixtures[-1], Counter[str]()
+    together = next(iter(sources.values())).rows_together  # a mixture draws groups of so many examples
     for each, following in pairwise(mixtures):
         if each.length == length:
-            seen.update(drawn(each.weights, following.first - each.first))
+            seen.update(drawn(each.weights, (following.first - each.first) // together))
     remaining = {}
     for name in shares(weights):
         epochs = endless(grain.MapDataset.source(sources[name]), name, seed)
         remaining[name] = grain.MapDataset.source(ExampleRange(epochs, seen[name], sys.maxsize))
-    return Examples(ExampleRange(mixed(remaining, weights), -first, sys.maxsize - first), length)
+    begin = first // together
+    return Examples(ExampleRange(mixed(remaining, weights), -begin, sys.maxsize - begin), length, together)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gregale.data.build import writing
-from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.chat.template import built_in, given_template
 from gregale.data.claims import once
 from gregale.data.config import DataConfig
@@ -57,7 +57,9 @@ def training_texts(
             number = number if name == current else 0
             current = name
             documents = [document for document in source.read(part, Skipped()) if len(document.content)]
-        for text in kept_of(documents, number, fraction, ends.get(name)):
+        end = ends.get(name)  # counts a pair as two documents
+        end = end and end._replace(document=end.document // source.rows_together)
+        for text in kept_of(documents, number, fraction, end):
             found += 1
             yield text
         number += len(documents)
@@ -71,7 +73,7 @@ def kept_of(documents: list[Document], first: int, fraction: float, end: End | N
     """Yield the texts of documents that are not held out; `first` is the number of the first document."""
     out = held_out_documents(first + len(documents), fraction)[first:]
     for number, (document, held) in enumerate(zip(documents, out, strict=True), first):
-        text = document.content.content if isinstance(document.content, Conversation) else document.content
+        text = document.content.content if isinstance(document.content, Conversation | Pair) else document.content
         if isinstance(text, str) and (text := before(text, number, end) if end else "" if held else text):
             yield text
 

@@ -77,7 +77,7 @@ def sampling_form(model: Any, kind: str) -> Any:
     raise UserError(f"model.type {kind} cannot be sampled: its model has neither `logits` nor `prefill` and `decode`.")
 
 
-def scores(model: Any, batch: Batch, vocabulary: int, execution: Execution) -> tuple[NamedArray, NamedArray]:
+def scores(model: Any, batch: Batch, vocabulary: int | None, execution: Execution) -> tuple[NamedArray, NamedArray]:
     """Return each target's log-likelihood and whether it is the likeliest, as `Llama.scores`, of any model's logits."""
     if hasattr(model, "scores"):
         return model.scores(batch, vocabulary, execution)

@@ -96,6 +96,15 @@ def hashed(values: jax.Array) -> jax.Array:
     return jnp.sum(flat * factors * jnp.uint32(2654435761), dtype=jnp.uint32)
 
 
+def without_adapters(model: Any) -> Any:
+    """Return a model that computes, with its frozen weights alone; a model without adapters is as it was."""
+
+    def is_lora(node):
+        return isinstance(node, Lora)
+
+    return jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
+
+
 def merged_weight(weight: NamedArray, a: NamedArray, b: NamedArray, scale: float) -> NamedArray:
     """Return W + scale * A B in float32, [*axes of W]."""
     update = hax.dot(a.astype(jnp.float32), b.astype(jnp.float32), axis=LORA_RANK)

@@ -169,12 +169,12 @@ class Llama(eqx.Module):
         return execution.gathered(head).rearrange((Embed, ...))
 
     def scores(
-        self, batch: dict[str, NamedArray], vocabulary: int, execution: Execution
+        self, batch: dict[str, NamedArray], vocabulary: int | None, execution: Execution
     ) -> tuple[NamedArray, NamedArray]:
         """Return each target's log-likelihood (nats, float32) and whether it is the likeliest: [Batch, Position] each.
 
         - `batch`: as for `loss`; its mask is ignored
-        - `vocabulary`: rows of the tables that are tokens; the others are padding
+        - `vocabulary`: rows of the tables that are tokens, the others are padding; None: all
         """
         hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
         head, cap = self.output_head(execution), self.config.logit_softcap

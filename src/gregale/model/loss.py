@@ -293,6 +293,11 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
     return tuple(losses), (by_hidden, by_head, weights)
 
 
+def gradients_of_head(spec: HeadLoss, hidden, head, targets, weights) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of `next_token_loss` by `hidden` and `head`; weights may be negative."""
+    return _loss_forward(spec, hidden, head, targets, weights)[1][:2]
+
+
 def _loss_backward(spec: HeadLoss, saved, cotangents):
     by_hidden, by_head, weights = saved
     scaled = [(gradient * cotangents[0]).astype(gradient.dtype) for gradient in (by_hidden, by_head)]

@@ -1,7 +1,8 @@
 """The log-likelihood of each target, computed in blocks of tokens so that the full logits are never in memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,15 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import Layout
 from gregale.model.execution import Execution
 from gregale.model.kernels.reference import capped
+from gregale.model.loss import HeadLoss, gradients_of_head
+from gregale.model.losses import Logits
 
 
 def target_scores(
     hidden: NamedArray,
     head: NamedArray,
     targets: NamedArray,
-    vocabulary: int,
+    vocabulary: int | None,
     execution: Execution,
     cap: float | None = None,
 ) -> tuple[NamedArray, NamedArray]:
@@ -24,25 +27,52 @@ def target_scores(
 
     Of tokens that are equally likely the first is the likeliest. Written per device like `next_token_loss`: a device's
     tokens pass through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four
-    numbers a token are sent over `model`.
+    numbers a token are sent over `model`. Gradients compute the blocks again, as those of `next_token_loss` with minus
+    the cotangents as weights.
 
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocabulary)
-    - `vocabulary`: the number of first columns of the head that are tokens; the others have the probability 0
+    - `vocabulary`: the number of first columns of the head that are tokens; the others have the probability 0;
+      None: all are tokens
     - `cap`: the limit of the logits, by tanh; None: no limit
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
     layout = execution.layout
-    by_token = layout.spec(tokens, layout.compute)
-    in_specs = (*(layout.spec(axes, layout.compute) for axes in ((*tokens, Embed), (Embed, Vocab))), by_token)
-    score = HeadScores(Vocab, vocabulary, layout, execution.loss_block, cap)
-    sharded = layout.shard_map(score, in_specs, (by_token, by_token))
-    scores, likeliest = sharded(hidden.array, head.array, targets.rearrange(tokens).array)
+    fused = execution.fused_logits and layout.devices((Vocab,), layout.compute) == 1
+    spec = HeadLoss(tokens, Embed, Vocab, layout, execution.loss_block, Logits(cap, vocabulary), fused)
+    arrays = hidden.array, head.array, targets.rearrange(tokens).array
+    scores, likeliest = cast(tuple[jax.Array, jax.Array], _scores(spec, *arrays))
     names = tuple(axis.name for axis in tokens)
     return NamedArray(scores, names), NamedArray(likeliest, names)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(spec: HeadLoss, hidden, head, targets):
+    return _of_devices(spec, hidden, head, targets)
+
+
+def _of_devices(spec: HeadLoss, hidden, head, targets):
+    layout = spec.layout
+    by_token = layout.spec(spec.tokens, layout.compute)
+    arrays = (*spec.tokens, spec.Embed), (spec.Embed, spec.Vocab)
+    in_specs = (*(layout.spec(axes, layout.compute) for axes in arrays), by_token)
+    score = HeadScores(spec.Vocab, spec.logits.rows or spec.Vocab.size, layout, spec.block, spec.logits.cap)
+    return layout.shard_map(score, in_specs, (by_token, by_token))(hidden, head, targets)
+
+
+def _scores_forward(spec: HeadLoss, hidden, head, targets):
+    return _of_devices(spec, hidden, head, targets), (hidden, head, targets)
+
+
+def _scores_backward(spec: HeadLoss, saved, cotangents):
+    hidden, head, targets = saved
+    return *gradients_of_head(spec, hidden, head, targets, weights=-cotangents[0]), None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. Each
-    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In adapters it is `lora_rank`.
-    An array with a `vocab` axis, and one without such a side (an attention bias `[layers, heads, head_size]`), is not a
-    matrix. Without names: an array with exactly two axes.
+    expert is a matrix: `[layers, experts, embed, mlp]` has a batch axis `experts`. In adapters `lora_rank` is that
+    side. An array with a `vocab` axis, and one without such a side (an attention bias `[layers, heads, head_size]`), is
+    not a matrix. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None

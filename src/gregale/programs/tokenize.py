@@ -25,7 +25,7 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
         for note in corpus.notes:
             console.message(note)
         for name, rows in corpus.train_rows.items():
-            full = rows.targets / (len(rows) * rows.sequence_length)
+            full = rows.targets / (len(rows) * rows.rows_together * rows.sequence_length)
             say(
                 f"{name}: {len(rows.stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out; "
                 f"{len(rows):,} rows, {full:.1%} of their tokens have a target"

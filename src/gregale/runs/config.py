@@ -9,7 +9,7 @@ from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.retention import CheckpointConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
-from gregale.data.config import DataConfig
+from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -17,6 +17,7 @@ from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
+from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.stages import Stage, number_after, stages_of
@@ -150,6 +151,7 @@ class TrainConfig(Settings):
         fixed=SHAPE,
         by_topic=True,
     )
+    objective: ObjectiveConfig = setting(NextTokenConfig(), "what is minimised: next_token, dpo", by_topic=True)
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
     data: DataConfig = setting(DataConfig(), "the data to train on")
@@ -198,6 +200,7 @@ class TrainConfig(Settings):
         check_each_once(self.trackers)
         if self.adapter is not None:
             self._check_adapter()
+        self._check_objective()
         self._check_evaluation()
         if self.stages and self.islands.lighthouse is not None:
             raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
@@ -229,6 +232,35 @@ class TrainConfig(Settings):
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
         if self.pipeline is not None:
             raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
+
+    def _check_objective(self) -> None:
+        """Raise `UserError` if the objective lacks pairs or a reference, or the run computes something else."""
+        objective, together = self.objective, self.objective.rows_together
+        kind = objective.get_choice_name(type(objective))
+        if objective.needs_reference and self.adapter is None:
+            raise UserError(
+                f"objective.type {kind} compares the model with its frozen weights, and without `adapter` none are "
+                "frozen. Set adapter.type to lora, and start_from to the model to tune."
+            )
+        for group in (SOURCES, VALIDATION):
+            for name, source in getattr(self.data, group).items():
+                if source.rows_together != together:
+                    found = "has no pairs" if together > 1 else "has pairs"
+                    advice = (
+                        "give sources of type chat with form: pairs" if together > 1 else "set objective.type to dpo"
+                    )
+                    raise UserError(f"data.{group}.{name} {found}, but objective.type is {kind}; {advice}.")
+        if isinstance(objective, NextTokenConfig):
+            return
+        keys = {
+            "pipeline": self.pipeline is not None,
+            "evaluation.by_position": self.evaluation.by_position,
+            "evaluation.bigram": self.evaluation.bigram,
+        }
+        if found := [key for key, is_set in keys.items() if is_set]:
+            raise UserError(
+                f"{found[0]} is for the loss of the next token, but objective.type is {kind}. Leave it out."
+            )
 
     def _check_evaluation(self) -> None:
         """Raise `UserError` if an evaluation lacks text."""

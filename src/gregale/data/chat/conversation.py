@@ -25,3 +25,22 @@ class Conversation:
     def __len__(self) -> int:
         """Return the length of the JSON; a conversation is never empty."""
         return len(self.text)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations with the same prompt, of which somebody prefers the first: two adjacent documents."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def content(self) -> str:
+        return f"{self.chosen.content}\n{self.rejected.content}"
+
+    @property
+    def location(self) -> str:
+        return self.chosen.location
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MESSAGES, SHAREGPT, PROMPT, INSTRUCTION = ("messages", "sharegpt", "prompt", "instruction")
+MESSAGES, SHAREGPT, PROMPT, INSTRUCTION, PAIRS = ("messages", "sharegpt", "prompt", "instruction", "pairs")
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant"), "assistant"),
@@ -16,6 +16,7 @@ COLUMNS = {  # by form, the columns of a row and the fields of a message
     SHAREGPT: ("conversations", "system", "tools", "from", "value"),
     PROMPT: ("prompt", "completion", "system", "tools", "role", "content"),
     INSTRUCTION: ("instruction", "input", "output", "system"),
+    PAIRS: ("prompt", "chosen", "rejected", "system", "tools", "role", "content"),
 }
 Messages = list[dict[str, Any]]
 
@@ -81,11 +82,31 @@ def from_sharegpt(row: Row) -> Messages:
 
 
 def from_prompt(row: Row) -> Messages:
-    found = system_of(row)
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        is_text = isinstance(row.get(name), str)
-        found += [{"role": role, "content": row.text(name)}] if is_text else [each.message() for each in row.rows(name)]
-    return found
+    return [*system_of(row), *part_of(row, "prompt", "user"), *part_of(row, "completion", "assistant")]
+
+
+def part_of(row: Row, name: str, role: str) -> Messages:
+    """Return the messages of a column, or its text as a message of a role."""
+    is_text = isinstance(row.get(name), str)
+    return [{"role": role, "content": row.text(name)}] if is_text else [each.message() for each in row.rows(name)]
+
+
+def from_pair(row: Row) -> list[Messages]:
+    """Return the chosen and the rejected conversation, of one prompt, which `chosen` and `rejected` may begin with."""
+    found = [part_of(row, name, "assistant") for name in ("chosen", "rejected")]
+    if found[0][0]["role"] not in ("system", "user"):
+        found = [[*part_of(row, "prompt", "user"), *answer] for answer in found]
+    if prompt_of(found[0]) != prompt_of(found[1]):
+        raise Malformed(
+            f"`{row.name('chosen')}` and `{row.name('rejected')}` differ before the user's last message ends"
+        )
+    return [[*system_of(row), *each] for each in found]
+
+
+def prompt_of(messages: Messages) -> Messages:
+    """Return the messages up to the user's last one."""
+    users = [number for number, each in enumerate(messages) if each["role"] == "user"]
+    return messages[: users[-1] + 1] if users else []
 
 
 def from_instruction(row: Row) -> Messages:
@@ -98,9 +119,10 @@ def system_of(row: Row) -> Messages:
     return [{"role": "system", "content": row.text("system")}] if row.get("system") else []
 
 
-FORMS: dict[str, Callable[[Row], Messages]] = {
-    MESSAGES: from_messages,
-    SHAREGPT: from_sharegpt,
-    PROMPT: from_prompt,
-    INSTRUCTION: from_instruction,
+FORMS: dict[str, Callable[[Row], list[Messages]]] = {  # two conversations of a row are a pair
+    MESSAGES: lambda row: [from_messages(row)],
+    SHAREGPT: lambda row: [from_sharegpt(row)],
+    PROMPT: lambda row: [from_prompt(row)],
+    INSTRUCTION: lambda row: [from_instruction(row)],
+    PAIRS: from_pair,
 }

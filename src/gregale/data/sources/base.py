@@ -17,7 +17,7 @@ from typing import ClassVar
 import draccus
 import numpy as np
 
-from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.sources.files import WILD, each_once, files_of
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, at_least, setting
@@ -54,12 +54,12 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, a conversation, or token ids [token].
+    """One document: text, a conversation, or token ids [token]; or a pair of two documents.
 
     `path` and `start` are its location (of a CSV file: the line).
     """
 
-    content: str | Conversation | np.ndarray
+    content: str | Conversation | Pair | np.ndarray
     path: str
     start: int
 
@@ -113,6 +113,9 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
                 f", but packing {CONCAT} cuts documents of any length. Leave it out, or set packing to {FIT} or {PAD}.",
             )
 
+        if self.rows_together > 1 and self.packing != PAD:
+            raise KeyedError("packing", f"is {self.packing}", f", but a row has one answer of a pair: set it to {PAD}.")
+
     @abstractmethod
     def parts(self) -> list[SourceRange]:
         """Return the ranges in order; together they give every document once."""
@@ -156,6 +159,11 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def has_masks(self) -> bool:
         """Return whether the loss is on some tokens of a document only."""
         return False
+
+    @property
+    def rows_together(self) -> int:
+        """Return the number of adjacent rows of a batch that belong together: 2 for pairs."""
+        return 1
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in order, read by this process."""

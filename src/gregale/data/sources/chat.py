@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from gregale.data.chat.conversation import ALL, ASSISTANT, LOSS_ON, Conversation
-from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, Malformed, Row
+from gregale.data.chat.conversation import ALL, ASSISTANT, COMPLETION, LOSS_ON, Conversation, Pair
+from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, PAIRS, Malformed, Row
 from gregale.data.sources.base import FIT, BadDocument, Document, SourceConfig, encodable
 from gregale.data.sources.csv import CsvRecords, invalid_byte
 from gregale.data.sources.huggingface import HuggingFaceRows
@@ -24,7 +24,7 @@ class ChatRows(Settings):
     """Rows with a conversation each.
 
     The loss is on the tokens of the assistant's messages (`assistant`), of the last of them, of those after the user's
-    last message (`completion`), or on all tokens.
+    last message (`completion`), or on all tokens. Of pairs it is on `completion`.
     """
 
     has_conversations = True
@@ -44,22 +44,34 @@ class ChatRows(Settings):
             date.fromisoformat(self.date)
         except ValueError:
             raise KeyedError("date", f"is {self.date!r}", "; give a day as 2025-01-31.") from None
+        if self.form == PAIRS and self.loss_on not in (ASSISTANT, COMPLETION):
+            raise KeyedError(
+                "loss_on", f"is {self.loss_on}", f", but pairs have their loss on {COMPLETION}. Leave it out."
+            )
+
+    @property
+    def rows_together(self) -> int:
+        return 2 if self.form == PAIRS else 1
 
     @property
     def has_masks(self) -> bool:
         return self.loss_on != ALL
 
-    def conversation(self, values: Mapping[str, Any], location: object) -> Conversation:
-        """Return the conversation of a row; raise `BadDocument` if it has none."""
+    def conversation(self, values: Mapping[str, Any], location: object) -> Conversation | Pair:
+        """Return the conversation of a row, or the pair; raise `BadDocument` if it has none."""
         row = Row(values, self.columns)
         try:
-            messages = FORMS[self.form](row)
+            found = FORMS[self.form](row)
             beside = {name: [each.values for each in row.rows(name)] for name in OPTIONAL if row.get(name)}
         except Malformed as error:
             raise BadDocument(f"{location}: {error}.") from None
-        text = encodable(json.dumps({"messages": messages, **beside}, ensure_ascii=False), location)
-        content = "\n".join(each["content"] for each in messages if each.get("content"))
-        return Conversation(text, content, str(location), self.loss_on, self.date)
+
+        def made(messages: list[dict[str, Any]]) -> Conversation:
+            text = encodable(json.dumps({"messages": messages, **beside}, ensure_ascii=False), location)
+            content = "\n".join(each["content"] for each in messages if each.get("content"))
+            return Conversation(text, content, str(location), COMPLETION if len(found) > 1 else self.loss_on, self.date)
+
+        return Pair(*map(made, found)) if len(found) > 1 else made(found[0])
 
     def document_of(self, values: Mapping[str, Any], location: str, path: str, start: int) -> Document | BadDocument:
         try:
@@ -77,7 +89,7 @@ class ChatSource(ChatRows, JsonLines):
     def expected(self) -> str:
         return f"a conversation of the form {self.form}"
 
-    def content_of(self, record: dict[str, Any], location: object) -> Conversation:
+    def content_of(self, record: dict[str, Any], location: object) -> Conversation | Pair:
         return self.conversation(record, location)
 
 

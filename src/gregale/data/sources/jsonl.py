@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gregale.data.chat.conversation import Conversation
+from gregale.data.chat.conversation import Conversation, Pair
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
     BadDocument,
@@ -51,7 +51,7 @@ class JsonLines(FileSource):
         """Return the fields that an object has to have, for messages."""
 
     @abstractmethod
-    def content_of(self, record: dict[str, Any], location: object) -> str | Conversation:
+    def content_of(self, record: dict[str, Any], location: object) -> str | Conversation | Pair:
         """Return the document of an object; raise `BadDocument` if it has none."""
 
 

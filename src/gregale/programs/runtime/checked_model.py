@@ -10,14 +10,21 @@ from gregale.errors import UserError, plugin_errors
 from gregale.model.base import ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
+from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
 from gregale.tracking.metrics import metric_of
 
+NEXT_TOKEN = NextTokenConfig()
 
-def checked_loss(config: ModelConfig, model, batch, run: Execution) -> Losses:
-    """Return the loss of a model; raise `UserError` if a plugin's model does not return scalars."""
-    what = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss"
-    with plugin_errors(what, type(model)):
-        found = model.loss(batch, run)
+
+def checked_loss(config: ModelConfig, model, batch, run: Execution, objective: ObjectiveConfig = NEXT_TOKEN) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model or objective does not return scalars."""
+    what, owner = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss", type(model)
+    if not isinstance(objective, NextTokenConfig):
+        owner = type(objective)
+        what = f"objective.type {objective.get_choice_name(owner)}: {owner.__name__}.loss"
+    rows = getattr(getattr(config, "logits", None), "rows", None)
+    with plugin_errors(what, owner):
+        found = objective.loss(Passes(model, batch, run, rows))
     pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
     if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(

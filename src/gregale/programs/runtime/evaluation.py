@@ -18,8 +18,9 @@ from gregale.data.preparation import Corpus, source_rows
 from gregale.data.tokenizer_training import naming
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.batches import GlobalBatches
-from gregale.programs.runtime.checked_model import checked_loss
+from gregale.programs.runtime.checked_model import NEXT_TOKEN, checked_loss
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.tracking.metrics import POSITION_LOSS
@@ -60,6 +61,10 @@ class Evaluator:
 
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
         self._setup, self._text = setup, text
+        objective, first = setup.config.objective, text.first
+        if first is not None and first.rows_together != objective.rows_together:
+            objective = NEXT_TOKEN  # text beside the run's pairs
+        self._in_bytes = isinstance(objective, NextTokenConfig)
         execution = setup.evaluation_execution()
         by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
         sizes = np.zeros(setup.Vocab.size, np.float32)
@@ -71,7 +76,7 @@ class Evaluator:
             mask = batch["loss_mask"].array
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
             if by_token is None:
-                found = checked_loss(setup.config.model, model, batch, execution)
+                found = checked_loss(setup.config.model, model, batch, execution, objective)
                 return jnp.stack([found.loss, found.weight, scored])
             losses = by_token(model, batch) * mask
             length = mask.shape[1]
@@ -86,17 +91,17 @@ class Evaluator:
     def __call__(self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Return the metrics over the first `batches` batches of each text, or over all; call `at_batch` for each.
 
-        `eval_loss` (nats per token) and `bits_per_byte` are over the held-out text or, without held-out text, over
-        the tokens of all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over one source,
-        `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of tokens from
-        position P of their document on, up to the next P, in the longest sequences.
+        `eval_loss` (nats per token, or the run's objective) and `bits_per_byte` (of tokens alone) are over the held-out
+        text or, without held-out text, over all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over
+        one source, `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of
+        tokens from position P of their document on, up to the next P, in the longest sequences.
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
             whole = np.sum(list(validation.values()), axis=0)
         else:
             whole = self._total(model, self._text.held_out, batches, at_batch)
-        metrics = metrics_of(whole)
+        metrics = self._metrics(whole)
         lengths = {self._setup.config.batch.sequence_length: whole}
         for length, text in self._text.lengths.items():
             lengths[length] = self._total(model, text, batches, at_batch)
@@ -104,8 +109,12 @@ class Evaluator:
         longest = max(lengths)
         metrics |= losses_by_position(lengths[longest], longest)
         for name, total in validation.items():
-            metrics |= {f"{metric}.{name}": value for metric, value in metrics_of(total).items()}
+            metrics |= {f"{metric}.{name}": value for metric, value in self._metrics(total).items()}
         return metrics
+
+    def _metrics(self, total: np.ndarray) -> dict[str, float]:
+        found = metrics_of(total)
+        return found if self._in_bytes else {"eval_loss": found["eval_loss"]}
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3].
@@ -113,18 +122,18 @@ class Evaluator:
         By position, losses and targets of each range of `bounds` follow.
         """
         totals = 0.0
-        axes = self._axes(text.sequence_length)
+        axes = self._axes(text.sequence_length, text.rows_together)
         with closing(GlobalBatches(text, axes, self._setup.layout)) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = totals + self._sums(model, batch)
         return np.asarray(totals, np.float64)
 
-    def _axes(self, length: int) -> tuple[Axis, Axis]:
+    def _axes(self, length: int, together: int) -> tuple[Axis, Axis]:
         """Return the axes of batches of this length, with about as many tokens as those of the run."""
         Batch, Position = self._setup.batch_axes
         layout = self._setup.layout
-        parts = layout.devices((Batch,), layout.compute)
+        parts = layout.devices((Batch,), layout.compute) * together
         rows = max(1, Batch.size * Position.size // (length * parts)) * parts
         return (Batch, Position) if length == Position.size else (Axis(Batch.name, rows), Axis(Position.name, length))
 
@@ -161,9 +170,10 @@ def format_losses(metrics: Mapping[str, float], held_out: bool, bits_digits: int
     for key, loss in metrics.items():
         metric, _, name = key.partition(".")
         if metric == "eval_loss":
-            bits = metrics[key.replace(metric, "bits_per_byte", 1)]
+            bits = metrics.get(key.replace(metric, "bits_per_byte", 1))
             label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
-            sentences.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
+            by_token = "" if bits is None else f" nats a token, {bits:.{bits_digits}f} bits per byte"
+            sentences.append(f"{label}{loss:.4f}{by_token}")
         elif metric == "eval_loss_length":
             sentences.append(f"in sequences of {name} tokens {loss:.4f} nats a token")
     return "; ".join(sentences)

@@ -49,8 +49,21 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     )
     check_context(config, layout)
     rows = rows_per_part(batch.size, layout, batch.microbatches)
+    check_together(config, rows)
     check_pipeline(config, layout, rows)
     return layout
+
+
+def check_together(config: TrainConfig, rows: int) -> None:
+    """Raise `UserError` if rows that belong together would be in two parts; `rows`: of a microbatch on a device."""
+    together, size = config.objective.rows_together, config.batch.size
+    if rows % together:
+        kind = config.objective.get_choice_name(type(config.objective))
+        raise UserError(
+            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, and "
+            f"objective.type {kind} needs a multiple of {together}, because a pair is {together} rows. batch.size "
+            f"{multiples_near(size, size // rows * together)} would work, or fewer microbatches."
+        )
 
 
 def with_rank(layout: Layout, config: TrainConfig) -> Layout:

@@ -24,6 +24,7 @@ from gregale.methods.psdp import Psdp, identity
 from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
 from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, with_adapters
 from gregale.programs.runtime.placement import choice_of
@@ -291,18 +292,23 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     per_step = config.compute.gather == "per_step"
     first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
+    of_model = isinstance(config.objective, NextTokenConfig)
     with below("optimizer"):
         optimizer = config.optimizer.build(model, config.steps, layout)
+
+    def loss(model, batch):
+        return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective)
+
     return Psdp(
         model=model,
-        loss=lambda model, batch: checked_loss(config.model, model, batch, dropping(config, in_loop, batch)),
+        loss=loss,
         optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
         spikes=config.skip_spikes,
-        update_buffers=partial(updated_buffers, config.model),
+        update_buffers=partial(updated_buffers, config.model) if of_model else lambda model, *sums: model,
         measure=lambda model, batch: callback_metrics(callbacks, model, batch, run),
     )
 

@@ -20,6 +20,7 @@ from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.retention import folder_name
 from gregale.checkpoint.store import Checkpoints
+from gregale.data.config import DataConfig
 from gregale.data.tokenizers import SAVED_NAME, load_tokenizer
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
@@ -29,10 +30,11 @@ from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
 from gregale.model.adapters import merged_weight
+from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs import run_paths
-from gregale.runs.config import TrainConfig
+from gregale.runs.config import EvaluationConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import ObjectPath, parallel_map, storage_path
 from gregale.training.compilation_cache import keep_compiled
@@ -95,7 +97,7 @@ def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
     layout = mapped_layout(mesh, config.mapping)
     batch = config.batch
-    parts = batch.microbatches * layout.devices((BATCH,), layout.compute)
+    parts = batch.microbatches * layout.devices((BATCH,), layout.compute) * config.objective.rows_together
     chunks = 2 * layout.context if layout.context > 1 else 1
     rounded = {"size": multiple_of(parts, batch.size), "sequence_length": multiple_of(chunks, batch.sequence_length)}
     return set_up(replace(config, batch=replace(batch, **rounded)), tokens, mesh)
@@ -282,9 +284,10 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
-    """Return the configuration of another run on the mesh of this one."""
-    own = ("model", "mesh", "mapping", "pipeline", "batch", "compute", "evaluation")
-    return replace(theirs, **{name: getattr(here, name) for name in own})
+    """Return the configuration of another run's model on the mesh of this one, without data and objective."""
+    own = ("model", "mesh", "mapping", "pipeline", "batch", "compute")
+    unread = {"data": DataConfig(), "evaluation": EvaluationConfig(), "objective": NextTokenConfig()}
+    return replace(theirs, **unread, **{name: getattr(here, name) for name in own})
 
 
 def weights_of(base: Base, setup: Setup, like: Any) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import date
 from typing import Any
 
-from gregale.data.chat.conversation import ALL
+from gregale.data.chat.conversation import ALL, Conversation
 from gregale.data.chat.encoding import ChatEncoder
 from gregale.data.chat.renderer import NotRendered
 from gregale.data.sources.chat import ChatRows
@@ -41,6 +41,7 @@ class ChatPrompts:
         Raises `UserError` for what is no conversation, `NotRendered` for one that the template rejects.
         """
         conversation = self._rows.conversation(given, source)
+        assert isinstance(conversation, Conversation)
         if json.loads(conversation.text)["messages"][-1]["role"] == "assistant":
             raise UserError(f"{source}: the last message is the assistant's; take it out to sample another one.")
         return self._encoder.prompt(conversation).tolist()

@@ -100,7 +100,8 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
     frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model)))
     beside = f" of adapters, {frozen:,} frozen ones," if frozen else ""
-    epochs = config.steps * config.batch.size / sum(map(len, corpus.train_rows.values()))
+    rows = sum(len(each) * each.rows_together for each in corpus.train_rows.values())
+    epochs = config.steps * config.batch.size / rows
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
     validation = [f"{len(each):,} tokens of {name} to evaluate on" for name, each in corpus.validation_streams.items()]
     return (
