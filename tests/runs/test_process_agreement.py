@@ -114,7 +114,7 @@ def test_values_of_jax_and_flags_are_compared_but_for_those_of_a_host(monkeypatc
 
 
 def test_every_pattern_is_of_a_key():
-    keys = {"data.sources", *(entry.key.replace("<name>", "words") for entry in entries(TrainConfig))}
+    keys = {"data.sources", "adapter", *(entry.key.replace("<name>", "words") for entry in entries(TrainConfig))}
     keys |= {key.replace("sources", "validation") for key in keys}
     keys |= {key.partition(".0.")[0] for key in keys}
     assert [pattern for pattern in (*MAY_DIFFER, *MUST_AGREE) if not any(matches(key, [pattern]) for key in keys)] == []

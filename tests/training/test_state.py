@@ -78,10 +78,10 @@ def test_a_step_that_is_not_finite_changes_no_bit(trained, poison):
     assert (int(report.skipped), int(report.skipped_in_a_row)) == (skipped + 1, 0)
 
 
-def test_a_batch_without_any_weight_is_skipped(trained):
-    before = trained.bits()
-    trained.take(batch(11, weight=0.0))
-    assert trained.bits() == before
+def test_a_batch_without_any_weight_has_the_gradient_0_and_is_a_step(trained):
+    skipped, report = int(trained.state.skipped), trained.take(batch(11, weight=0.0))
+    assert (float(report.metrics.loss), float(report.metrics.grad_norm)) == (0, 0)
+    assert int(report.skipped) == skipped
 
 
 def test_it_is_as_if_the_skipped_batches_had_not_been_there():

@@ -9,12 +9,14 @@ from itertools import count
 from typing import Any
 
 import gregale
-from gregale.checkpoint.manifest import MANIFEST
+from gregale.checkpoint.manifest import MANIFEST, METADATA, root_of
 from gregale.checkpoint.retention import committed_steps, folder_name
+from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError
+from gregale.methods.config import SyncConfig
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import Change, changes
-from gregale.runs.parsing import dump, load
+from gregale.runs.parsing import decoded, dump, load
 from gregale.runs.run_lock import LOCK
 from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, parallel_map, write_bytes
@@ -87,9 +89,26 @@ class RunDirectory(RunPaths):
     def config_at(self, step: int | None = None) -> TrainConfig:
         """Return the configuration of the stage that made the checkpoint of a step.
 
+        A run that resumes writes its configuration at once. Until its next checkpoint, the newest one may be of another
+        `sync` and `reduce`, which decide about the arrays in it: its metadata has them.
+
         - `step`: None: that of the newest checkpoint
         """
-        return self.read_config().at((self.newest_step() if step is None else step) or 0)
+        step = (self.newest_step() if step is None else step) or 0
+        config, made_by = self.read_config().at(step), self._made_by(step)
+        if not made_by:
+            return config
+        sync, reduce = (decoded(kind, made_by[name]) for name, kind in (("sync", SyncConfig), ("reduce", ReduceConfig)))
+        same = (config.sync, config.reduce) == (sync, reduce)
+        return config if same else replace(config, sync=sync, reduce=reduce)
+
+    def _made_by(self, step: int) -> dict[str, Any]:
+        """Return the parts of the configuration in a checkpoint's metadata; none if it has none, or is damaged."""
+        try:
+            metadata = root_of(self.checkpoints / folder_name(step)) / METADATA
+            return json.loads(metadata.read_bytes()).get("made_by", {})
+        except (OSError, ValueError, LookupError, UserError):
+            return {}
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, intact or not; None if nothing is saved."""

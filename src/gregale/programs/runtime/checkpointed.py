@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import draccus
 import jax
 
 from gregale.axes.layout import Layout
@@ -44,6 +45,7 @@ def checkpoint_metadata(
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
         "spikes": spike_window(setup),
+        "made_by": {name: draccus.encode(getattr(setup.config, name)) for name in ("sync", "reduce")},
         **counted,
     }
 
