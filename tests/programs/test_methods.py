@@ -171,6 +171,12 @@ def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped
     psdp_losses = dict(losses(diloco))
     assert psdp_losses[JOINED + 1] == pytest.approx(dict(losses(never_stopped))[JOINED + 1], rel=1e-6)
 
+    # Killed before its first checkpoint by PSDP, it has PSDP in config.yaml, and a checkpoint of DiLoCo.
+    between = killed(diloco, tmp_path / "between", JOINED)
+    assert "type: psdp" in (between / "config.yaml").read_text()
+    assert train(inputs, between, *COMMON) == 0
+    assert losses(between) == losses(diloco)
+
     psdp = killed(diloco, tmp_path / "psdp", JOINED + 2)
     assert train(inputs, psdp, *COMMON, *four) == 0
     assert f"Going on after step {JOINED + 2} of {STEPS}." in capsys.readouterr().out

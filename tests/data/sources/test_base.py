@@ -78,7 +78,7 @@ def test_what_is_no_pattern_of_files_is_told_with_what_would_be(tmp_path, monkey
 
 def test_fields_out_of_range_are_refused():
     for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match=r"weight is .*; it has to be from 0 to"):
+        with pytest.raises(UserError, match=r"weight is .*; it has to be (at least 0|from 0 to)"):
             TextSource(weight=weight)
     with pytest.raises(UserError, match=r"on_bad_document is 'ignore'\. Valid choices: stop, skip"):
         TextSource(on_bad_document="ignore")

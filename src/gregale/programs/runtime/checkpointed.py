@@ -37,6 +37,7 @@ def checkpoint_metadata(
     - `counted`: counts so far by name: `replica_bytes` that a device has sent over `replica`, `examples` seen, and
       the `mixtures` that they are of
     """
+    config: dict = draccus.encode(setup.config)  # type: ignore[assignment] -- of a part alone it has no `type`
     return {
         "data": corpus.fingerprint_after(counted["mixtures"]),
         "validation": corpus.validation_fingerprints,
@@ -45,7 +46,7 @@ def checkpoint_metadata(
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
         "spikes": spike_window(setup),
-        "made_by": {name: draccus.encode(getattr(setup.config, name)) for name in ("sync", "reduce")},
+        "made_by": {name: config[name] for name in ("sync", "reduce")},
         **counted,
     }
 
