@@ -54,6 +54,21 @@ def test_each_text_is_reported_apart_and_eval_says_the_same(gregale, validated, 
     assert f"; noise: {evaluation['eval_loss.noise']:.4f} nats a token, " in line
 
 
+def test_losses_by_tag_are_over_the_tokens_of_all_text_with_it(texts):
+    noise = "noise: {type: text, files: [noise.txt], tags: [symbols, odd]}"
+    tagged = ["--data.validation", f"{{calm: {{type: text, files: [calm.txt], tags: [prose]}}, {noise}}}"]
+    run = trained(texts, "tagged", *tagged, "--data.sources.words.tags", "[prose]", "--evaluation.batches", "1000")
+    (found,) = [line for line in lines(run) if "eval_loss" in line]
+    assert found["eval_loss_tag.symbols"] == found["eval_loss_tag.odd"] == found["eval_loss.noise"]
+    assert found["bits_per_byte_tag.odd"] == found["bits_per_byte.noise"]
+    prose, macro, micro = (found[f"eval_loss_{name}"] for name in ("tag.prose", "macro", "micro"))
+    assert macro == pytest.approx((prose + 2 * found["eval_loss.noise"]) / 3)
+    tokens = {name: len((texts / f"{name}.txt").read_text("utf-8-sig")) // 32 * 32 for name in ("calm", "noise")}
+    of_prose = tokens["noise"] * (found["eval_loss.noise"] - micro) / (micro - prose)
+    words = found["eval_loss"] * (of_prose - tokens["calm"])
+    assert prose * of_prose == pytest.approx(found["eval_loss.calm"] * tokens["calm"] + words, rel=1e-3)
+
+
 def test_with_json_everything_else_goes_to_standard_error(gregale, validated, evaluated, capsys, tmp_path):
     """Also the progress of text that has to be encoded first."""
     new = tmp_path / "new.txt"

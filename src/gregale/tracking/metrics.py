@@ -36,6 +36,7 @@ _REPLICAS = "replicas apart"
 _ISLANDS = "islands"
 _TASKS = "[`evaluation.tasks`](evaluation.md#tasks)"
 _LOADS = (INSPECTED, "`model.experts`")
+_TAGS = "`tags` of a source"
 _LENGTHS, _BY = "`evaluation.sequence_lengths`", "`evaluation.by_position`"
 _OF_START = "since this start of the run"
 
@@ -87,6 +88,10 @@ METRICS = (
     Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
     Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),
     Metric("bits_per_byte.<source>", "bits a byte", "on a validation source", EVALUATION, "`data.validation`"),
+    Metric("eval_loss_tag.<tag>", "nats a token", "on all held-out text with a tag", EVALUATION, _TAGS),
+    Metric("bits_per_byte_tag.<tag>", "bits a byte", "the same by bytes of text", EVALUATION, _TAGS),
+    Metric("eval_loss_macro", "nats a token", "mean of the losses of all tags", EVALUATION, _TAGS),
+    Metric("eval_loss_micro", "nats a token", "mean over the tokens of all text with tags", EVALUATION, _TAGS),
     Metric("eval_loss_length.<tokens>", "nats a token", "in sequences of so many tokens", EVALUATION, _LENGTHS),
     Metric(f"{POSITION_LOSS}<first>", "nats a token", "of tokens from this place in a document on", EVALUATION, _BY),
     Metric("acc.<task>", "share of 1", "of the questions of a task that are answered right", EVALUATION, _TASKS),

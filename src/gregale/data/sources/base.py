@@ -104,6 +104,8 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
         None, "longer than a row of fit or pad; null: refuse", choices=LONG_DOCUMENTS, fixed=ORDER, by_topic=True
     )
 
+    tags: tuple[str, ...] = setting((), "of text: its held-out losses are also averaged by tag", by_topic=True)
+
     def __post_init__(self):
         super().__post_init__()
         if self.long_documents is not None and self.packing == CONCAT:
@@ -112,7 +114,6 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
                 f"is {self.long_documents}",
                 f", but packing {CONCAT} cuts documents of any length. Leave it out, or set packing to {FIT} or {PAD}.",
             )
-
         if self.rows_together > 1 and self.packing != PAD:
             raise KeyedError("packing", f"is {self.packing}", f", but a row has one answer of a pair: set it to {PAD}.")
 

@@ -36,6 +36,8 @@ KINDS = (
     Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "Per byte of text, for any tokenizer."),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
+    Kind("Loss", "Held-out loss by tag", r"eval_loss_(tag\..+|macro|micro)", "", "macro: mean of the tags."),
+    Kind("Loss", "Bits per byte by tag", r"bits_per_byte_tag\..+", ""),
     Kind("Loss", "Held-out loss by length of the sequences", r"eval_loss_length\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
     Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),

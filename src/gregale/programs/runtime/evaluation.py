@@ -16,6 +16,7 @@ from gregale.data.config import SOURCES, VALIDATION
 from gregale.data.examples import MORE_BYTES, Examples, held_out_examples
 from gregale.data.preparation import Corpus, source_rows
 from gregale.data.tokenizer_training import naming
+from gregale.errors import UserError
 from gregale.inference.logits import check_scored, scores
 from gregale.model.execution import Execution
 from gregale.objectives import NextTokenConfig
@@ -34,6 +35,8 @@ class EvaluationText(NamedTuple):
     held_out: Examples | None  # examples held out of the training sources, or None
     validation: Mapping[str, Examples] = {}  # examples of the validation sources, by name
     lengths: Mapping[int, Examples] = {}  # the same text as sequences of other lengths
+    held_out_by: Mapping[str, Examples] = {}  # held-out examples of the training sources with tags, by name
+    tags: Mapping[str, tuple[str, ...]] = {}  # of the sources in `validation` and `held_out_by`
 
     @property
     def first(self) -> Examples | None:
@@ -49,7 +52,18 @@ def evaluation_text(corpus: Corpus, config: TrainConfig) -> EvaluationText:
     for length in dict.fromkeys(config.evaluation.sequence_lengths if streams else []):
         with naming("evaluation.sequence_lengths"):
             lengths[length] = held_out_examples(source_rows(group, streams, length, config.data))
-    return EvaluationText(corpus.held_out, corpus.validation, lengths)
+    tags = {name: each.tags for name, each in config.data.validation.items() if each.tags}
+    own = {name: each.tags for name, each in config.data.sources.items() if each.tags} if held_out else {}
+    if both := [name for name in own if name in tags]:
+        raise UserError(
+            f"data.validation.{both[0]}: a source has the same name, and both have tags. Rename one of them."
+        )
+    held_out_by = {}
+    for name in own:
+        with naming(f"data.{SOURCES}.{name}"):
+            rows = {name: corpus.held_out_streams[name]}
+            held_out_by[name] = held_out_examples(source_rows(SOURCES, rows, config.batch.sequence_length, config.data))
+    return EvaluationText(corpus.held_out, corpus.validation, lengths, held_out_by, tags | own)
 
 
 class Evaluator:
@@ -110,7 +124,23 @@ class Evaluator:
         metrics |= losses_by_position(lengths[longest], longest)
         for name, total in validation.items():
             metrics |= {f"{metric}.{name}": value for metric, value in self._metrics(total).items()}
-        return metrics
+        own = {name: self._total(model, text, batches, at_batch) for name, text in self._text.held_out_by.items()}
+        return metrics | self._by_tag({**validation, **own})
+
+    def _by_tag(self, totals: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Return the metrics of all text with each tag, `eval_loss_tag.TAG`, and of the tags together.
+
+        `eval_loss_macro` is the mean of the tags' losses, `eval_loss_micro` the mean over the tokens of their texts.
+        """
+        tags, metrics, losses = self._text.tags, {}, []
+        for tag in sorted({tag for own in tags.values() for tag in own}):
+            found = self._metrics(np.sum([totals[name] for name, own in tags.items() if tag in own], axis=0))
+            metrics |= {f"{metric}_tag.{tag}": value for metric, value in found.items()}
+            losses.append(found["eval_loss"])
+        if not tags:
+            return {}
+        micro = metrics_of(np.sum([totals[name] for name in tags], axis=0))["eval_loss"]
+        return metrics | {"eval_loss_macro": float(np.mean(losses)), "eval_loss_micro": micro}
 
     def _metrics(self, total: np.ndarray) -> dict[str, float]:
         found = metrics_of(total)
