@@ -93,7 +93,7 @@ def test_processes_compare_their_text_before_a_run_begins(gregale, inputs, monke
     def differs(*_) -> None:
         raise UserError("data is another in process 1")
 
-    monkeypatch.setattr("gregale.programs.train.command.agree_on_text", differs)
+    monkeypatch.setattr("gregale.programs.train.stages.agree_on_text", differs)
     assert gregale("train", "tiny.yaml", "--name", "never") == 2
     assert "data is another in process 1" in refusal(capsys)
     assert not (inputs / "runs" / "never").exists()

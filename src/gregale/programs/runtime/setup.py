@@ -76,7 +76,7 @@ class Setup:
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
     def new_spikes(self, step: int) -> Any:
-        """Return an empty window of spikes for the method that makes the step after `step` steps; None: it has none."""
+        """Return an empty window of spikes for the method that makes the step after `step` steps."""
         method = self.method_after(step)
         shardings = state_shardings(method, abstract_state(method, self.model)).spikes
         return jax.jit(lambda: new_spikes(method), out_shardings=shardings)()

@@ -72,7 +72,7 @@ def starting_point(
         base = Base.of(setup.config, recorded(restored.metadata, "base"))
         state = state._replace(frozen=weights_of(base, setup, frozen_of(setup.model)))
     state = converted(setup, state, step, saved_by(saved, restored.metadata))
-    if state.spikes is None:
+    if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
     return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base)
