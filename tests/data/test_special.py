@@ -11,9 +11,11 @@ from tokenizers import AddedToken
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
+from gregale.data.sources.chat import ChatSource
 from gregale.data.special_names import counter_of_names
 from gregale.data.tokenizer_training import train_bpe
 from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, from_json
+from gregale.errors import UserError
 from gregale.programs.runtime.sliding_window import SlidingWindows
 from tests.data.test_text_bytes import END, LIBRARIES
 
@@ -92,3 +94,11 @@ def test_names_are_counted_where_they_stand_and_the_token_of_unknown_characters_
     assert ids.tolist().count(json.loads(LIBRARIES["unknown"][0].to_str())["model"]["vocab"]["<unk>"]) > 0
     assert (unknown.token_bytes[ids] + more).sum() == len("ab → cd".encode())
     np.testing.assert_array_equal(ids, unknown.encode("ab → cd"))
+
+
+def test_damaged_files_beside_a_tokenizer_stop_conversations_alone(config, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert prepare(config, 8, 0).tokenizer.chat_template is None
+    talks = ChatSource(files=(f"{tmp_path}/chat.jsonl",))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+        prepare(dataclasses.replace(config, sources={"x": talks}, validation={}), 8, 0)

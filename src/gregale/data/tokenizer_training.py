@@ -91,7 +91,11 @@ def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, En
     found = trained_or_built(config, cache, ends, report)
     has_chat = any(each.has_conversations for each in (*config.sources.values(), *config.validation.values()))
     path = storage_path(expand(config.tokenizer.path)) if isinstance(config.tokenizer, FileConfig) else None
-    found.chat_template = given_template(config.chat_template, path, found.end_name)
+    try:
+        found.chat_template = given_template(config.chat_template, path, found.end_name)
+    except UserError:
+        if has_chat or config.chat_template:
+            raise  # text without conversations needs no template, so damaged files beside the tokenizer stop nothing
     if found.chat_template is None and has_chat:
         found.chat_template = built_in(found.control_tokens, found.end_name)
     return found
