@@ -89,6 +89,7 @@ class EvaluationConfig(Settings):
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
     tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
     parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
+    chat: bool = setting(False, "a prompt whose answer is generated is the message of a user")
 
 
 @dataclass(frozen=True)
