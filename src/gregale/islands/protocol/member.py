@@ -134,8 +134,8 @@ class Member(MemberState):
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
         self._reducing = None
-        self._failures += 1
-        self._unreachable = unreachable
+        self._failures, self._unreachable = self._failures + 1, unreachable
+        self._changed_at = self._now if self._failures == 1 else self._changed_at
 
     def _on_healed(self, event: m.Healed) -> None:
         self._end_healing()
