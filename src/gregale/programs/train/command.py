@@ -102,6 +102,11 @@ class PreparedRun:
     def corpus(self) -> Corpus:
         return self.stage.corpus
 
+    @property
+    def stage_metadata(self) -> dict[str, int]:
+        """Return the number of the stage at hand, from 1, and the number of stages; nothing if there is one."""
+        return {"stage": self.number + 1, "stages": len(self.stages)} if len(self.stages) > 1 else {}
+
     def starting_point(self) -> tuple["PreparedRun", Start, list[Change]]:
         """Return this run in the stage after its newest intact checkpoint, its state, and the keys that have changed.
 
@@ -141,7 +146,7 @@ class PreparedRun:
 
         def write() -> None:
             run.record_changes(step, changed)
-            run.record_start(step, self.setup.run_metadata)
+            run.record_start(step, self.setup.run_metadata | self.stage_metadata)
             run.write_config(self.config)
             run.write_samples(step + 1, [])
             save_tokenizer(self.corpus.tokenizer, run.path)
