@@ -93,6 +93,37 @@ def test_killed_after_a_boundary_it_takes_it_again(train, staged, inputs):
     assert_same_state(killed, staged, 12)
 
 
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_branch_equals_the_run_that_goes_on(train, staged, inputs, refused):
+    """Its optimizer's state, data and step are those of the other run, which stays as it is."""
+    trunk, branch = inputs / "runs" / "trunk", ["--start_from", "trunk", "--stage", "3", "--stages"]
+    assert train("trunk", "--stages", stages(), stop=7) == STOPPED
+    before = files_of(trunk)
+    assert train("branch", *branch, stages()) == 0
+    assert losses(inputs / "runs" / "branch") == losses(staged)[7:]
+    tokens = [[line["tokens"] for line in lines(run) if "tokens" in line] for run in (inputs / "runs/branch", staged)]
+    assert tokens[0] == tokens[1][7:]
+    for step in (8, 10, 12):
+        assert_same_state(inputs / "runs" / "branch", staged, step)
+
+    other = f"{stages(4)[:-1]}, {{from: 7, data: {{sources: {{words: {{weight: 9}}}}}}}}]"
+    assert train("other branch", *branch, other, stop=9) == STOPPED, "another mixture"
+    assert train("other branch", *branch, other) == 0, "the same command resumes it"
+    assert [step for step, _ in losses(inputs / "runs" / "other branch")] == [8, 9, 10, 11, 12]
+    assert files_of(trunk) == before
+
+    command = ["train", "tiny.yaml", "--name", "never", "--stages", stages(), "--start_from", "trunk", "--stage"]
+    assert "--stage is 5, but the configuration has 4 stage(s); 2 to 4 would work" in refused(*command, "5")
+    assert "stage 4 begins after step 10, but runs/trunk has checkpoints of the steps 4, 7." in refused(*command, "4")
+    assert "cannot go on with the stages before stage 3: seed 0 -> 1" in refused(*command, "3", "--seed", "1")
+    assert "start_from is not given" in refused(*command, "3", "--start_from", "null")
+    assert "staged is a run that did not begin after step 7" in refused(*command, "3", "--name", "staged")
+    assert not (inputs / "runs" / "never").exists()
+
+
 def test_later_stages_may_change_and_what_was_used_may_not(train, staged, refused, evaluated):
     """A source of a stage that has not begun may be added; the text of a source that was used is needed."""
     assert evaluated(staged)["step"] == 12, "by the method of its stage"
