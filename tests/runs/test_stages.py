@@ -37,6 +37,40 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
     assert [config.at(step).batch.size for step in (0, 50, 51)] == [64, 64, 16], "of a checkpoint"
 
 
+RAMP = {0: 16, 0.1: 32, 50: 64}
+LONG = [{"from": 0.1, "batch": {"size": 32}}, {"from": 50, "batch": {"size": 64}}]
+
+
+def test_sizes_by_step_are_stages(tmp_path):
+    """Also on the command line, and beside written stages, whose own size counts."""
+    assert of(batch={"size": RAMP}) == of(*LONG, batch={"size": 16})
+    assert load(TrainConfig, RUN, ["--batch.size", "{0: 16, 0.1: 32, 50: 64}"]) == of(*LONG, batch={"size": 16})
+    assert load(TrainConfig, RUN | {"batch": {"size": RAMP}}, ["--batch.size=7"]).each_stage[-1].first == 0
+    written = [{"from": 10, "log_every": 3}, {"from": 30, "log_every": 4}, {"from": 0.5, "batch": {"size": 5}}]
+    stages = of(*written, batch={"size": RAMP}).each_stage
+    found = [(stage.first, stage.config.batch.size, stage.config.log_every) for stage in stages]
+    assert found == [(0, 16, 1), (10, 32, 3), (30, 32, 4), (50, 5, 4)]
+
+
+WRONG_SIZES = {  # by the line of the sizes and what follows
+    "{1: 2}}": r"batch\.size has no size for step 0 \(.*run\.yaml, line 3\); sizes by step",
+    "{0: 2, soon: 4}}": "has the key 'soon'",
+    "{0: 2, -1: 4}}": "has the key '-1'",
+    "{0: 2, 5: many}}": r"`batch\.size\.5` \(.*\) is 'many', a str; expected int",
+    "{0: 2, 0.5: 3, 50: 4}}": r"stages\.1\.from is 50 \(.*line 3\), step 50; it has to be after step 50",
+    "{0: 2, 100: 4}}": r"stages\.0\.from is 100 \(.*\), step 100; .* before step 100, the end",
+    "{0: 2, 9: 4}}\nstages: [{from: 7},\n {from: 12, seed: 7}]": r"stages\.2 has a change \(.*line 5\) that a run",
+}
+
+
+@pytest.mark.parametrize("sizes", WRONG_SIZES)
+def test_wrong_sizes_by_step_are_refused(sizes, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"name: a\nsteps: 100\nbatch: {{size: {sizes}\n")
+    with pytest.raises(UserError, match=WRONG_SIZES[sizes]) as caught:
+        load(TrainConfig, str(tmp_path / "run.yaml"))
+    assert "\n" not in str(caught.value)
+
+
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}
 REPLICAS = {"data": {**RUN["data"], "replica_mixtures": [{"web": 1}, {"math": 1}]}}
 UNUSED = {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}

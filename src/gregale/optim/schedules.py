@@ -6,7 +6,7 @@ import draccus
 import optax
 
 from gregale.errors import KeyedError
-from gregale.settings import LARGEST_WHOLE, Range, Settings, between, setting
+from gregale.settings import LARGEST_WHOLE, Range, Settings, between, in_steps, setting
 
 LONGEST = float(LARGEST_WHOLE)  # steps, which may also be given as a fraction
 
@@ -54,11 +54,6 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         """Return the shape after the warmup: `steps` steps of a run of `in_steps_of`."""
         raise TypeError(f"{type(self).__name__} has no shape of its own; choose a schedule by its type")
-
-
-def in_steps(length: float, steps: int) -> int:
-    """Return a length in steps; below 1 it is a fraction of a run of `steps` steps."""
-    return round(length * steps) if length < 1 else round(length)
 
 
 def _final(default: float):

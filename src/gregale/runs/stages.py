@@ -8,13 +8,12 @@ import draccus
 
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import KeyedError, UserError
-from gregale.optim.schedules import in_steps
+from gregale.runs.batch_ramp import FROM, STAGES
 from gregale.runs.config_diff import changes
 from gregale.runs.parsing import decoded
-from gregale.settings import shown
+from gregale.settings import in_steps, shown
 from gregale.settings.config_schema import TYPE, join
 
-STAGES, FROM = "stages", "from"
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
@@ -54,7 +53,7 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
             f"is {'missing' if FROM not in given else shown(str(given[FROM]))}",
             "; a stage begins after a number of steps, or after a fraction of the run below 1.",
         )
-    first = in_steps(wanted, steps) if wanted < 2**31 else steps
+    first = in_steps(wanted, steps)
     if not before < first < steps:
         raise KeyedError(
             join(key, FROM),
