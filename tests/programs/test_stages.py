@@ -18,8 +18,11 @@ from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, loss
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
 YARN = "{rotary_scaling: {type: yarn, factor: 2, original_context: 32}}"
 LONGER = f"mesh: {{context: 2, model: 1}}, batch: {{size: 16, sequence_length: 64}}, model: {YARN}"
-# A further source; then a larger batch of longer rows, which devices share; then another method.
-CHANGES = {4: f"data: {{sources: {{more: {MORE}}}}}", 7: f"{LONGER}, compute: {{remat: full}}", 10: f"sync: {DILOCO}"}
+# A further source, and a schedule that rises from the rate of step 4, which is half the new peak.
+RATE = "learning_rate: 0.02, schedule: {type: linear, warmup: 2"
+CHANGES = {4: f"data: {{sources: {{more: {MORE}}}}}, optimizer: {{{RATE}}}}}"}
+# Then a larger batch of longer rows, which devices share; then another method.
+CHANGES |= {7: f"{LONGER}, compute: {{remat: full}}", 10: f"sync: {DILOCO}"}
 STOPPED = 128 + 15
 
 
@@ -49,7 +52,8 @@ def staged(train, inputs) -> Path:
 
 def test_it_equals_resuming_by_hand(train, staged, inputs):
     """Only a stage can change the length of rows: it is added when the run is there."""
-    by_hand = {4: ["--data.sources.more", MORE], 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
+    first = ["--data.sources.more", MORE, "--optimizer", f"{{{RATE}, begin: 4, initial: 0.5}}}}"]
+    by_hand = {4: first, 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
     arguments: list[str] = []
     for step, changes in by_hand.items():
         assert train("hand", *arguments, stop=step) == STOPPED

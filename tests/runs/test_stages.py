@@ -1,5 +1,6 @@
 """Stages of a configuration: the whole configuration of each, and what none of them can change."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,28 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
     assert (fourth.config.sync.period, fourth.config.optimizer.learning_rate) == (5, 1e-4)
     assert [config.after(step).batch.size for step in (19, 49, 50, 200)] == [64, 64, 16, 16]
     assert [config.at(step).batch.size for step in (0, 50, 51)] == [64, 64, 16], "of a checkpoint"
+
+
+def test_a_schedule_of_a_stage_is_of_its_steps_and_rises_from_the_rate_before():
+    linear = {"type": "linear", "final": 0.5}
+    config = of(
+        {"from": 20, "optimizer": {"learning_rate": 2e-3}},
+        {"from": 40, "optimizer": {"learning_rate": 1e-3, "schedule": {"warmup": 10}}},
+        {"from": 60, "log_every": 2},
+        {"from": 80, "optimizer": {"schedule": {"type": "constant", "warmup": 0.5}}},
+        optimizer={"schedule": linear},
+    )
+    *_, second, third, fourth, fifth = (stage.config.optimizer.schedule for stage in config.each_stage)
+    assert (second.begin, second.end) == (0, None)
+    assert third == replace(second, warmup=10, begin=40, end=80, initial=third.initial)
+    assert third.initial == pytest.approx(2 * (1 - 0.5 * 39 / 100))
+    assert fourth == third, "until a stage gives another one"
+    assert (fifth.begin, fifth.end, fifth.initial) == (80, None, pytest.approx(1 - 0.5 * 29 / 30))
+    given = {"warmup": 3, "begin": 0, "initial": 0.25}
+    own = of({"from": 40, "optimizer": {"schedule": given}}).each_stage[1].config.optimizer.schedule
+    assert (own.begin, own.end, own.initial) == (0, None, 0.25)
+    with pytest.raises(UserError, match=r"optimizer\.schedule\.warmup is 200 = 200 steps"):
+        of({"from": 40, "optimizer": {"schedule": {"warmup": 3}}}, optimizer={"schedule": {"warmup": 200}})
 
 
 RAMP = {0: 16, 0.1: 32, 50: 64}
