@@ -2,8 +2,10 @@
 
 import shutil
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from gregale.checkpoint.store import Checkpoints
@@ -13,6 +15,7 @@ from gregale.programs.island.command import train as train_island
 from gregale.programs.train.resume import Start
 from gregale.programs.train.steps import MeshSteps
 from gregale.storage.jsonl_reader import read_entries
+from gregale.streams import LEFT_AT_EXIT
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
 
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
@@ -42,11 +45,24 @@ def train(gregale, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def compiled() -> list[tuple[str, str]]:
+    """The programs that the undisturbed run has compiled, with the names of their threads."""
+    return []
+
+
 @pytest.fixture
-def staged(train, inputs) -> Path:
+def staged(train, inputs, compiled) -> Path:
     """The undisturbed run in stages."""
+
+    def listen(event: str, _: float, **about: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append((str(about["fun_name"]), current_thread().name))
+
     if not (run := inputs / "runs" / "staged").exists():
+        jax.monitoring.register_event_duration_secs_listener(listen)
         assert train("staged", "--stages", stages()) == 0
+        jax.monitoring.unregister_event_duration_listener(listen)
     return run
 
 
@@ -73,6 +89,13 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
     assert metadata["mixtures"] == [[0, {"words": 1.0}, 32], [32, both, 32], [56, both, 64]]
     tokens = [line["tokens"] for line in lines(staged) if "loss" in line]
     assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
+
+
+def test_no_stage_waits_for_its_programs(staged, compiled):
+    """A thread compiles the steps of each stage but the first, and the averages of the last, DiLoCo."""
+    steps = [thread for name, thread in compiled if name == "jit(counted_step)"]
+    assert steps == [main_thread().name, *[LEFT_AT_EXIT] * 3]
+    assert [thread for name, thread in compiled if name == "jit(_after)"] == [LEFT_AT_EXIT]
 
 
 def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs, capsys):

@@ -323,7 +323,7 @@ def train_stage(
     console.begin(config.steps, first_step)
     with open_trackers(config.trackers, setup.callbacks, info, console) as callbacks:
         observers = Observers(callbacks, console.message, run.progress)
-        steps = MeshSteps(run.stage, start, stop, observers)
+        steps = MeshSteps(run.stage, start, stop, observers, *run.stages[run.number + 1 :][:1])
         counts = (
             Traffic(setup, first_step, start.replica_bytes),
             DataPosition(config.batch, first_step, start.examples, start.mixtures),
