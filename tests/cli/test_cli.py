@@ -173,6 +173,16 @@ def test_an_interrupt_while_python_ends_shows_no_traceback():
     assert ended.stdout == f"gregale {gregale.__version__}\n"
 
 
+def test_the_end_of_a_process_waits_for_no_compiler():
+    program = (
+        "import os, sys, threading, time; from gregale.cli import main; from gregale.streams import LEFT_AT_EXIT; "
+        "threading.Thread(target=lambda: (time.sleep(60), os._exit(3)), name=LEFT_AT_EXIT).start(); "
+        "sys.argv = ['gregale', '--version']; sys.exit(main())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"gregale {gregale.__version__}\n", "")
+
+
 def test_help_names_every_option_and_key(calls, capsys):
     assert calls.main("train", "--fresh", "--help") == 0
     lines = capsys.readouterr().out.splitlines()

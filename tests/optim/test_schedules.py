@@ -37,6 +37,18 @@ CASES = {
 def test_every_step_has_the_rate_of_the_closed_form(config, expected):
     schedule = config.build(PEAK, STEPS)
     np.testing.assert_allclose([schedule(t) for t in range(STEPS)], expected, rtol=1e-6, atol=1e-8)
+    plain = [PEAK * config.fraction(t, STEPS) for t in range(STEPS)]
+    np.testing.assert_allclose(plain, expected, rtol=1e-12, atol=1e-7)
+
+
+def test_a_schedule_of_a_stage_counts_from_its_beginning_and_rises_from_a_rate():
+    """As many steps before it as were not skipped: the rate before is that of its first step."""
+    config = LinearSchedule(warmup=0.25, begin=8, end=16, initial=0.4, final=0.5)  # 2 steps of warmup
+    rise = [PEAK * (0.4 + 0.6 * t / 3) for t in (1, 2)]
+    expected = [*[rise[0]] * 8, *rise, *(PEAK * (1 - t / 6 / 2) for t in range(6)), *[PEAK / 2] * 4]
+    schedule = config.build(PEAK, STEPS)
+    np.testing.assert_allclose([schedule(t) for t in range(STEPS)], expected, rtol=1e-6)
+    np.testing.assert_allclose([PEAK * config.fraction(t, STEPS) for t in range(STEPS)], expected, rtol=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -63,6 +75,7 @@ def test_rates_stay_between_zero_and_the_peak_and_only_rise_in_the_warmup(kind, 
         (lambda: LinearSchedule(final=1.5), "final is 1.5"),
         (lambda: WarmupStableDecaySchedule(decay=0), "decay is 0"),
         (lambda: CosineSchedule(warmup=20).build(PEAK, STEPS), "warmup is 20 = 20 steps, .* only 20"),
+        (lambda: LinearSchedule(begin=7, end=7).build(PEAK, STEPS), "begin is 7, but the schedule ends at step 7"),
         (lambda: WarmupStableDecaySchedule(warmup=15, decay=0.3).build(PEAK, STEPS), r"0.3 = 6 steps, .*20 - 15 = 5"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from gregale.cli import main
 from gregale.programs.runs import ago
 from gregale.runs.run_lock import training
-from tests.runs.runs import write_run
+from tests.runs.runs import write_run, write_starts
 
 DILOCO = {"sync": {"type": "streaming_diloco"}, "reduce": {"codec": "int4"}}
 
@@ -52,6 +52,19 @@ def test_the_table_has_every_run(listed, runs, monkeypatch):
     assert "running" in rows["now"]
     assert "0/10" in rows["new"]
     assert f"broken: {runs}/broken/checkpoints/step-00000008: 1 files are gone or not whole, arrays" in text
+
+
+def test_a_run_in_stages_has_its_stage(tmp_path, capsys):
+    run = write_run(tmp_path / "staged", 5)
+    write_starts(run, {"step": 0, "stage": 1, "stages": 3}, {"step": 4, "stage": 2, "stages": 3})
+    write_run(tmp_path / "plain", 5)
+    assert main(["runs", str(tmp_path)]) == 0
+    rows = [
+        [cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines() if "5/10" in line
+    ]
+    assert [row[4] for row in rows] == ["", "2 of 3"]
+    assert main(["watch", "--once", str(run)]) == 0
+    assert "step 5 of 10 (50%)  stage 2 of 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

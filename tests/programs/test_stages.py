@@ -2,8 +2,10 @@
 
 import shutil
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from gregale.checkpoint.store import Checkpoints
@@ -13,13 +15,17 @@ from gregale.programs.island.command import train as train_island
 from gregale.programs.train.resume import Start
 from gregale.programs.train.steps import MeshSteps
 from gregale.storage.jsonl_reader import read_entries
+from gregale.streams import LEFT_AT_EXIT
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
 
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
 YARN = "{rotary_scaling: {type: yarn, factor: 2, original_context: 32}}"
 LONGER = f"mesh: {{context: 2, model: 1}}, batch: {{size: 16, sequence_length: 64}}, model: {YARN}"
-# A further source; then a larger batch of longer rows, which devices share; then another method.
-CHANGES = {4: f"data: {{sources: {{more: {MORE}}}}}", 7: f"{LONGER}, compute: {{remat: full}}", 10: f"sync: {DILOCO}"}
+# A further source, and a schedule that rises from the rate of step 4, which is half the new peak.
+RATE = "learning_rate: 0.02, schedule: {type: linear, warmup: 2"
+CHANGES = {4: f"data: {{sources: {{more: {MORE}}}}}, optimizer: {{{RATE}}}}}"}
+# Then a larger batch of longer rows, which devices share; then another method.
+CHANGES |= {7: f"{LONGER}, compute: {{remat: full}}", 10: f"sync: {DILOCO}"}
 STOPPED = 128 + 15
 
 
@@ -39,17 +45,31 @@ def train(gregale, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def compiled() -> list[tuple[str, str]]:
+    """The programs that the undisturbed run has compiled, with the names of their threads."""
+    return []
+
+
 @pytest.fixture
-def staged(train, inputs) -> Path:
+def staged(train, inputs, compiled) -> Path:
     """The undisturbed run in stages."""
+
+    def listen(event: str, _: float, **about: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append((str(about["fun_name"]), current_thread().name))
+
     if not (run := inputs / "runs" / "staged").exists():
+        jax.monitoring.register_event_duration_secs_listener(listen)
         assert train("staged", "--stages", stages()) == 0
+        jax.monitoring.unregister_event_duration_listener(listen)
     return run
 
 
 def test_it_equals_resuming_by_hand(train, staged, inputs):
     """Only a stage can change the length of rows: it is added when the run is there."""
-    by_hand = {4: ["--data.sources.more", MORE], 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
+    first = ["--data.sources.more", MORE, "--optimizer", f"{{{RATE}, begin: 4, initial: 0.5}}}}"]
+    by_hand = {4: first, 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
     arguments: list[str] = []
     for step, changes in by_hand.items():
         assert train("hand", *arguments, stop=step) == STOPPED
@@ -69,6 +89,13 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
     assert metadata["mixtures"] == [[0, {"words": 1.0}, 32], [32, both, 32], [56, both, 64]]
     tokens = [line["tokens"] for line in lines(staged) if "loss" in line]
     assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
+
+
+def test_no_stage_waits_for_its_programs(staged, compiled):
+    """A thread compiles the steps of each stage but the first, and the averages of the last, DiLoCo."""
+    steps = [thread for name, thread in compiled if name == "jit(counted_step)"]
+    assert steps == [main_thread().name, *[LEFT_AT_EXIT] * 3]
+    assert [thread for name, thread in compiled if name == "jit(_after)"] == [LEFT_AT_EXIT]
 
 
 def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs, capsys):
@@ -91,6 +118,37 @@ def test_killed_after_a_boundary_it_takes_it_again(train, staged, inputs):
     assert train("killed", "--stages", stages()) == 0
     assert losses(killed) == losses(staged)
     assert_same_state(killed, staged, 12)
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_branch_equals_the_run_that_goes_on(train, staged, inputs, refused):
+    """Its optimizer's state, data and step are those of the other run, which stays as it is."""
+    trunk, branch = inputs / "runs" / "trunk", ["--start_from", "trunk", "--stage", "3", "--stages"]
+    assert train("trunk", "--stages", stages(), stop=7) == STOPPED
+    before = files_of(trunk)
+    assert train("branch", *branch, stages()) == 0
+    assert losses(inputs / "runs" / "branch") == losses(staged)[7:]
+    tokens = [[line["tokens"] for line in lines(run) if "tokens" in line] for run in (inputs / "runs/branch", staged)]
+    assert tokens[0] == tokens[1][7:]
+    for step in (8, 10, 12):
+        assert_same_state(inputs / "runs" / "branch", staged, step)
+
+    other = f"{stages(4)[:-1]}, {{from: 7, data: {{sources: {{words: {{weight: 9}}}}}}}}]"
+    assert train("other branch", *branch, other, stop=9) == STOPPED, "another mixture"
+    assert train("other branch", *branch, other) == 0, "the same command resumes it"
+    assert [step for step, _ in losses(inputs / "runs" / "other branch")] == [8, 9, 10, 11, 12]
+    assert files_of(trunk) == before
+
+    command = ["train", "tiny.yaml", "--name", "never", "--stages", stages(), "--start_from", "trunk", "--stage"]
+    assert "--stage is 5, but the configuration has 4 stage(s); 2 to 4 would work" in refused(*command, "5")
+    assert "stage 4 begins after step 10, but runs/trunk has checkpoints of the steps 4, 7." in refused(*command, "4")
+    assert "cannot go on with the stages before stage 3: seed 0 -> 1" in refused(*command, "3", "--seed", "1")
+    assert "start_from is not given" in refused(*command, "3", "--start_from", "null")
+    assert "staged is a run that did not begin after step 7" in refused(*command, "3", "--name", "staged")
+    assert not (inputs / "runs" / "never").exists()
 
 
 def test_later_stages_may_change_and_what_was_used_may_not(train, staged, refused, evaluated):

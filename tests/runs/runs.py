@@ -34,6 +34,10 @@ def write_lines(run: Path, *lines: Mapping[str, Any]) -> None:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
 
 
+def write_starts(run: Path, *starts: Mapping[str, Any]) -> None:
+    (run / "starts.jsonl").write_text("".join(f"{json.dumps({**START, **start})}\n" for start in starts))
+
+
 def write_run(
     run: Path,
     done: int,
@@ -45,7 +49,7 @@ def write_run(
     """A run that has done and logged some steps, with a checkpoint of step `saved` and what is noted beside it."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **config}))
-    (run / "starts.jsonl").write_text(f"{json.dumps(START)}\n")
+    write_starts(run, {})
     write_lines(run, *(step_line(step, replica_bytes=1000 * step) for step in range(1, done + 1)))
     if evaluated:
         write_lines(run, {"step": done, "eval_loss": 3.5, "bits_per_byte": 2.0})

@@ -1,5 +1,6 @@
 """Stages of a configuration: the whole configuration of each, and what none of them can change."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,62 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
     assert (fourth.config.sync.period, fourth.config.optimizer.learning_rate) == (5, 1e-4)
     assert [config.after(step).batch.size for step in (19, 49, 50, 200)] == [64, 64, 16, 16]
     assert [config.at(step).batch.size for step in (0, 50, 51)] == [64, 64, 16], "of a checkpoint"
+
+
+def test_a_schedule_of_a_stage_is_of_its_steps_and_rises_from_the_rate_before():
+    linear = {"type": "linear", "final": 0.5}
+    config = of(
+        {"from": 20, "optimizer": {"learning_rate": 2e-3}},
+        {"from": 40, "optimizer": {"learning_rate": 1e-3, "schedule": {"warmup": 10}}},
+        {"from": 60, "log_every": 2},
+        {"from": 80, "optimizer": {"schedule": {"type": "constant", "warmup": 0.5}}},
+        optimizer={"schedule": linear},
+    )
+    *_, second, third, fourth, fifth = (stage.config.optimizer.schedule for stage in config.each_stage)
+    assert (second.begin, second.end) == (0, None)
+    assert third == replace(second, warmup=10, begin=40, end=80, initial=third.initial)
+    assert third.initial == pytest.approx(2 * (1 - 0.5 * 39 / 100))
+    assert fourth == third, "until a stage gives another one"
+    assert (fifth.begin, fifth.end, fifth.initial) == (80, None, pytest.approx(1 - 0.5 * 29 / 30))
+    given = {"warmup": 3, "begin": 0, "initial": 0.25}
+    own = of({"from": 40, "optimizer": {"schedule": given}}).each_stage[1].config.optimizer.schedule
+    assert (own.begin, own.end, own.initial) == (0, None, 0.25)
+    with pytest.raises(UserError, match=r"optimizer\.schedule\.warmup is 200 = 200 steps"):
+        of({"from": 40, "optimizer": {"schedule": {"warmup": 3}}}, optimizer={"schedule": {"warmup": 200}})
+
+
+RAMP = {0: 16, 0.1: 32, 50: 64}
+LONG = [{"from": 0.1, "batch": {"size": 32}}, {"from": 50, "batch": {"size": 64}}]
+
+
+def test_sizes_by_step_are_stages(tmp_path):
+    """Also on the command line, and beside written stages, whose own size counts."""
+    assert of(batch={"size": RAMP}) == of(*LONG, batch={"size": 16})
+    assert load(TrainConfig, RUN, ["--batch.size", "{0: 16, 0.1: 32, 50: 64}"]) == of(*LONG, batch={"size": 16})
+    assert load(TrainConfig, RUN | {"batch": {"size": RAMP}}, ["--batch.size=7"]).each_stage[-1].first == 0
+    written = [{"from": 10, "log_every": 3}, {"from": 30, "log_every": 4}, {"from": 0.5, "batch": {"size": 5}}]
+    stages = of(*written, batch={"size": RAMP}).each_stage
+    found = [(stage.first, stage.config.batch.size, stage.config.log_every) for stage in stages]
+    assert found == [(0, 16, 1), (10, 32, 3), (30, 32, 4), (50, 5, 4)]
+
+
+WRONG_SIZES = {  # by the line of the sizes and what follows
+    "{1: 2}}": r"batch\.size has no size for step 0 \(.*run\.yaml, line 3\); sizes by step",
+    "{0: 2, soon: 4}}": "has the key 'soon'",
+    "{0: 2, -1: 4}}": "has the key '-1'",
+    "{0: 2, 5: many}}": r"`batch\.size\.5` \(.*\) is 'many', a str; expected int",
+    "{0: 2, 0.5: 3, 50: 4}}": r"stages\.1\.from is 50 \(.*line 3\), step 50; it has to be after step 50",
+    "{0: 2, 100: 4}}": r"stages\.0\.from is 100 \(.*\), step 100; .* before step 100, the end",
+    "{0: 2, 9: 4}}\nstages: [{from: 7},\n {from: 12, seed: 7}]": r"stages\.2 has a change \(.*line 5\) that a run",
+}
+
+
+@pytest.mark.parametrize("sizes", WRONG_SIZES)
+def test_wrong_sizes_by_step_are_refused(sizes, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"name: a\nsteps: 100\nbatch: {{size: {sizes}\n")
+    with pytest.raises(UserError, match=WRONG_SIZES[sizes]) as caught:
+        load(TrainConfig, str(tmp_path / "run.yaml"))
+    assert "\n" not in str(caught.value)
 
 
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}

@@ -15,12 +15,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from threading import enumerate as enumerate_threads
 from typing import TextIO
 
 import gregale
 from gregale.atomic_files import DISK_ERRORS
 from gregale.errors import UserError, own_code_text
-from gregale.streams import ResilientStream, abandon, say_beside
+from gregale.streams import LEFT_AT_EXIT, ResilientStream, abandon, exit_at_once, say_beside
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,15 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
 
     A user's mistake or a disk error gives one paragraph on standard error and exit code 2 (75 if the same command may
     work later). Without `arguments` the process's own are read, and Ctrl-C ends the process once the command has ended.
+    The end of the process does not wait for threads of the name `LEFT_AT_EXIT`.
     """
+    code = _run(arguments, programs)
+    if arguments is None and any(thread.name == LEFT_AT_EXIT for thread in enumerate_threads()):
+        exit_at_once(code)
+    return code
+
+
+def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> int:
     _silence_deprecations()
     _replace_unencodable()
     try:

@@ -14,7 +14,6 @@ import math
 import os
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from threading import Event, Thread
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress, find_hung
 from gregale.errors import UserError
-from gregale.streams import ResilientStream
+from gregale.streams import exit_at_once
 
 EXIT_CODE = os.EX_TEMPFAIL
 _HEARTBEATS = 6  # heartbeats within the timeout of a process
@@ -104,7 +103,7 @@ class LivenessMonitor(Thread):
         """
         self._has_failed = True
         self._failure_sent.wait()
-        atexit.register(_exit_at_once, code)
+        atexit.register(exit_at_once, code)
 
     def confirm_peers_alive(self) -> None:
         """Wait, after an error of this process, until all others have replied.
@@ -275,9 +274,3 @@ def log_line(text: str) -> None:
     """Write a line to standard error in one system call, so that other threads cannot split it."""
     with suppress(OSError):
         os.write(2, f"gregale: {text}\n".encode())
-
-
-def _exit_at_once(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        ResilientStream(stream).flush()
-    os._exit(code)

@@ -1,22 +1,24 @@
 """Learning-rate schedules: a warmup, then one of four shapes."""
 
+import math
 from dataclasses import dataclass
 
 import draccus
+import jax.numpy as jnp
 import optax
 
 from gregale.errors import KeyedError
-from gregale.settings import LARGEST_WHOLE, Range, Settings, between, setting
+from gregale.settings import LARGEST_WHOLE, Range, Settings, at_least, between, in_steps, setting, whole
 
 LONGEST = float(LARGEST_WHOLE)  # steps, which may also be given as a fraction
 
 
 @dataclass(frozen=True)
 class ScheduleConfig(Settings, draccus.ChoiceRegistry):
-    """The learning rate over a run: a warmup, then the shape that `type` names.
+    """The learning rate over a run, or over a stage of it: a warmup, then the shape that `type` names.
 
-    In the warmup of w steps the rate at step t (counted from 0) is `peak * (t + 1) / (w + 1)`, so that no step has a
-    rate of zero; step w has the peak.
+    In the warmup of w steps the rate at step t (counted from 0 at `begin`) is
+    `peak * (initial + (1 - initial) * (t + 1) / (w + 1))`, so that no step has a rate of zero; step w has the peak.
     """
 
     warmup: float = setting(
@@ -24,6 +26,11 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         "steps of warmup; below 1: a fraction of the run",
         range=between(0, LONGEST),
         aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
+    )
+    begin: int = setting(0, "step after which it begins; of a stage: the stage's", range=whole(0), by_topic=True)
+    end: int | None = setting(None, "step at which it ends; null: the end of the run", range=whole(1), by_topic=True)
+    initial: float = setting(
+        0.0, "rate from which the warmup rises, divided by the peak", range=at_least(0), by_topic=True
     )
 
     @classmethod
@@ -38,27 +45,47 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
 
         Raises `UserError` if the parts of the schedule are longer than the run.
         """
-        warmup = in_steps(self.warmup, steps)
-        if warmup >= steps:
+        warmup, steps = self._lengths(steps)
+        schedule = self.after_warmup(peak, steps - warmup, in_steps_of=steps)
+        if warmup:
+            first = peak * (self.initial * warmup + 1) / (warmup + 1)
+            schedule = optax.join_schedules([optax.linear_schedule(first, peak, warmup), schedule], [warmup])
+        return (lambda step: schedule(jnp.maximum(step - self.begin, 0))) if self.begin else schedule
+
+    def fraction(self, step: int, steps: int) -> float | None:
+        """Return the learning rate of a step divided by the peak, as a number; None without a closed form.
+
+        The arguments and errors are those of `build`.
+        """
+        (warmup, steps), done = self._lengths(steps), max(step - self.begin, 0)
+        if done < warmup:
+            return self.initial + (1 - self.initial) * (done + 1) / (warmup + 1)
+        return self.fraction_after_warmup(done - warmup, steps - warmup, in_steps_of=steps)
+
+    def _lengths(self, steps: int) -> tuple[int, int]:
+        """Return the steps of the warmup, and of the whole schedule."""
+        end = steps if self.end is None else self.end
+        if self.begin >= end:
+            raise KeyedError("begin", f"is {self.begin}", f", but the schedule ends at step {end}.")
+        length = end - self.begin
+        warmup = in_steps(self.warmup, length)
+        if warmup >= length:
             raise KeyedError(
                 "warmup",
                 f"is {self.warmup:g}",
-                f" = {warmup} steps, but the optimizer takes only {steps} in the run: nothing would be left after the "
-                f"warmup. Less than {steps} steps, or a fraction below 1, would work.",
+                f" = {warmup} steps, but the optimizer takes only {length} in the schedule: nothing would be left "
+                f"after the warmup. Less than {length} steps, or a fraction below 1, would work.",
             )
-        body = self.after_warmup(peak, steps - warmup, in_steps_of=steps)
-        if not warmup:
-            return body
-        return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), body], [warmup])
+        return warmup, length
+
+    def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float | None:
+        """Return `after_warmup` of a step divided by the peak, as a number; None without a closed form."""
+        del step, steps, in_steps_of
+        return None
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         """Return the shape after the warmup: `steps` steps of a run of `in_steps_of`."""
         raise TypeError(f"{type(self).__name__} has no shape of its own; choose a schedule by its type")
-
-
-def in_steps(length: float, steps: int) -> int:
-    """Return a length in steps; below 1 it is a fraction of a run of `steps` steps."""
-    return round(length * steps) if length < 1 else round(length)
 
 
 def _final(default: float):
@@ -79,6 +106,9 @@ class ConstantSchedule(ScheduleConfig):
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.constant_schedule(peak)
 
+    def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float:
+        return 1.0
+
 
 @ScheduleConfig.register_subclass("linear")
 @dataclass(frozen=True)
@@ -90,6 +120,9 @@ class LinearSchedule(ScheduleConfig):
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.linear_schedule(peak, peak * self.final, steps)
 
+    def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float:
+        return 1 - (1 - self.final) * min(step / steps, 1)
+
 
 @ScheduleConfig.register_subclass("cosine")
 @dataclass(frozen=True)
@@ -100,6 +133,9 @@ class CosineSchedule(ScheduleConfig):
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.cosine_decay_schedule(peak, steps, alpha=self.final)
+
+    def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float:
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * min(step / steps, 1))) / 2
 
 
 @ScheduleConfig.register_subclass("wsd")
@@ -129,3 +165,7 @@ class WarmupStableDecaySchedule(ScheduleConfig):
             )
         line = optax.linear_schedule(peak, peak * self.final, max(decay, 1))
         return optax.join_schedules([optax.constant_schedule(peak), line], [steps - decay])
+
+    def fraction_after_warmup(self, step: int, steps: int, in_steps_of: int) -> float:
+        decay = max(in_steps(self.decay, in_steps_of), 1)
+        return 1 - (1 - self.final) * min(max(step - steps + decay, 0) / decay, 1)

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
+from itertools import compress
 
 from rich.filesize import decimal
 
@@ -22,7 +23,8 @@ SORTS = (
     *("name", "state", "method", "step", "loss", "eval_loss", "bits_per_byte"),
     *("tokens", "tokens_per_second", "bytes_sent", "began"),
 )
-HEADINGS = ("run", "state", "step", "loss", "eval loss", "method", "tokens/s", "sent", "begun")
+STAGE = "stage"  # of runs in stages
+HEADINGS = ("run", "state", "step", STAGE, "loss", "eval loss", "method", "tokens/s", "sent", "begun")
 DROP_ORDER = ("begun", "sent", "method", "tokens/s")
 
 
@@ -52,7 +54,9 @@ def main(options: RunsOptions) -> int:
         say(f"{options.folder}: no run {'matches' if is_filtered else 'yet; `gregale train` makes one'}.")
         return 0
     console, now = Console(), time.time()
-    table = fitting(console, HEADINGS, [row(summary, now) for summary in found], DROP_ORDER)
+    kept = [heading != STAGE or any(summary.stage for summary in found) for heading in HEADINGS]
+    headings, *rows = (tuple(compress(cells, kept)) for cells in (HEADINGS, *(row(each, now) for each in found)))
+    table = fitting(console, headings, rows, DROP_ORDER)
     print_table(console, options.folder, *table)
     for summary in found:
         if summary.problem:
@@ -83,6 +87,7 @@ def row(summary: Summary, now: float) -> tuple[str, ...]:
         summary.name,
         summary.state,
         "" if summary.state is State.IMPORTED else f"{summary.step:,}{steps}",
+        summary.stage_text,
         _format_loss(summary.loss),
         _format_loss(summary.eval_loss),
         summary.method or "",

@@ -12,7 +12,7 @@ import draccus
 import yaml
 
 from gregale.errors import UserError
-from gregale.runs import plugins
+from gregale.runs import batch_ramp, plugins
 from gregale.settings import shortened, shown
 from gregale.settings.config_schema import TYPE, choice_name, is_list_at, is_registry, join, section_at
 from gregale.settings.decoding import COMMAND_LINE, KEYWORD, Decoder, Text
@@ -59,6 +59,8 @@ def load(
     decoder = Decoder(config_class, origins, _read_text)
     if plugins.KEY in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
         _import_plugins(decoder, raw, file)
+    if batch_ramp.STAGES in {each.name for each in fields(config_class)}:  # type: ignore[arg-type]
+        raw = batch_ramp.expanded(decoder, raw, origins)
     return decoder.decode(config_class, raw)
 
 

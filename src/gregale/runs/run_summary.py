@@ -15,7 +15,7 @@ from gregale.runs.parsing import read_yaml
 from gregale.runs.run_lock import is_being_trained
 from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import StoragePath, StoreError, files_below, names, parallel_map, read_range, status
-from gregale.storage.jsonl_reader import Entry, entry_of
+from gregale.storage.jsonl_reader import HIGHEST_STEP, Entry, entry_of, read_entries
 
 _TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
 _MAX_TAIL_BYTES = 1 << 24
@@ -43,6 +43,8 @@ class Summary:
     stop_reason: str | None = None  # of the callback that ended it
     step: int = 0  # the last logged one
     steps: int | None = None  # as configured
+    stage: int | None = None  # of a run in stages, from 1: that of the newest start
+    stages: int | None = None
     loss: float | None = None  # as all metrics: of the last logged step
     eval_loss: float | None = None  # of the last evaluation
     bits_per_byte: float | None = None  # likewise
@@ -53,6 +55,11 @@ class Summary:
     bytes_sent: float | None = None  # by a device over `replica`, or by an island since its last start
     saved: int | None = None  # the step of the newest checkpoint
     began: str | None = None  # time of the first start, ISO 8601
+
+    @property
+    def stage_text(self) -> str:
+        """Return `2 of 3` for a run in stages, else an empty text."""
+        return "" if self.stage is None or self.stages is None else f"{self.stage} of {self.stages}"
 
 
 def summaries(folder: StoragePath) -> list[Summary]:
@@ -96,7 +103,7 @@ def summary_of(run: RunPaths) -> Summary:
         problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {damage}." if damage else None)
         complete = reason is not None or _is_complete(run, config, saved, evaluation)
         state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
-    sent = _number(step, "network_bytes_sent")
+    sent, starts = _number(step, "network_bytes_sent"), read_entries(run.starts).entries or ({},)
     return Summary(
         name=run.path.absolute().name,
         path=str(run.path),
@@ -105,6 +112,8 @@ def summary_of(run: RunPaths) -> Summary:
         stop_reason=None if is_running else reason,
         step=done,
         steps=steps if type(steps) is int else None,
+        stage=_whole(starts[-1], "stage"),
+        stages=_whole(starts[-1], "stages"),
         loss=_number(step, "loss"),
         eval_loss=_number(evaluation, "eval_loss"),
         bits_per_byte=_number(evaluation, "bits_per_byte"),
@@ -114,7 +123,7 @@ def summary_of(run: RunPaths) -> Summary:
         mfu=_number(step, "mfu"),
         bytes_sent=_number(step, "replica_bytes") if sent is None else sent,
         saved=saved,
-        began=_began(run),
+        began=None if "time" not in starts[0] else str(starts[0]["time"]),
     )
 
 
@@ -212,13 +221,9 @@ def _method(config: Entry) -> str | None:
     return f"{method}, {codec}" if quantised else None if method is None else str(method)
 
 
-def _began(run: RunPaths) -> str | None:
-    """Return the time of the run's first start."""
-    try:
-        first = entry_of(run.starts.read_bytes().partition(b"\n")[0])
-    except FileNotFoundError:
-        return None
-    return None if first is None or "time" not in first else str(first["time"])
+def _whole(entry: Entry, name: str) -> int | None:
+    value = entry.get(name)
+    return value if type(value) is int and 0 < value < HIGHEST_STEP else None
 
 
 def _number(entry: Entry, name: str) -> float | None:

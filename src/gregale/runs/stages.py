@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import draccus
 
 from gregale.data.tokenizers import BpeConfig
-from gregale.errors import KeyedError, UserError
-from gregale.optim.schedules import in_steps
+from gregale.errors import KeyedError, UserError, below
+from gregale.runs.batch_ramp import FROM, STAGES
 from gregale.runs.config_diff import changes
 from gregale.runs.parsing import decoded
-from gregale.settings import shown
-from gregale.settings.config_schema import TYPE, join
+from gregale.settings import in_steps, shown
+from gregale.settings.config_schema import TYPE, choice_name, join
 
-STAGES, FROM = "stages", "from"
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
@@ -37,12 +36,52 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
 
     Raises `KeyedError` for a stage outside of the run, an invalid change, or one that a run cannot make.
     """
-    found = [Stage(0, replace(config, stages=[]) if config.stages else config)]
+    found, firsts = [Stage(0, replace(config, stages=[]) if config.stages else config)], [0]
     for number, given in enumerate(config.stages):
-        key = join(STAGES, number)
-        first = first_step(given, key, found[-1].first, config.steps)
-        found.append(Stage(first, changed(found[-1].config, given, key)))
+        firsts.append(first_step(given, join(STAGES, number), firsts[-1], config.steps))
+    scheduled = [first for first, given in zip(firsts[1:], config.stages, strict=True) if own_schedule(given)]
+    for number, (first, given) in enumerate(zip(firsts[1:], config.stages, strict=True)):
+        stage = changed(found[-1].config, given, join(STAGES, number))
+        if schedule := own_schedule(given):
+            end = next((later for later in scheduled if later > first), None)
+            span = {"begin": first, "end": end, "initial": initial_rate(found[-1].config, stage, number, first)}
+            stage = with_schedule(stage, {name: span[name] for name in span if name not in schedule})
+        found.append(Stage(first, stage))
     return tuple(found)
+
+
+def own_schedule(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of `optimizer.schedule` that a stage gives."""
+    optimizer = given.get("optimizer")
+    schedule = optimizer.get("schedule") if isinstance(optimizer, Mapping) else None
+    return schedule if isinstance(schedule, Mapping) else {}
+
+
+def with_schedule(stage: Any, span: Mapping[str, Any]) -> Any:
+    """Return the configuration of a stage with other keys of its schedule."""
+    optimizer = stage.optimizer
+    return replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **span)))
+
+
+def initial_rate(before: Any, stage: Any, number: int, first: int) -> float:
+    """Return the rate of the step before stage `number` of the list, divided by the stage's peak; 0 if it is not read.
+
+    Raises `KeyedError` for a schedule that does not fit the run, or has no closed form.
+    """
+    peak, schedule = stage.optimizer.learning_rate, before.optimizer.schedule
+    if not stage.optimizer.schedule.warmup or not peak:
+        return 0.0
+    with below(join(join(STAGES, number - 1) if number else "", "optimizer.schedule")):
+        fraction = schedule.fraction(first - 1, before.steps)
+    if fraction is None:
+        kind = choice_name(type(schedule), schedule)
+        raise KeyedError(
+            join(STAGES, f"{number}.optimizer.schedule.warmup"),
+            f"is {stage.optimizer.schedule.warmup:g}",
+            f", but the rate before the stage is unknown: its schedule, {kind}, has no `fraction_after_warmup`. Give "
+            "it, or set `warmup` to 0.",
+        )
+    return fraction * before.optimizer.learning_rate / peak
 
 
 def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> int:
@@ -54,7 +93,7 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
             f"is {'missing' if FROM not in given else shown(str(given[FROM]))}",
             "; a stage begins after a number of steps, or after a fraction of the run below 1.",
         )
-    first = in_steps(wanted, steps) if wanted < 2**31 else steps
+    first = in_steps(wanted, steps)
     if not before < first < steps:
         raise KeyedError(
             join(key, FROM),

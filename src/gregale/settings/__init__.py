@@ -128,6 +128,11 @@ def check(settings: Any) -> None:
                 raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 
+def in_steps(length: float, steps: int) -> int:
+    """Return a length in steps; below 1 it is a fraction of a run of `steps` steps."""
+    return round(length * steps) if length < 1 else round(min(length, LARGEST_WHOLE))
+
+
 def check_name(key: str, name: str) -> None:
     """Raise `KeyedError` for a name with control characters, or one that a command would read as an option."""
     if name.startswith("-"):

@@ -1,5 +1,6 @@
 """`Stepper`, which runs the compiled programs of a method in each step."""
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,23 @@ class Stepper:
             state, outer = self.synchronise(state, actions.after)
             report = report._replace(metrics=report.metrics._replace(outer=outer))
         return state, report
+
+    def compilations(self, state: TrainState, batch: Tree, steps: Sequence[int]) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of some steps, which later calls with such arrays use.
+
+        - `state`, `batch`: `jax.ShapeDtypeStruct`s with the shardings of the arrays
+        """
+        found = set()
+        for step in steps:
+            actions = self._method.actions(step)
+            calls = [(self.program, (batch, *actions.during))]
+            calls += [] if actions.after is None else [(self.synchronise, (actions.after,))]
+            for program, arguments in calls:
+                leaves, structure = jax.tree.flatten(arguments)
+                key = program, structure, *map(jax.typeof, leaves)
+                if key not in found:
+                    found.add(key)
+                    yield lambda program=program, arguments=arguments: program.lower(state, *arguments).compile()
 
     def _after(self, state: TrainState, after: Any) -> tuple[TrainState, Any]:
         updated, outer = self._method.synchronise(state.method, after)

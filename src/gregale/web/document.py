@@ -38,10 +38,19 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run whose lines are drawn over the page's axes; `axes`: by `Axis.key`, steps and their values on that axis."""
+    """A run whose lines are drawn over the page's axes.
+
+    - `axes`: by `Axis.key`, steps and their values on that axis
+    - `stages`: steps after which a stage began, with its number
+    """
 
     label: str
     axes: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    stages: Sequence[tuple[int, int]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        stages = {"stages": self.stages} if self.stages else {}
+        return {"label": self.label, "axes": {key: _points(*axis) for key, axis in self.axes.items()}, **stages}
 
 
 class Page:
@@ -99,10 +108,7 @@ class Page:
         heading = element("header", element("h1", self._title), element("p", self._about), self._controls())
         data = {
             "axes": [{"key": each.key, "label": each.label, "unit": each.unit} for each in self._axes],
-            "runs": [
-                {"label": run.label, "axes": {key: _points(*of_axis) for key, of_axis in run.axes.items()}}
-                for run in self._runs
-            ],
+            "runs": [run.to_json() for run in self._runs],
             "charts": self._charts,
             "live": self._live_seconds,
         }

@@ -191,8 +191,35 @@
         drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
       },
       focus: { alpha: 0.35 },
-      hooks: chosenIn(holder, chosen.label),
+      hooks: { ...chosenIn(holder, chosen.label), draw: [boundaries(chart)] },
     }, data, holder);
+  }
+
+  function boundaries(chart) { // vertical lines where the stages of the runs in a chart begin, with their numbers
+    const runs = new Set(chart.series.map(series => series.run).filter(run => run !== undefined && isWanted(page.runs[run].label)));
+    const found = [...runs].flatMap(run => {
+      const stages = page.runs[run].stages || [];
+      const points = stages.length && placed({ run }, { x: stages.map(([step]) => step), y: stages.map(([, number]) => number) });
+      return points ? points[0].map((x, place) => [x, points[1][place]]) : [];
+    });
+    return u => {
+      const { ctx, bbox: { left, top, width, height } } = u, ratio = devicePixelRatio;
+      ctx.save();
+      ctx.strokeStyle = ctx.fillStyle = colour("faint");
+      ctx.lineWidth = ratio;
+      ctx.setLineDash([3 * ratio, 3 * ratio]);
+      ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+      for (const [x, number] of found) {
+        const at = Math.round(u.valToPos(x, "x", true));
+        if (!(at >= left && at <= left + width)) continue; // outside of the range, or no logarithm
+        ctx.beginPath();
+        ctx.moveTo(at, top);
+        ctx.lineTo(at, top + height);
+        ctx.stroke();
+        ctx.fillText(`stage ${number}`, at + 4 * ratio, top + 10 * ratio);
+      }
+      ctx.restore();
+    };
   }
 
   function touched(u) { // a finger that moves to the side does what a pressed mouse does

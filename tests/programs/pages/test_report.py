@@ -23,6 +23,7 @@ from gregale.web.charts import Lines, Series
 from gregale.web.document import Page
 from tests.programs.pages.browser import CONTRAST, PHONE, Browser, box, check_looks, drawn, figure_of, found, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_metrics, write_rounds, write_run
+from tests.runs.runs import write_starts
 
 HALF = '\ud800\r\0"<'  # what no file in UTF-8 takes, and HTML another way
 EVIL = "<!--</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
@@ -94,6 +95,30 @@ def test_a_reader_hovers_zooms_and_chooses(browser, one):
         assert tab.value(range_)[3] == 4  # step, the loss as it is and smoothed, the evaluations
         assert "x=tokens" in tab.value("location.hash")
         assert all(drawn(tab).values())
+
+
+def test_stages_have_lines_with_their_numbers(browser, one, tmp_path):
+    """A killed run repeats a start; the boundaries are on every axis."""
+    assert "stages" not in data_of(one.read_text(encoding="utf-8"))["runs"][0]
+    folder, stages = write_run(tmp_path / "staged"), [(0, 1), (100, 2), (300, 3), (100, 2), (200, 2), (300, 3)]
+    write_starts(folder, *({"step": step, "stage": number, "stages": 3} for step, number in stages))
+    page = tmp_path / "staged.html"
+    page.write_text(page_of(folder), encoding="utf-8")
+    assert data_of(page_of(folder))["runs"][0]["stages"] == [[100, 2], [300, 3]]
+    with browser.open(page) as tab:
+        tab.value(
+            "(window.texts = [], CanvasRenderingContext2D.prototype.fillText = (text, x) => texts.push([text, x]), 1)"
+        )
+        for axis, share in (("steps", 0.5), ("tokens", 0.5)):
+            tab.value("texts.length = 0")
+            tab.choose("x", axis)
+            found = tab.value(
+                f"(() => {{ const u = gregale.drawn({figure_of('figures-loss')});"
+                "return [texts.filter(each => each[0].startsWith('stage')).slice(0, 2), u.bbox.width]; })()"
+            )
+            ((first, left), (second, right)), width = found
+            assert (first, second) == ("stage 2", "stage 3")
+            assert abs(right - left) == pytest.approx(share * width, rel=0.02)
 
 
 def test_a_finger_zooms(browser, one):

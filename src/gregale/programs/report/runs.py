@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gregale.runs.history import Column, History
-from gregale.storage.jsonl_reader import HIGHEST_STEP
+from gregale.storage.jsonl_reader import HIGHEST_STEP, Entry
 from gregale.web.document import Axis, Run
 
 MAX_KNOTS = 1000
@@ -35,11 +35,22 @@ class ReportRun:
     @property
     def starts(self) -> list[int]:
         """Return the steps after which the run was started, ascending; without starts that a later start repeats."""
-        found: list[int] = []
+        return [step for step, _ in self._starts]
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """Return the boundaries of a run in stages: the steps after which a stage began, and its number from 1."""
+        numbered = [(step, start["stage"]) for step, start in self._starts if type(start.get("stage")) is int]
+        before = [1, *(number for _, number in numbered)]
+        return [each for each, last in zip(numbered, before, strict=False) if each[1] != last]
+
+    @property
+    def _starts(self) -> list[tuple[int, Entry]]:
+        found: list[tuple[int, Entry]] = []
         for start in reversed(self.history.starts):
             step = start.get("step")
-            if type(step) is int and 0 <= step < min([*found, HIGHEST_STEP]):
-                found.append(step)
+            if type(step) is int and 0 <= step < min([HIGHEST_STEP, *(last for last, _ in found)]):
+                found.append((step, start))
         return found[::-1]
 
     def config(self, key: str, default: Any = None) -> Any:
@@ -53,7 +64,7 @@ class ReportRun:
 
     @property
     def on_page(self) -> Run:
-        return Run(self.label, {key: _knots(column) for key, column in self.axes.items()})
+        return Run(self.label, {key: _knots(column) for key, column in self.axes.items()}, self.stages)
 
 
 def shown(histories: Sequence[History]) -> list[ReportRun]:

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 
 import jax
@@ -20,13 +20,11 @@ from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
-from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
-from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.tasks import format_tasks
-from gregale.programs.train.evaluation import Evaluation, Saving
+from gregale.programs.train.branch import Branch, branch_of
+from gregale.programs.train.evaluation import Evaluation, Saving, summary
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
@@ -38,7 +36,7 @@ from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
 from gregale.runs.stages import number_after
-from gregale.settings import setting
+from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
 from gregale.tracking.callback import RunInfo, call
 from gregale.tracking.choices import open_trackers
@@ -48,10 +46,15 @@ from gregale.training.compilation_cache import keep_compiled
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Settings):
     """Options of the command, beside the configuration."""
 
     fresh: bool = setting(False, "do not resume: archive an existing run and start again")
+    stage: int | None = setting(
+        None,
+        "begin at this stage, with the checkpoint of start_from at its first step and the optimizer's state",
+        range=whole(2),
+    )
     profile: str | None = setting(
         None, "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"
     )
@@ -69,7 +72,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
-    with prepared(config, options.fresh) as run:
+    with prepared(config, options.fresh, options.stage) as run:
         return train(run, window)
 
 
@@ -79,6 +82,7 @@ class PreparedRun:
 
     - `open_checkpoints`: opens the run's checkpoints under the rules and callbacks of a stage
     - `progress`: records the current phase, for hang detection
+    - `branch`: the beginning of a run that has no checkpoint yet; None: its first step, or `start_from` alone
     """
 
     config: TrainConfig  # with all stages
@@ -89,6 +93,7 @@ class PreparedRun:
     open_checkpoints: Callable[[Setup], Checkpoints]
     console: Console
     progress: Progress
+    branch: Branch | None = None
 
     @property
     def stage(self) -> PreparedStage:
@@ -102,6 +107,15 @@ class PreparedRun:
     def corpus(self) -> Corpus:
         return self.stage.corpus
 
+    @property
+    def stage_metadata(self) -> dict[str, int]:
+        """Return the number of the stage at hand, from 1, and the number of stages; nothing if there is one."""
+        return {"stage": self.number + 1, "stages": len(self.stages)} if len(self.stages) > 1 else {}
+
+    def branch_at(self, step: int) -> Branch | None:
+        """Return the origin of a run that begins after this step."""
+        return self.branch if self.branch is not None and self.branch.step == step else None
+
     def starting_point(self) -> tuple["PreparedRun", Start, list[Change]]:
         """Return this run in the stage after its newest intact checkpoint, its state, and the keys that have changed.
 
@@ -110,12 +124,16 @@ class PreparedRun:
         if note := by_first_process(lambda: self.directory.check_checkpoints(self.checkpoints.steps()), None):
             self.console.message(note)
         step = self.checkpoints.sound_step()
-        before = self.directory.saved_config(step)
+        if step is None and self.branch is not None:
+            opened, step, before = self.branch.opened()
+        else:
+            opened, before = nullcontext(), self.directory.saved_config(step)
         run, number = self, number_after(self.config.each_stage, step or 0)
         if number != self.number:
             checkpoints = self.open_checkpoints(self.stages[number].setup)
             run = replace(self, number=number, checkpoints=checkpoints)
-        start = starting_point(run.setup, before, run.checkpoints, step, run.corpus)
+        with opened as of_origin:
+            start = starting_point(run.setup, before, of_origin or run.checkpoints, step, run.corpus)
         return run, start, changes(before, run.setup.config) if before is not None and start.step else []
 
     def is_ended(self, start: Start, changed: Sequence[Change]) -> bool:
@@ -137,16 +155,17 @@ class PreparedRun:
 
     def record_start(self, start: Start, changed: Sequence[Change]) -> RunInfo:
         """Write the files of the run that belong to a start, in process 0; return its facts for the trackers."""
-        config, run, step = self.setup.config, self.directory, start.step
+        config, run, step, branch = self.setup.config, self.directory, start.step, self.branch_at(start.step)
 
         def write() -> None:
             run.record_changes(step, changed)
-            run.record_start(step, self.setup.run_metadata)
+            begun = {} if branch is None else branch.record
+            run.record_start(step, self.setup.run_metadata | self.stage_metadata | begun)
             run.write_config(self.config)
             run.write_samples(step + 1, [])
             save_tokenizer(self.corpus.tokenizer, run.path)
-            if config.start_from is not None and not step:
-                keep_what_came_with(origin_of(config), run)
+            if branch is not None or (config.start_from is not None and not step):
+                keep_what_came_with(branch.origin if branch else origin_of(config), run)
 
         by_first_process(write, None)
         return RunInfo(run.path, config.name, asdict(config), step, is_writer())
@@ -182,16 +201,19 @@ class PreparedRun:
 
 
 @contextmanager
-def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
-    """Check the configuration, start the devices, prepare the data and take the run's lock, for the block."""
+def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iterator[PreparedRun]:
+    """Check the configuration, start the devices, prepare the data and take the run's lock, for the block.
+
+    - `stage`: the number of the stage at which the run begins, see `branch_of`
+    """
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
     with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
         if not fresh:
             run.check_compatible(config)
-        fitting = check_stages(config)
-        if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
+        branch, fitting = branch_of(config, stage, run, fresh), check_stages(config)
+        if config.start_from is not None and branch is None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
@@ -203,14 +225,15 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
             saved, rules = on_checkpoint(setup, run, console.message), setup.config.checkpoint
             return stack.enter_context(Checkpoints(run.checkpoints, rules, console.message, saved, check))
 
-        number = number_after(config.each_stage, by_first_process(run.newest_step, None) or 0)
-        stage = stages[number]
+        step = by_first_process(run.newest_step, None) or (branch.step if branch else 0)
+        number = number_after(config.each_stage, step)
+        begun = stages[number]
         is_island = config.islands.lighthouse is not None
-        warnings = config.sync.config_warning(stage.setup.layout, config.steps, is_island), optimizer_note(stage.setup)
-        for note in (describe(stage.setup, stage.corpus), *filter(None, warnings)):
+        warnings = config.sync.config_warning(begun.setup.layout, config.steps, is_island), optimizer_note(begun.setup)
+        for note in (describe(begun.setup, begun.corpus), *filter(None, warnings)):
             console.message(note)
-        checkpoints = open_checkpoints(stage.setup)
-        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, console, progress)
+        checkpoints = open_checkpoints(begun.setup)
+        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, console, progress, branch)
 
 
 def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
@@ -261,7 +284,8 @@ def train(run: PreparedRun, window: Window | None) -> int:
     console, step, among = run.console, start.step, f"stage {run.number + 1} of {len(run.stages)}"
     if step:
         stage = f", in {among}" if len(run.stages) > 1 else ""
-        console.message(f"Going on after step {step} of {run.config.steps}{stage}.")
+        begins = "Going on" if (branch := run.branch_at(step)) is None else f"Branching from {branch.origin.path}"
+        console.message(f"{begins} after step {step} of {run.config.steps}{stage}.")
     if changed:
         console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
     if window is not None and window.last <= step:
@@ -299,7 +323,7 @@ def train_stage(
     console.begin(config.steps, first_step)
     with open_trackers(config.trackers, setup.callbacks, info, console) as callbacks:
         observers = Observers(callbacks, console.message, run.progress)
-        steps = MeshSteps(run.stage, start, stop, observers)
+        steps = MeshSteps(run.stage, start, stop, observers, *run.stages[run.number + 1 :][:1])
         counts = (
             Traffic(setup, first_step, start.replica_bytes),
             DataPosition(config.batch, first_step, start.examples, start.mixtures),
@@ -315,21 +339,6 @@ def train_stage(
     run.progress.at(step, Phase.ENDING)
     stopped = "Stopped by {signal} after step {step} and saved; the same command goes on from there."
     return run.exit_code(steps, evaluation.latest, stop, stopped)
-
-
-def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
-    """Return the last evaluation, with the loss of a bigram model if `evaluation.bigram` is set."""
-    if not config.evaluates:
-        return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
-    of_text = format_losses(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
-    words = "; ".join(filter(None, (of_text, format_tasks(evaluation))))
-    text = f"Done. {words[0].upper()}{words[1:]}"
-    if not config.evaluation.bigram:
-        return text + "."
-    scored = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
-    streams = corpus.train_streams.values(), scored.values()
-    bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
-    return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
 
 
 READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")

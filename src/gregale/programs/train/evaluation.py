@@ -1,4 +1,4 @@
-"""The callbacks of a run that evaluate, continue the prompts of `samples`, and save."""
+"""The callbacks of a run that evaluate, continue the prompts of `samples`, and save; and the text of the result."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -9,15 +9,17 @@ from gregale.atomic_files import os_error_text
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.distributed.hang_detector import Phase
+from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
+from gregale.programs.runtime.evaluation import Evaluator, evaluation_text, format_losses
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.tasks import tasks_of
+from gregale.programs.runtime.tasks import format_tasks, tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.inspection import QuantisationFigures, is_due
 from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.programs.train.steps import Steps
+from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError
 from gregale.tracking.callback import Callback, Metrics, Pause
@@ -112,3 +114,18 @@ class Saving(Callback):
             counted = {**counted, "base": self._steps.base.record}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
         self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)
+
+
+def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
+    """Return the last evaluation, with the loss of a bigram model if `evaluation.bigram` is set."""
+    if not config.evaluates:
+        return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
+    of_text = format_losses(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    words = "; ".join(filter(None, (of_text, format_tasks(evaluation))))
+    text = f"Done. {words[0].upper()}{words[1:]}"
+    if not config.evaluation.bigram:
+        return text + "."
+    scored = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
+    streams = corpus.train_streams.values(), scored.values()
+    bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
+    return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 
@@ -14,10 +15,12 @@ from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import read_tasks
+from gregale.methods.method import Method
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.tracking.choices import check_installed
+from gregale.training.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class PreparedStage:
     setup: Setup
     corpus: Corpus
     last: int
+
+    @cached_property
+    def _steppers(self) -> dict[str, Stepper]:
+        return {}
+
+    def stepper(self, method: Method) -> Stepper:
+        """Return the programs of the steps of a method, the same ones for every call."""
+        if method.name not in self._steppers:
+            self._steppers[method.name] = self.setup.stepper(method)
+        return self._steppers[method.name]
 
 
 def naming_stage(number: int) -> AbstractContextManager[None]:

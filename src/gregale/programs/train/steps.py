@@ -9,6 +9,7 @@ from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.trained_model import Base
+from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers
@@ -76,11 +77,20 @@ class MeshSteps(Steps):
     """The steps of a stage of `gregale train`, whose replicas are all on one mesh.
 
     - `ended_stage`: whether the stage has done its steps, and another one follows
+    - `following`: the next stage, whose programs are compiled while this one trains; None: there is none
     """
 
-    def __init__(self, stage: PreparedStage, start: Start, stop: StopRequest, observers: Observers):
+    def __init__(
+        self,
+        stage: PreparedStage,
+        start: Start,
+        stop: StopRequest,
+        observers: Observers,
+        following: PreparedStage | None = None,
+    ):
         setup = stage.setup
-        self._setup, self._last, self.stop, self._observers = setup, stage.last, stop, observers
+        self._stage, self._setup, self._last, self.stop, self._observers = stage, setup, stage.last, stop, observers
+        self._first, self._next = start.step, None if following is None else NextPrograms(following, stage.last)
         self.ended_stage = False
         examples = stage.corpus.training(start.mixtures)
         self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
@@ -89,7 +99,7 @@ class MeshSteps(Steps):
 
     def _use(self, method: Method) -> None:
         self.method, self.compiled = method, self.step
-        self._take = self._setup.stepper(method)
+        self._take = self._stage.stepper(method)
 
     @property
     def ended(self) -> bool:
@@ -104,6 +114,9 @@ class MeshSteps(Steps):
             return None
         if self.step >= self._last:
             self.ended_stage = True
+            if self._next is not None:
+                self._observers.progress.at(self.step, Phase.COMPILING)
+                self._next.wait()
             return None
         if (method := self._setup.method_after(self.step)) is not self.method:
             self._observers.progress.at(self.step + 1, Phase.COMPILING)
@@ -115,7 +128,11 @@ class MeshSteps(Steps):
     def take(self, batch: Batch) -> StepReport:
         self.state, report = self._take(self.state, batch, self.step + 1)
         self.step += 1
+        if self._next is not None and self.step == self._first + 1:  # the programs of this stage come first
+            self._next.start()
         return report
 
     def __exit__(self, *_: object) -> None:
         self._batches.close()
+        if self._next is not None:
+            self._next.end()

@@ -72,7 +72,8 @@ def progress(snapshot: RunStatus) -> str:
     if summary.state is State.RUNNING and not summary.step:
         return "no step yet: preparing data or compiling"
     share = f" of {summary.steps:,} ({summary.step / summary.steps:.0%})" if summary.steps else ""
-    return f"step {summary.step:,}{share}" + ("" if remaining is None else f"  ETA {format_duration(remaining)}")
+    stage = f"  stage {summary.stage_text}" if summary.stage_text else ""
+    return f"step {summary.step:,}{share}{stage}" + ("" if remaining is None else f"  ETA {format_duration(remaining)}")
 
 
 def curves(snapshot: RunStatus, console: Console) -> Table:
