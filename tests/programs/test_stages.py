@@ -66,7 +66,7 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
         metadata = checkpoints.metadata(12)
     assert (metadata["method"], metadata["examples"]) == ("diloco", 8 * 7 + 16 * 5)
     both = {"words": 1.0, "more": 3.0}
-    assert metadata["mixtures"] == [[0, {"words": 1.0}, 32], [32, both, 32], [56, both, 64]]
+    assert metadata["mixtures"] == [[0, {"words": 1.0}, 32, []], [32, both, 32, []], [56, both, 64, []]]
     tokens = [line["tokens"] for line in lines(staged) if "loss" in line]
     assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
 

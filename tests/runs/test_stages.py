@@ -37,6 +37,12 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
     assert [config.at(step).batch.size for step in (0, 50, 51)] == [64, 64, 16], "of a checkpoint"
 
 
+def test_replicas_may_have_other_mixtures_and_rows_of_another_length():
+    other = {"data": {"replica_mixtures": [{"math": 2}, {"web": 1}]}, "batch": {"sequence_length": 8}}
+    last = of({"from": 5, **other}, **REPLICAS).each_stage[-1].config
+    assert last.mixture == ({"web": 1, "math": 1}, 8, [{"math": 2}, {"web": 1}])
+
+
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}
 REPLICAS = {"data": {**RUN["data"], "replica_mixtures": [{"web": 1}, {"math": 1}]}}
 UNUSED = {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}
@@ -61,7 +67,6 @@ REFUSED = {  # stage, message, and changes of the run
         {"data": {**RUN["data"], "tokenizer": {"type": "bpe"}}},
     ),
     "mixtures": ({"from": 5, "data": {"replica_mixtures": []}}, rf"{NEVER}data\.replica_mixtures", REPLICAS),
-    "their rows": ({"from": 5, "batch": {"sequence_length": 8}}, rf"{NEVER}batch\.sequence_length", REPLICAS),
     "an island": ({"from": 5}, "an island of a fleet has one stage", {"islands": {"lighthouse": "host:1"}}),
 }
 

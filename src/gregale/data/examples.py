@@ -10,6 +10,7 @@ work without it.)
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -186,6 +187,21 @@ def shares(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the weights above 0 in hundredths of the smallest one, rounded."""
     own = {name: weight for name, weight in weights.items() if weight}
     return {name: round(WEIGHT_STEPS * weight / min(own.values())) for name, weight in own.items()}
+
+
+def drawn(weights: Mapping[str, float], count: int) -> Counter[str]:
+    """Return how many of the first `count` examples of a mixture are of each source, exactly.
+
+    The rule is that of `grain`. Of the n examples that the sources before it have left, a source of share p has
+    n - floor(n q / (p + q)), where q is the sum of the shares after it.
+    """
+    own, rest, found = shares(weights), count, Counter[str]()
+    total = sum(own.values())
+    for name, share in own.items():
+        after = rest * (total - share) // total
+        found[name] = rest - after
+        total, rest = total - share, after
+    return found
 
 
 class ExampleRange(Sequence[ExampleBatch]):

@@ -220,6 +220,11 @@ class TrainConfig(Settings):
         return self.after(max(0, step - 1))
 
     @property
+    def mixture(self) -> tuple[dict[str, float], int, list[dict[str, float]]]:
+        """The weights of the sources, the length of their rows, and the weights of each replica, if they differ."""
+        return self.data.weights, self.batch.sequence_length, self.data.replica_mixtures
+
+    @property
     def evaluates(self) -> bool:
         """Whether there is text or a task to evaluate on."""
         return self.data.evaluates or bool(self.evaluation.tasks)

@@ -20,6 +20,7 @@ OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
+MIXTURES = "data.replica_mixtures"  # likewise, as long as there are as many
 
 
 class Stage(NamedTuple):
@@ -74,7 +75,8 @@ def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
         found = decoded(type(config), merged(draccus.encode(config), own))
     except UserError as error:
         raise KeyedError(key, "has an invalid change", f": {error}") from None
-    by_stage = () if config.data.replica_mixtures else BY_STAGE  # rows of replicas keep their length
+    as_many = len(found.data.replica_mixtures) == len(config.data.replica_mixtures)
+    by_stage = (*BY_STAGE, MIXTURES) if as_many else BY_STAGE
     fixed = [each for each in changes(config, found) if each.fixed and not each.key.startswith(by_stage)]
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
