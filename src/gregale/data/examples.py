@@ -210,7 +210,7 @@ class ExampleRange(Sequence[ExampleBatch]):
     A slice of grain would pass the epoch to the data set's own shuffle and have other examples in each epoch.
     """
 
-    def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
+    def __init__(self, dataset: "grain.MapDataset | Any", start: int, stop: int):
         self._dataset, self._start, self._stop = dataset, int(start), int(stop)
 
     def __len__(self) -> int:

@@ -202,8 +202,6 @@ class TrainConfig(Settings):
             self._check_adapter()
         self._check_objective()
         self._check_evaluation()
-        if self.stages and self.islands.lighthouse is not None:
-            raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property

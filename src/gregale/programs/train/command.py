@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 import jax
 
@@ -102,16 +103,20 @@ class PreparedRun:
     def corpus(self) -> Corpus:
         return self.stage.corpus
 
-    def starting_point(self) -> tuple["PreparedRun", Start, list[Change]]:
+    def starting_point(
+        self, stage_after: Callable[[int], int] | None = None
+    ) -> tuple["PreparedRun", Start, list[Change]]:
         """Return this run in the stage after its newest intact checkpoint, its state, and the keys that have changed.
 
         A run begins, resumes and goes from stage to stage in this way.
+
+        - `stage_after`: returns the number of the stage after the checkpoint of a step; default: as the steps tell
         """
         if note := by_first_process(lambda: self.directory.check_checkpoints(self.checkpoints.steps()), None):
             self.console.message(note)
         step = self.checkpoints.sound_step()
         before = self.directory.saved_config(step)
-        run, number = self, number_after(self.config.each_stage, step or 0)
+        run, number = self, (stage_after or partial(number_after, self.config.each_stage))(step or 0)
         if number != self.number:
             checkpoints = self.open_checkpoints(self.stages[number].setup)
             run = replace(self, number=number, checkpoints=checkpoints)
