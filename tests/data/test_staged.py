@@ -156,7 +156,7 @@ def test_shuffled_replicas_have_each_row_once_in_an_epoch(rows):
     mixtures = with_mixture(with_mixture((), 0, {}, LENGTH, stages[0]), 16, {}, LENGTH, stages[1])
     before = staged_examples(rows, mixtures[:1], 5).batch(0, 16, range(16))["tokens"][:, 0]
     after = staged_examples(rows, mixtures, 5).batch(16, 200, range(200))["tokens"][:, 0].reshape(2, -1)
-    left = {row for row in range(100, 131)} - set(before.tolist())
+    left = set(range(100, 131)) - set(before.tolist())
     of_code = [[int(token) for token in one if token >= 100] for one in after]
     counts = [round(len(left) * 3 / 5), len(left) - round(len(left) * 3 / 5)]
     assert {token for one, count in zip(of_code, counts, strict=True) for token in one[:count]} == left

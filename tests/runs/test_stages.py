@@ -67,7 +67,7 @@ REFUSED = {  # stage, message, and changes of the run
         {"data": {**RUN["data"], "tokenizer": {"type": "bpe"}}},
     ),
     "mixtures": ({"from": 5, "data": {"replica_mixtures": []}}, rf"{NEVER}data\.replica_mixtures", REPLICAS),
-    "an island": ({"from": 5}, "an island of a fleet has one stage", {"islands": {"lighthouse": "host:1"}}),
+    "of a fleet": ({"from": 5, "sync": {"period": 7}}, rf"stages\.0\.sync {WHOLE}", {"islands": {"lighthouse": "a:1"}}),
 }
 
 

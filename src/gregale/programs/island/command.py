@@ -237,12 +237,12 @@ def join(
     stepper = setup.stepper()
     compile_programs(setup, stepper, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
-    stage = rules.stage_at, run.number, record.ledger.stages
+    stage = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
-        return IslandResources(stepper, outer, follower, folder, seen, *stage)
+        return IslandResources(stepper, outer, follower, folder, seen, **stage)
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
@@ -271,7 +271,7 @@ def join(
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return IslandResources(stepper, outer, driver, folder, seen, *stage, leases, rounds)
+    return IslandResources(stepper, outer, driver, folder, seen, rounds, leases, **stage)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:

@@ -52,11 +52,11 @@ class IslandResources:
     - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
     - `folder`: the folder of the outer checkpoints
     - `seen`: tokens by fragment since the island last contributed to it, at the start
+    - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
+    - `leases`: the examples leased to this island; None: another host of this island holds them
     - `stage_at`: returns the number of the fleet's stage, from 0, after so many rounds
     - `stage`: the number of this stage
     - `firsts`: the fleet's first example of each stage from the second to this
-    - `leases`: the examples leased to this island; None: another host of this island holds them
-    - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
     """
 
     step: Stepper
@@ -64,11 +64,11 @@ class IslandResources:
     controller: Driver | Follower
     folder: StoragePath
     seen: list[float]
+    rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
+    leases: DataLeases | None = None
     stage_at: Callable[[int], int] = lambda round: 0
     stage: int = 0
     firsts: tuple[int, ...] = ()
-    leases: DataLeases | None = None
-    rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
 
     def flush(self) -> None:
         """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
