@@ -23,7 +23,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import State, summary_of
-from tests.fleet import Fleet, Seconds
+from tests.fleet import Fleet, Seconds, metrics
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, write_config, write_inputs
@@ -119,6 +119,8 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
 
 
 TRIO = ("x", "y", "z")
+BOUNDARY = 6  # the rounds before the second stage of the three
+BEGINS = f"Stage 2 of 2 begins after round {BOUNDARY}, "
 
 
 @pytest.fixture
@@ -132,10 +134,11 @@ def stores(s3_endpoint, monkeypatch) -> dict[str, str]:
 def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
     """One is poisoned, one dies in a reduce, some do not belong to it, the one comes back; then all leave one by one.
 
-    A round has more steps than the ten that may be skipped in a row.
+    The reduce is that with which a stage ends, so the one comes back from its checkpoint to another stage. A round has
+    more steps than the ten that may be skipped in a row.
     """
     options = ["--steps", "100000", "--checkpoint.every", "48", "--islands.min_members_to_start", "3"]
-    options += ["--sync.period", "24"]
+    options += ["--sync.period", "24", "--stages", f"[{{from: {12 * BOUNDARY}, batch: {{sequence_length: 16}}}}]"]
     how = {"doomed": True, "pace": 0.3, "environment": QUICK_TO_COMPILE, "stores": stores}
     with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:
@@ -170,10 +173,12 @@ def one_is_poisoned(fleet: Fleet, name: str) -> None:
 def one_dies_in_a_reduce(fleet: Fleet, name: str) -> None:
     victim, others = fleet.islands[name], [each for each in TRIO if each != name]
     fleet.wait(lambda: all(checkpoint_steps(each.run) for each in fleet.islands.values()), PATIENCE_SECONDS, "saved")
+    fleet.wait(lambda: fleet.newest() >= BOUNDARY - 1, PATIENCE_SECONDS, "the last round of the stage")
     victim.doom.write_text("reduce")
     fleet.wait(lambda: not victim.lives, PATIENCE_SECONDS, f"{name} dies")
     assert victim.process.returncode == -signal.SIGKILL
-    fleet.wait_for_members(others, PATIENCE_SECONDS, fleet.newest())
+    fleet.wait_for_members(others, PATIENCE_SECONDS, max(fleet.newest(), BOUNDARY))
+    assert [BEGINS in fleet.islands[each].said() for each in (name, *others)] == [False, True, True]
     fleet.check()
 
 
@@ -221,6 +226,10 @@ def one_heals(fleet: Fleet, name: str) -> None:
     )
     fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest())
     assert any(each.island == name and each.healed for each in fleet.observe())
+    island = fleet.islands[name]
+    (begun,) = map(int, re.findall(r"Stage 2 of 2 begins after round \d+, step (\d+)", island.said()))
+    tokens = [line["tokens"] for line in metrics(island.run) if "loss" in line and line["step"] > begun]
+    assert set(np.diff(tokens)) == {16 * ROWS // 2}, "it has trained in the fleet's stage alone"
     assert not any("no state here" in island.said() for island in fleet.islands.values())
 
 

@@ -193,7 +193,8 @@ def next_stage(
     stepper = setup.stepper()
     compile_programs(setup, stepper, start.state, resources.outer)
     changed = changes(before.config, setup.config)
-    begins = f"Stage {number + 1} of {len(run.stages)} begins after round {steps.arrived}, step {start.step}"
+    assert steps.arrived is not None
+    begins = f"Stage {number + 1} of {len(run.stages)} begins after round {steps.arrived + 1}, step {start.step}"
     run.console.message(f"{begins}: {'; '.join(map(str, changed)) or 'no change'}.")
     info = run.record_start(start, changed)
     return run, start, info, replace(resources, step=stepper, seen=steps.seen(), stage=number, firsts=firsts)
