@@ -247,6 +247,15 @@ def test_an_island_that_a_callback_ends_leaves_complete_with_the_outer_parameter
     assert not not_finite(steps.state.method)
 
 
+def test_steps_end_with_the_round_after_which_the_fleet_is_in_another_stage(island_steps):
+    """The commands after that are of the next stage."""
+    steps, controller = island_steps([])
+    controller.orders = [ApplyRound(3, 0.0), ApplyRound(4, 0.0), SendMessage(5)]
+    steps.between()
+    assert (steps.arrived, steps.ended_stage, steps.ended, controller.orders) == (4, True, False, [SendMessage(5)])
+    assert steps.next_batch() is None
+
+
 def test_only_the_wait_for_a_command_has_no_time_limit(island_steps):
     steps, controller = island_steps([])
     controller.progress.at(7, Phase.TRAINING)
