@@ -75,13 +75,10 @@ class Part:
     def epochs_begun(self) -> int:
         return -(-max(0, self.seen - len(self.first)) // self.size) if self.size else 0
 
-    def left(self, epochs: int) -> ExampleRange:
-        """Return the rows that are not drawn yet until the end of so many epochs."""
-        return self.range(max(self.seen, len(self.first) + epochs * self.size))
-
-    def range(self, stop: int = sys.maxsize) -> ExampleRange:
-        """Return the rows that are not drawn yet, before row `stop`."""
-        return ExampleRange(self, self.seen, stop)
+    def rest(self, epochs: int = sys.maxsize) -> ExampleRange:
+        """Return the rows that are not drawn yet, up to the end of so many epochs; the default is all, without end."""
+        end = min(sys.maxsize, len(self.first) + epochs * self.size)
+        return ExampleRange(self, self.seen, max(self.seen, end))
 
 
 def replica_examples(
@@ -112,7 +109,7 @@ def replica_examples(
     parts = {name: parts_of(name, rows, history, seed) for name, rows in sources.items()}
     found = []
     for replica, mixture in enumerate(history[-1][0]):
-        own = {name: grain.MapDataset.source(parts[name][replica].range()) for name in mixture}
+        own = {name: grain.MapDataset.source(parts[name][replica].rest()) for name in mixture}
         offset = begin // one.rows_together
         examples = ExampleRange(mixed(own, mixture), -offset, sys.maxsize - offset)
         found.append(Examples(examples, one.sequence_length, one.rows_together))
@@ -132,7 +129,7 @@ def parts_of(name: str, rows: Rows, history: Sequence[tuple[Sequence[Mixture], i
         wanted = shares_of(name, mixtures)
         if any(wanted) and (used is None or (wanted != used).any()):
             epochs = max(part.epochs_begun for part in parts)
-            left = [grain.MapDataset.source(rest) for part in parts if len(rest := part.left(epochs))]
+            left = [grain.MapDataset.source(rest) for part in parts if len(rest := part.rest(epochs))]
             rest = grain.MapDataset.concatenate(left) if left else whole
             firsts = ranges(rest, divided(wanted, len(rest) if left else 0))
             again = f"/{number}" if number else ""  # other epochs than those of the parts before

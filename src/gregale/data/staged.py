@@ -62,7 +62,11 @@ def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int |
 
     (first, weights, length, replicas), seen = mixtures[-1], Counter[str]()
     together = next(iter(sources.values())).rows_together  # a mixture draws groups of so many examples
-    counts = [(each, following.first - each.first) for each, following in pairwise(mixtures) if each.length == length]
+    counts = [
+        (each, following.first - each.first)
+        for each, following in pairwise(mixtures)
+        if (each.length, len(each.replicas)) == (length, len(replicas))
+    ]
     if replicas:
         before = [(each.replicas, count // len(replicas)) for each, count in counts]
         return replica_examples(sources, replicas, seed, before, first // len(replicas))
