@@ -203,8 +203,6 @@ class TrainConfig(Settings):
             self._check_adapter()
         self._check_objective()
         self._check_evaluation()
-        if self.stages and self.islands.lighthouse is not None:
-            raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property
@@ -219,6 +217,11 @@ class TrainConfig(Settings):
     def at(self, step: int) -> "TrainConfig":
         """Return the configuration of the stage to which step `step` belongs, and its checkpoint."""
         return self.after(max(0, step - 1))
+
+    @property
+    def mixture(self) -> tuple[dict[str, float], int, list[dict[str, float]]]:
+        """The weights of the sources, the length of their rows, and the weights of each replica, if they differ."""
+        return self.data.weights, self.batch.sequence_length, self.data.replica_mixtures
 
     @property
     def evaluates(self) -> bool:

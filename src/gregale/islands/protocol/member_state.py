@@ -27,7 +27,7 @@ class Identity:
     agreement: str
     version: str
     hosts: tuple[str, ...]
-    batch: int = 1  # examples of a batch
+    batches: tuple[int, ...] = (1,)  # examples of a batch, in each stage
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class MemberState:
             agreement=own.agreement,
             version=own.version,
             hosts=own.hosts,
-            batch=own.batch,
+            batch=own.batches[self.rules.stage_at(outer.round + 1)],  # for leases of the round to come
             round=outer.round,
             generation=outer.generation,
             digest=outer.fingerprint(),
@@ -132,6 +132,18 @@ class MemberState:
             used=self._used,
             step_seconds=self._step_seconds,
         )
+
+    def _count(self, message: m.MessageReady) -> None:
+        """Note the examples and the step time of a message; an earlier stage has counted other examples."""
+        self._step_seconds = message.step_seconds
+        if self.rules.stage_at(message.round) == self.rules.stage_at(self.outer.round):
+            self._used = max(self._used, message.used)
+
+    def _adopt(self, outer: OuterRecord) -> None:
+        """Continue with another outer state; in another stage, count the used examples from 0."""
+        if self.rules.stage_at(outer.round) != self.rules.stage_at(self.outer.round):
+            self._used = 0
+        self.outer = outer
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
