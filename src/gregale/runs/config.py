@@ -88,8 +88,8 @@ class EvaluationConfig(Settings):
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
     tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
-    parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
-    chat: bool = setting(False, "a prompt whose answer is generated is the message of a user")
+    parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text", by_topic=True)
+    chat: bool = setting(False, "a prompt whose answer is generated is the message of a user", by_topic=True)
 
 
 @dataclass(frozen=True)
