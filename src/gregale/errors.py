@@ -75,6 +75,11 @@ def own_code_text(error: Exception) -> str | None:
     return None if frame is None else f"{frame.name} of a plugin {_raised(error, frame)}"
 
 
+def told(error: Exception) -> str:
+    """Return an exception in a line: of a plugin's code with its place, of other code with its type."""
+    return own_code_text(error) or f"{type(error).__name__}: {error}"
+
+
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of an exception that is not of Gregale, an installed package or Python itself."""
     others = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<")

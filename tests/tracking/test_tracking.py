@@ -284,10 +284,12 @@ def test_a_tracker_of_others_never_ends_a_run():
             raise OSError("disk full")
 
     reports = []
-    with Callbacks([Guarded(Broken(), reports.append)]) as together:
+    with Callbacks([Guarded(Broken(), "broken", reports.append)]) as together:
         for step in (1, 2):
             together.on_step(step, {"loss": 2.0})
-    assert reports == ["A tracker fails; the run continues without it: ConnectionError: no network"]
+    place = f"{__file__}, line {Broken.log.__code__.co_firstlineno + 1}"
+    text = f"log of a plugin raised ConnectionError ({place}): no network."
+    assert reports == [f"The tracker broken fails; the run continues without it: {text}"]
 
 
 def test_a_tracker_of_others_that_does_not_open_never_ends_a_run(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import draccus
 
-from gregale.errors import KeyedError, UserError, install_hint
+from gregale.errors import KeyedError, UserError, install_hint, told
 from gregale.settings import Settings, setting
 from gregale.tracking.callback import Callback, Callbacks, Metrics, RunInfo, finite
 from gregale.tracking.console import Console
@@ -177,9 +177,9 @@ def _started(callbacks: Callbacks, run: RunInfo) -> Callbacks:
 
 def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Callback | None:
     """Open a tracker whose errors never end the run; return None if it cannot be opened, for example offline."""
+    name = TrackerConfig.get_choice_name(type(config))
     try:
-        return Guarded(config.open(run), console.message)
+        return Guarded(config.open(run), name, console.message)
     except Exception as error:
-        name = TrackerConfig.get_choice_name(type(config))
-        console.message(f"{name} does not open; the run continues without it: {type(error).__name__}: {error}")
+        console.message(f"The tracker {name} does not open; the run continues without it: {told(error)}")
         return None

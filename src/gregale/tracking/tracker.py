@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from gregale.errors import told
 from gregale.storage import StoragePath
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking.callback import Callback, Metrics, RunInfo, finite
@@ -49,8 +50,8 @@ class JsonlTracker(Tracker):
 class Guarded(Callback):
     """A wrapper of a third-party tracker whose errors (a full disk, no network) never end the run."""
 
-    def __init__(self, tracker: Callback, report: Callable[[str], None]):
-        self._tracker, self._report = tracker, report
+    def __init__(self, tracker: Callback, name: str, report: Callable[[str], None]):
+        self._tracker, self._name, self._report = tracker, name, report
         self._has_failed = False
 
     def on_start(self, run: RunInfo) -> None:
@@ -70,5 +71,5 @@ class Guarded(Callback):
             action()
         except Exception as error:
             if not self._has_failed:
-                self._report(f"A tracker fails; the run continues without it: {type(error).__name__}: {error}")
+                self._report(f"The tracker {self._name} fails; the run continues without it: {told(error)}")
             self._has_failed = True

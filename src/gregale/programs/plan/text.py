@@ -9,6 +9,7 @@ from gregale.programs.plan.step import STEP
 from gregale.tables import print_table
 from gregale.terminal import Console
 
+COUNTS = 1024  # bytes up to which `counters` are counts of steps and tokens alone
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {
     "parameters": "parameters",
@@ -16,6 +17,7 @@ MEMORY_ROWS = {
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
+    "counters": "further state of the method",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
     "in_flight": "a round's fragment and message",
@@ -47,7 +49,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["pipeline"] is not None:
         _pipeline(report["pipeline"], console)
     memory = report["memory"]
-    rows = [(label, size(memory[key])) for key, label in MEMORY_ROWS.items() if memory[key]]
+    rows = [
+        (label, size(memory[key]))
+        for key, label in MEMORY_ROWS.items()
+        if (memory[key] or 0) > COUNTS * (key == "counters")
+    ]
     if len(report["programs"]) > 1:
         rows[-3:-3] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
     print_table(console, f"Memory of one device ({report['chip']})", ("", "bytes"), rows)
