@@ -14,17 +14,17 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: b
 
     inputs, outputs = (2, 1) if transposed else (1, 2)
     own = tiles(weights.shape[inputs], weights.shape[outputs])
-    return gmm(_filled(rows), weights, sizes, rows.dtype, own, transpose_rhs=transposed)[: rows.shape[0]]
+    return gmm(filled(rows), weights, sizes, rows.dtype, own, transpose_rhs=transposed)[: rows.shape[0]]
 
 
 def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     own = tiles(rows.shape[1], cotangents.shape[1])
-    return tgmm(_filled(rows).T, _filled(cotangents), sizes, rows.dtype, own)
+    return tgmm(filled(rows).T, filled(cotangents), sizes, rows.dtype, own)
 
 
-def _filled(rows: jax.Array) -> jax.Array:
+def filled(rows: jax.Array) -> jax.Array:
     """Fill rows up to whole blocks."""
     return jnp.pad(rows, ((0, -rows.shape[0] % ROWS), (0, 0)))
 

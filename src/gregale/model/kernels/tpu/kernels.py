@@ -19,8 +19,11 @@ SWIGLU = swiglu_with(tuple)
 
 
 def tpu_kernels() -> Kernels:
+    from gregale.model.kernels.tpu.grouped_int8 import MEGABLOX_INT8  # Pallas takes long to import
+
+    grouped = {"grouped": MEGABLOX, "grouped_int8": MEGABLOX_INT8}
     return replace(
-        PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, grouped=MEGABLOX, hands_on_squares=True
+        PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, hands_on_squares=True, **grouped
     )
 
 
