@@ -2,9 +2,11 @@
 
 For a row r of the group g, with the rounding and the scales of `gregale.model.kernels.quantised`:
 
-    x[r] = sx[r] X[r],  w[g] = W[g] sw[g]              y[r]  = sx[r] sw[g] (X[r] . W[g])
-    dy[r] sw[g] = sa[r] A[r]                           dx[r] = sa[r] (A[r] . W[g]^T)
-    x[r] = C[r] sc[g],  dy[r] = B[r] sb[g]             dw[g] = sc[g] sb[g] sum over the rows r of g of C[r]^T B[r]
+    x[r] = sx[r] X[r],  w[g] = W[g] sw[g]     y[r]  = sx[r] sw[g] (X[r] . W[g])
+    dy[r] sw[g] = sa[r] A[r]                  dx[r] = sa[r] (A[r] . W[g]^T)
+
+Gradients of weights are products in the compute dtype. Their integers would have scales of columns, the largest values
+of a group's rows. By the TPU compiler the passes for these take longer than the faster products save.
 """
 
 from collections.abc import Sequence
@@ -55,20 +57,4 @@ def product(rows: jax.Array, weights: Integers, sizes: jax.Array, transposed: bo
     return (found if of_inputs else found * scale).astype(rows.dtype)
 
 
-def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiply integers in float32: sums are exact up to 2^24."""
-    (left, by_left), (right, by_right) = (_of_columns(each, sizes) for each in (rows, cotangents))
-    sums = BLOCKED.weight_gradients(left, right, sizes)
-    return (sums * by_left[:, :, None] * by_right[:, None]).astype(rows.dtype)
-
-
-def _of_columns(rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return integers [rows, n], and the scales of the columns of each group [groups, n]."""
-    exact, groups = rows.astype(jnp.float32), sizes.shape[0]
-    group = (jnp.arange(rows.shape[0])[:, None] >= jnp.cumsum(sizes)).sum(-1)
-    most = jax.ops.segment_max(jnp.abs(exact), group, groups, indices_are_sorted=True)
-    most = jnp.maximum(most, SMALLEST)
-    return jnp.round(exact * of_groups(LARGEST / most, sizes, rows.shape[0])), most / LARGEST
-
-
-BLOCKED_INT8 = GroupedProducts(product, weight_gradients)
+BLOCKED_INT8 = GroupedProducts(product, BLOCKED.weight_gradients)

@@ -32,10 +32,10 @@ def filled(rows: jax.Array) -> jax.Array:
 def tiles(inputs: int, outputs: int) -> tuple[int, int, int]:
     """Return the tiles of rows, inputs and outputs: two of outputs or more, which a chip's cores (v4, v5p) share."""
     most = min(1024 if inputs <= 1024 else 512, max(LANES, outputs // 2))
-    return ROWS, _tile(inputs, 2048), _tile(outputs, most)
+    return ROWS, tile(inputs, 2048), tile(outputs, most)
 
 
-def _tile(size: int, most: int) -> int:
+def tile(size: int, most: int) -> int:
     """Return a tile's width, at most `most`: all of the size; a large divisor; else the kernels cut the last tile."""
     if size <= most:
         return size
