@@ -62,6 +62,13 @@ def test_products_of_8_bit_numbers_take_half_the_time():
         assert saved == pytest.approx(products / 2 / 197e12)
 
 
+def test_gradients_of_experts_weights_are_no_products_of_8_bit_numbers():
+    step = small_step((1, 1, 1), model={"experts": ExpertsConfig(8, 2, width=16)}, compute={"remat": "projections"})
+    work, experts = work_of(replace(step, matmul="int8"), 0, {}), 3 * 2 * 3 * 32 * 16
+    all_products = 6 * sum(map(step.active_values, step.stacked()))
+    assert work.eight_bit_flops == (all_products - 2 * experts) * step.rows * step.positions
+
+
 def test_flops_by_hand():
     """Three layers: 6 FLOPs for each weight that is multiplied, and attention over the visible of 16 positions."""
     step = small_step((2, 2, 2), compute={"remat": "full"})

@@ -35,6 +35,7 @@ class Device:
     platform: str = "gpu"
     device_kind: str = ""
     compute_capability: str = ""
+    num_cores: int = 1
 
 
 def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1, context: int = 1) -> Layout:

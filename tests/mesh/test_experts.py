@@ -28,7 +28,7 @@ from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
-from tests.mesh.support import executed, one_device
+from tests.mesh.support import executed, layout_of, one_device
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
 
@@ -236,6 +236,23 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
         idle = [expert for expert in range(8) if not np.any(exact.gate.array[expert])]
         assert len(idle) >= 6
         assert not np.any(found.gate.array[np.asarray(idle)])
+
+
+@pytest.mark.parametrize("mapping", [EMPTY, EXCHANGED])
+def test_products_of_8_bits_are_those_of_one_device_wherever_experts_lie(mapping):
+    layer = layer_of(shared=0, shared_gate=False)
+    x = NamedArray(jax.random.normal(jax.random.key(1), (4, 13, 16)), AXES)
+    layout = mapped_layout(make_mesh(MeshConfig(data=4), jax.devices()[:4]), mapping).inside_replica()
+
+    def results(execution: Execution):
+        def out(layer):
+            return hax.sum(hax.square(execution.gathered_layer(layer)(x, None, execution)[0])).scalar()
+
+        return jax.device_get(jax.tree.leaves(jax.jit(jax.value_and_grad(out))(layer)))
+
+    exact, found = (results(executed(each, matmul="int8")) for each in (layout_of(), layout))
+    for mine, right in zip(found, exact, strict=True):
+        assert np.linalg.norm(mine - right) <= 1e-5 * np.linalg.norm(right)
 
 
 def test_of_experts_with_equal_scores_the_first_are_taken():

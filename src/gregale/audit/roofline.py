@@ -7,7 +7,7 @@ from gregale.audit.chips import EIGHT_BIT, Chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.pallas_cost import visible
-from gregale.audit.step import StepShape, has_vocabulary, values
+from gregale.audit.step import StepShape, has_vocabulary, is_of_experts, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients
@@ -104,7 +104,6 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
     single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step)) * step.loss_blocks.tokens / step.tokens
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
-    products = (FORWARD + BACKWARD) * _stacked(step) + _again(step, attention=0)
     return Work(
         model_flops=model_flops_per_token(step) * tokens,
         flops=(single + (1 + idle) * layers) * tokens + update_flops,
@@ -112,8 +111,17 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
         link_bytes=link_bytes,
         host_bytes=2 * step.microbatches * step.layers * offloaded_bytes(step),
         full_flops=model_flops_per_token(step, full=True) * tokens,
-        eight_bit_flops=0 if step.matmul == "dtype" else (1 + idle) * products * tokens,
+        eight_bit_flops=(1 + idle) * _in_eight_bits(step) * tokens,
     )
+
+
+def _in_eight_bits(step: StepShape) -> float:
+    """Return the FLOPs per token of the layers' products of 8-bit numbers: none gives gradients of experts' weights."""
+    if step.matmul == "dtype":
+        return 0
+    products = (FORWARD + BACKWARD) * _stacked(step) + _again(step, attention=0)
+    experts = sum(step.active_values(each) for each in step.stacked() if is_of_experts(each))
+    return products - FORWARD * experts if step.matmul == "int8" else products * (1 - experts / _stacked(step))
 
 
 def _multiplied(step: StepShape) -> int:

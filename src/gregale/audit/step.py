@@ -328,9 +328,11 @@ def is_of_choice(weight: NamedArray) -> bool:
     return weight.axes[-1].name == ROUTER and len(weight.axes) > 2
 
 
-def is_of_linear(weight: NamedArray) -> bool:
-    """Return whether a weight is the matrix of a layer that `compute.matmul` is for."""
-    return is_stacked(weight) and len(weight.axes) > 2 and not is_of_experts(weight) and not is_of_router(weight)
+def in_eight_bits(weight: NamedArray, matmul: str) -> bool:
+    """Return whether `compute.matmul` quantises a weight: the matrix of a linear layer, or by `int8` of experts."""
+    if is_of_experts(weight):
+        return matmul == "int8" and len(weight.axes) > 3
+    return matmul != "dtype" and is_stacked(weight) and len(weight.axes) > 2 and not is_of_router(weight)
 
 
 def is_stacked(weight: NamedArray) -> bool:

@@ -17,8 +17,8 @@ from gregale.audit.step import (
     Backend,
     ParameterShape,
     StepShape,
+    in_eight_bits,
     is_of_experts,
-    is_of_linear,
     is_of_router,
     is_stacked,
     layers_of,
@@ -153,7 +153,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         over = tuple(axis for axis in SHARDS if axis in step.split_by(weight, step.layout.params) and axis not in own)
         if not over:
             continue
-        eight_bits = step.matmul != "dtype" and is_of_linear(weight) and not step.per_step
+        eight_bits = in_eight_bits(weight, step.matmul) and not step.per_step
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
@@ -165,16 +165,18 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             times *= 1 if step.per_step else step.uses(weight)
         found.append(Transfer("weights", "all-gather", over, size * (1 if eight_bits else width), times))
         if eight_bits:
-            found.append(_scales(step, weight, times * (layers_of(weight) if once else 1)))
+            found.append(_scales(step, weight, over, times * (layers_of(weight) if once else 1)))
     return found
 
 
-def _scales(step: StepShape, weight: NamedArray, times: int) -> Transfer:
+def _scales(step: StepShape, weight: NamedArray, over: tuple[str, ...], times: int) -> Transfer:
     """Return the transfer of the scales of a weight in 8 bits: of their maximum, if `embed` is among its inputs."""
-    first, last = weight.axes[1], weight.axes[-1]
-    if first.name == EMBED:
-        return Transfer("scales", "all-reduce", SHARDS, _per_execution(step, weight) // first.size * FLOAT32, times)
-    return Transfer("scales", "all-gather", SHARDS, last.size * FLOAT32, times)
+    experts = is_of_experts(weight)
+    inputs, last = weight.axes[2 if experts else 1], weight.axes[-1]
+    size = _per_execution(step, weight) * step.layout.devices((inputs,), step.layout.compute) // inputs.size
+    if inputs.name == EMBED:
+        return Transfer("scales", "all-reduce", over, size * FLOAT32, times)
+    return Transfer("scales", "all-gather", over, (size if experts else last.size) * FLOAT32, times)
 
 
 def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:

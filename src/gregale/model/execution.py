@@ -14,7 +14,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, EMBED, POSITION, AxisMapping, Layout, is_named
+from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
@@ -68,12 +68,14 @@ class Execution:
             return found
 
         def one(layer, shard):
+            if is_named(layer) and self.matmul == "int8" and layer.axis_names[0] == EXPERTS and layer.ndim == 3:
+                return in_eight_bits(self.quantisation(), layer, shard.astype(self.dtype), [layer.axis_names[1]])
             if not isinstance(layer, Linear):
                 return layer
             inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
-            return replace(layer, weight=in_eight_bits(self._quantisation(), layer.weight, exact, inputs))
+            return replace(layer, weight=in_eight_bits(self.quantisation(), layer.weight, exact, inputs))
 
-        return jax.tree.map(one, found, weights, is_leaf=lambda node: isinstance(node, Linear))
+        return jax.tree.map(one, found, weights, is_leaf=lambda node: isinstance(node, Linear) or is_named(node))
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
@@ -120,7 +122,7 @@ class Execution:
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
             return self.kernels.project(layer, x)
-        product = quantised_product(self._quantisation(), x, layer.weight)
+        product = quantised_product(self.quantisation(), x, layer.weight)
         return product if layer.bias is None else product + layer.bias
 
     def mlp(self, x: NamedArray, layers: tuple[Linear, Linear, Linear], activation: str) -> NamedArray | None:
@@ -129,9 +131,9 @@ class Execution:
             return None
         if any(layer.bias is not None or isinstance(layer, Lora) for layer in layers):
             return None
-        return quantised_mlp(self._quantisation(), x, tuple(layer.weight for layer in layers))
+        return quantised_mlp(self.quantisation(), x, tuple(layer.weight for layer in layers))
 
-    def _quantisation(self) -> Quantised:
+    def quantisation(self) -> Quantised:
         mesh, compute = self.layout.mesh, self.layout.compute
         shared = {name: self.layout.devices((name,), compute) for name in compute}
         parts = tuple((name, count) for name, count in shared.items() if count > 1)

@@ -27,7 +27,9 @@ from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unm
 from gregale.axes.parameters import Buffer
 from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
+from gregale.model.kernels.grouped_int8 import Integers, integers_of
 from gregale.model.kernels.grouped_mlp import GroupedMlp
+from gregale.model.kernels.quantised import EightBits
 from gregale.model.kernels.reference import GATED
 from gregale.model.mlp import Mlp
 from gregale.model.routing import TOKENS, Choice, choose, router_logits, routing_sums
@@ -116,13 +118,18 @@ class Experts(eqx.Module):
 
     def _chosen(self, x: NamedArray, choice: Choice, execution: Execution) -> NamedArray:
         x = x.rearrange((*TOKENS, EMBED))
-        weights = [each.rearrange(MATRICES) for each in (self.gate, self.up, self.down)]
+        matrices, integers, grouped = (self.gate, self.up, self.down), (), execution.kernels.grouped
+        if execution.matmul == "int8":
+            integers = tuple(integers_of(execution.quantisation(), each, MATRICES) for each in matrices)
+            grouped = execution.kernels.grouped_int8
+        exact = [each.exact if isinstance(each, EightBits) else each for each in matrices]
+        weights = [each.rearrange(MATRICES) for each in exact]
         weights += [each for each in (self.gate_bias, self.up_bias, self.down_bias) if each is not None]
         axes = tuple(weight.axes for weight in weights)
         devices = execution.layout.devices((MLP,), execution.layout.compute)
-        mlp = GroupedMlp(execution.kernels.grouped, GATED[self.config.activation], devices)
+        mlp = GroupedMlp(grouped, GATED[self.config.activation], devices)
         mixture = Mixture(x.axes, axes, mlp, execution.layout)
-        found: Any = _mixed(mixture, x.array, *choice, *(weight.array for weight in weights))
+        found: Any = _mixed(mixture, x.array, *choice, integers, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
 
     def _shared(self, shared: Mlp, x: NamedArray, execution: Execution) -> NamedArray:
@@ -223,16 +230,18 @@ def _of_tokens(order: Order, active: int, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
+def _mixed(mixture: Mixture, x, experts, weights, integers: tuple[Integers, ...], *matrices) -> jax.Array:
     """Return the sum over each token's experts, [batch, position, embed].
 
     - `experts`, `weights`: [batch, position, active], see `Choice`
+    - `integers`: those of the first matrices, which products take in their place; they get all of the gradient
     - `matrices`: the weights of `GroupedMlp`
     """
-    return _mixed_forward(mixture, x, experts, weights, *matrices)[0]
+    return _mixed_forward(mixture, x, experts, weights, integers, *matrices)[0]
 
 
-def _mixed_forward(mixture: Mixture, x, experts, weights, *matrices):
+def _mixed_forward(mixture: Mixture, x, experts, weights, integers, *matrices):
+    matrices = (*integers, *matrices[len(integers) :])
     if mixture.expert_axes:
         return _exchanged(mixture, x, experts, weights, *matrices), (x, experts, weights, *matrices)
     mlp, over = mixture.mlp, mixture.mlp_axes
@@ -272,7 +281,7 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
     inputs = (tokens, mixture.saved_specs, tokens, tokens, *compute)
     outputs = (tokens, tokens, *mixture.weight_specs(layout.params))
     by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, *parts
+    return by_x, None, by_weights, None, *parts
 
 
 def _exchanged(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
@@ -298,7 +307,7 @@ def _exchanged_backward(mixture: Mixture, saved, cotangent):
     inputs = (tokens, tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
     outputs = (tokens, tokens, *mixture.weight_specs(mixture.layout.params))
     by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, *parts
+    return by_x, None, by_weights, None, *parts
 
 
 _mixed.defvjp(_mixed_forward, _mixed_backward)

@@ -83,7 +83,10 @@ def _off_rules(task: KernelRequest) -> str | None:
     return "it is one of the CPU's rules of differentiation"
 
 
-OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_kernels}  # of platforms
+OWN_RULES: dict[str, Callable[[Any], Kernels]] = {  # of platforms, for a device
+    "cpu": lambda device: cpu_kernels(),
+    "tpu": lambda device: tpu_kernels(device.num_cores),
+}
 
 # Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.autodiff_rules`).
 FORMS = {
@@ -150,7 +153,7 @@ def _shared(task: KernelRequest, attention: str) -> Kernels:
 
 
 def _rules(task: KernelRequest) -> Kernels:
-    return OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
+    return OWN_RULES[task.platform](task.device) if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
 
 
 def _fastest(task: KernelRequest) -> str:

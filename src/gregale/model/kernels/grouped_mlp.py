@@ -3,11 +3,12 @@
     y[r] = factor[r] * (gated(x[r] . gate + its bias, x[r] . up + its bias) . down^T + its bias),  of the group of row r
 
 The weights of a call are gate, up and down, [groups, embed, mlp] each. Their biases may follow: those of gate and up,
-[groups, mlp], and that of down, [groups, embed].
+[groups, mlp], and that of down, [groups, embed]. Products of 8-bit numbers take `Integers` in place of the matrices.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,13 @@ class GroupedMlp:
     gated: Callable[[jax.Array, jax.Array], jax.Array]
     devices: int
 
-    def inner(self, rows: jax.Array, sizes: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
+    def inner(self, rows: jax.Array, sizes: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
         """Return gate and up of each row, [rows, mlp] each: [rows, embed] -> what the other methods take."""
         found = [self.products.product(rows, each, sizes) for each in weights[:2]]
         biases = [of_groups(each, sizes, rows.shape[0]) for each in weights[3:5]]
         return [one + bias for one, bias in zip(found, biases, strict=True)] if biases else found
 
-    def outer(self, inner: Sequence[jax.Array], factors: jax.Array, sizes: jax.Array, weights: Sequence[jax.Array]):
+    def outer(self, inner: Sequence[jax.Array], factors: jax.Array, sizes: jax.Array, weights: Sequence[Any]):
         """Return the output of each row, [rows, embed]; `factors`: [rows, 1]."""
         out = self.products.product(self.gated(*inner) * factors, weights[2], sizes, transposed=True)
         return out + self._shares(weights, sizes, out.shape[0]) * factors if weights[3:] else out
@@ -45,7 +46,7 @@ class GroupedMlp:
         inner: Sequence[jax.Array],
         factors: jax.Array,
         sizes: jax.Array,
-        weights: Sequence[jax.Array],
+        weights: Sequence[Any],
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """Return the gradients by rows, by factors (float32 [rows]) and by weights; `by_rows`: those by the outputs."""
         product, (gate, up, down, *biases) = self.products.product, weights
@@ -62,6 +63,6 @@ class GroupedMlp:
             gradients += [sums_of_groups(by, sizes) for by in (by_gate, by_up, by_rows * factors)]
         return of_gate + of_up, by_factors, gradients
 
-    def _shares(self, weights: Sequence[jax.Array], sizes: jax.Array, rows: int) -> jax.Array:
+    def _shares(self, weights: Sequence[Any], sizes: jax.Array, rows: int) -> jax.Array:
         """Return the share of down's bias that a device adds to each row."""
         return of_groups(weights[5], sizes, rows) / self.devices

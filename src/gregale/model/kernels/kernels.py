@@ -60,6 +60,7 @@ class Kernels:
       heads (`Execution.attend` does)
     - `attend`: causal self-attention; the single queries of generation use `Cache.attend`
     - `grouped`: products of rows with the matrices of their groups, inside of `jax.shard_map`
+    - `grouped_int8`: the same of 8-bit integers, see `gregale.model.kernels.grouped_int8`
     """
 
     rules: str
@@ -72,4 +73,5 @@ class Kernels:
     rotate: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Attend
     grouped: GroupedProducts
+    grouped_int8: GroupedProducts
     hands_on_squares: bool = False

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import AxisMapping, Layout
 
 SMALLEST = 1e-30  # of a row's largest value, which is a divisor
 PART, SUMMED = "_part", "_summed"  # the ending of axes of parts, and the name of joined axes
@@ -208,10 +208,20 @@ def in_eight_bits(how: Quantised, exact: NamedArray, shard: NamedArray, inputs: 
     layout = how.layout
     if layout is None or not layout.gathers(shard.axes):
         return exact
+    mapping = {name: axes for name, axes in layout.params.items() if name not in layout.compute}
+    return eight_bits(how, exact, shard, inputs, mapping)
+
+
+def eight_bits(
+    how: Quantised, exact: NamedArray, shard: NamedArray, inputs: Sequence[str], mapping: AxisMapping
+) -> EightBits:
+    """Return a weight and its numbers, of which a device computes those of its shard by `mapping`."""
+    layout = how.layout
+    assert layout is not None
     values = how.cut(jax.lax.stop_gradient(shard), shard.axis_names).astype(jnp.float32)
     parts = {_part(name): layout.compute[name] for name, _ in how.parts}
-    shards = {name: axes for name, axes in layout.params.items() if name not in layout.compute} | parts
-    found = layout.constrain(_quantised(values, inputs, how.format.dtype, how.format.largest), shards)
+    found = _quantised(values, inputs, how.format.dtype, how.format.largest)
+    found = layout.constrain(found, {**mapping, **parts})
     return EightBits(exact, *layout.constrain(found, parts))
 
 

@@ -10,6 +10,7 @@ from haliax.nn import Linear
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.grouped import BLOCKED
+from gregale.model.kernels.grouped_int8 import BLOCKED_INT8
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 
 CLIP_LIMIT, CLIP_SLOPE = 7.0, 1.702  # of gpt-oss
@@ -125,4 +126,5 @@ PLAIN = Kernels(
     rotate=rotate,
     attend=attend,
     grouped=BLOCKED,
+    grouped_int8=BLOCKED_INT8,
 )

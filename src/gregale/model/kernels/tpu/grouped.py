@@ -14,17 +14,17 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: b
 
     inputs, outputs = (2, 1) if transposed else (1, 2)
     own = tiles(weights.shape[inputs], weights.shape[outputs])
-    return gmm(_filled(rows), weights, sizes, rows.dtype, own, transpose_rhs=transposed)[: rows.shape[0]]
+    return gmm(filled(rows), weights, sizes, rows.dtype, own, transpose_rhs=transposed)[: rows.shape[0]]
 
 
 def weight_gradients(rows: jax.Array, cotangents: jax.Array, sizes: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     own = tiles(rows.shape[1], cotangents.shape[1])
-    return tgmm(_filled(rows).T, _filled(cotangents), sizes, rows.dtype, own)
+    return tgmm(filled(rows).T, filled(cotangents), sizes, rows.dtype, own)
 
 
-def _filled(rows: jax.Array) -> jax.Array:
+def filled(rows: jax.Array) -> jax.Array:
     """Fill rows up to whole blocks."""
     return jnp.pad(rows, ((0, -rows.shape[0] % ROWS), (0, 0)))
 
@@ -32,10 +32,10 @@ def _filled(rows: jax.Array) -> jax.Array:
 def tiles(inputs: int, outputs: int) -> tuple[int, int, int]:
     """Return the tiles of rows, inputs and outputs: two of outputs or more, which a chip's cores (v4, v5p) share."""
     most = min(1024 if inputs <= 1024 else 512, max(LANES, outputs // 2))
-    return ROWS, _tile(inputs, 2048), _tile(outputs, most)
+    return ROWS, tile(inputs, 2048), tile(outputs, most)
 
 
-def _tile(size: int, most: int) -> int:
+def tile(size: int, most: int) -> int:
     """Return a tile's width, at most `most`: all of the size; a large divisor; else the kernels cut the last tile."""
     if size <= most:
         return size

@@ -18,9 +18,19 @@ from gregale.model.kernels.tpu.grouped import MEGABLOX
 SWIGLU = swiglu_with(tuple)
 
 
-def tpu_kernels() -> Kernels:
+def tpu_kernels(cores: int = 1) -> Kernels:
+    """Return the operations for devices with this number of cores."""
+    from gregale.model.kernels.tpu.grouped_int8 import grouped_int8  # Pallas takes long to import
+
     return replace(
-        PLAIN, rules="tpu", swiglu=SWIGLU, rms_norm=rms_norm, rotate=rotate, grouped=MEGABLOX, hands_on_squares=True
+        PLAIN,
+        rules="tpu",
+        swiglu=SWIGLU,
+        rms_norm=rms_norm,
+        rotate=rotate,
+        grouped=MEGABLOX,
+        grouped_int8=grouped_int8(cores),
+        hands_on_squares=True,
     )
 
 
