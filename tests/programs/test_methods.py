@@ -37,7 +37,9 @@ SETTINGS = {
     "streaming": [
         *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
         *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
-        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0}]", *FIRST_PHASE],
+        *["--data.sources.more", "{type: text, files: ['text/[0-3].txt']}", *FIRST_PHASE],
+        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0, more: 1.0}]"],
+        *["--stages", "[{from: 8, data: {replica_mixtures: [{words: 1.0, more: 2.0}, {words: 3.0}]}}]"],
     ],
 }
 
@@ -77,9 +79,9 @@ def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys, mo
     stopped = killed(never_stopped, tmp_path, STOPPED)
     assert checkpoint_steps(stopped) == [2, 4, STOPPED]
     assert train(inputs, stopped, *SETTINGS[kind]) == 0
-    assert len(joins) == (kind == "streaming"), "three checkpoints have joined parameters, by a program traced once"
+    assert len(joins) == 2 * (kind == "streaming"), "checkpoints have joined parameters, by one program in each stage"
     out = capsys.readouterr().out
-    assert f"Going on after step {STOPPED} of {STEPS}." in out
+    assert f"Going on after step {STOPPED} of {STEPS}" in out
     assert ("This run has 3 rounds" in out) == (kind != "psdp")
     assert_same_state(stopped, never_stopped, STEPS)
     assert losses(stopped) == losses(never_stopped)
