@@ -56,3 +56,17 @@ def test_two_islands_never_take_the_same_example(seed):
                     taken[name] += 1
             trained[name] = source.randint(trained[name], taken[name])
     assert len(seen) == BATCH * sum(taken.values()) > 0
+
+
+def test_the_next_stage_has_leases_of_its_own_and_until_then_the_old_one_goes_on():
+    lease_policy, leases = LeasePolicy(8, 4), DataLeases("a", "s", BATCH)
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0, batch=BATCH)], lease_policy)
+    leases.update(ledger, "s")
+    assert [leases.take(), leases.used_after(1)] == [0, BATCH]
+    ledger = advance(ledger.next_stage(), [LeaseReport("a", "s", 0, batch=2)], lease_policy)
+    assert (ledger.stages, ledger.skipped, ledger.next) == ((32,), 32, 32 + 16)
+    leases.update(ledger, "s")
+    assert leases.take() == BATCH, "nothing of the other stage"
+    leases.begin_stage(1, 2)
+    assert [leases.take() for _ in range(2)] == [32, 34]
+    assert leases.used_after(1) == 2

@@ -18,6 +18,7 @@ from gregale.axes.layout import REPLICA
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
+from gregale.methods.method import PsdpState
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import LlamaConfig, ModelConfig
 from gregale.optim import ConstantSchedule, SgdConfig
@@ -47,7 +48,8 @@ def set_up_on(mesh: MeshConfig, mapping: MappingConfig = EMPTY, **changes) -> Se
 
 def step_of(setup: Setup) -> tuple[float, dict[str, np.ndarray], Audit]:
     """The mean loss of a step, its gradients under `opt_state`, and what the program sends."""
-    state, psdp = setup.initial_state().method, setup.psdp
+    psdp, state = setup.psdp, initial_arrays(setup.config.model)
+    state = jax.device_put(state, psdp.shardings(state))
     batch = held(token_batch(ROWS, POSITIONS, VOCABULARY), setup.layout)
 
     def gradients(state, batch):
@@ -58,6 +60,12 @@ def step_of(setup: Setup) -> tuple[float, dict[str, np.ndarray], Audit]:
     loss, found = jax.device_get(program(state, batch))
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     return float(loss), named, audit(program, setup.layout.mesh)
+
+
+@cache
+def initial_arrays(model: ModelConfig) -> PsdpState:
+    """The state before the first step, in the memory of the host: a mesh only places it."""
+    return jax.device_get(set_up_on(MeshConfig(data=1), model=model).initial_state().method)
 
 
 @cache

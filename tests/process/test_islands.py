@@ -14,8 +14,8 @@ import pytest
 from gregale import storage
 from gregale.axes.mesh import make_mesh
 from gregale.data.preparation import prepare
+from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
-from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island import Island
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import set_up
@@ -23,7 +23,7 @@ from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import State, summary_of
-from tests.fleet import Fleet, Seconds
+from tests.fleet import Fleet, Seconds, metrics
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, write_config, write_inputs
@@ -42,6 +42,8 @@ ISLAND = {
     "data__held_out": 0.0,
 }
 SYNC = {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5}
+MORE = "data: {sources: {more: {type: text, files: ['text/[0-3].txt'], weight: 3}}}, batch: {size: 2}"
+STAGED = ["--stages", f"[{{from: 4, {MORE}}}, {{from: 8, batch: {{size: 4, sequence_length: 16}}}}]"]
 FOUR_BITS = ["--reduce.codec", "int4", "--reduce.gather_codec", "int4"]  # with the default feedback
 
 
@@ -54,7 +56,10 @@ def folder(tmp_path_factory):
 
 
 def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOuterState:
-    """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
+    """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again.
+
+    That checkpoint is of the end of a stage, if there are any.
+    """
     common = ["--islands.lockstep", "true", "--islands.min_members_to_start", "2", "--islands.lease_steps", "50"]
     with Fleet(folder, "streaming.yaml", PATIENT, [*common, *options], True, environment=QUICK_TO_COMPILE) as fleet:
         for name in names:
@@ -74,26 +79,38 @@ def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOu
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
-    """Also if the fleet is killed and goes on from its checkpoints: errors of both phases are in them.
+    """Also in three stages, between two of which the fleet is killed and goes on from its checkpoints.
 
-    That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
+    They have the errors of both phases. A stage begins when its round has arrived, with new leases of its mixture. That
+    this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
     """
-    names, steps = ["a", "b"], 2 * SYNC["period"]
-    options = [*FOUR_BITS, "--steps", str(steps)]
+    names, lease_steps, ends = ["a", "b"], 50, [4 + SYNC["delay"], 8 + SYNC["delay"], 12]
+    options = [*FOUR_BITS, *STAGED, "--steps", str(ends[-1])]
     saved = trained(folder, names, *options, "--checkpoint.every", "4")
     monkeypatch.chdir(folder)
     config = load(TrainConfig, "streaming.yaml", [*options, "--islands.lighthouse", "by-hand:1"])
-    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
-    setup = set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:1]))
-    assert isinstance(setup.method, Island)
-    stepper, placement = setup.stepper(), Placement(setup.batch_axes, setup.layout)
-    members = [Member(setup.method, stepper, setup.initial_state()) for _ in names]
-    fleet = ByHand(members)
-    for step in range(1, steps + 1):
-        for first, member in zip(firsts(saved.outer, names), members, strict=True):
-            values = corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS))
-            member.took(placement.placed(values), step)
-        fleet.follow(step)
+    stages, mesh = [stage.config for stage in config.each_stage], make_mesh(config.mesh, jax.devices()[:1])
+    corpora = [prepare(each.data, each.batch.sequence_length, each.seed) for each in stages]
+    setups = [set_up(each, corpora[0].tokenizer.vocabulary_size, mesh) for each in stages]
+    assert isinstance(setups[0].method, Island)
+    members = [Member(setups[0].method, setups[0].stepper(), setups[0].initial_state()) for _ in names]
+    fleet, first, step, mixtures = ByHand(members), 0, 0, ()
+    for setup, corpus, end in zip(setups, corpora, ends, strict=True):
+        size, placement = setup.config.batch.size, Placement(setup.batch_axes, setup.layout)
+        mixtures = with_mixture(mixtures, first, *setup.config.mixture)
+        examples = staged_examples(corpus.train_rows, mixtures, config.seed)
+        begins = [first, first + lease_steps * size]
+        for member in members:
+            member.step = setup.stepper()
+        while step < end:
+            step += 1
+            for number, member in enumerate(members):
+                member.took(placement.placed(examples.batch(begins[number], size, range(size))), step)
+                begins[number] += size
+            fleet.follow(step)
+        first += len(names) * lease_steps * size
+    assert saved.outer.ledger.stages == tuple(each.first for each in mixtures[1:])
+    assert saved.outer.ledger.next == first
     found = members[0].host.leaves()
     assert found.keys() == saved.arrays.keys()
     far = [np.ravel(np.abs(held.array - saved.arrays[name]) > 1e-6) for name, held in found.items()]
@@ -101,14 +118,9 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     assert np.mean(np.concatenate(far)) < 1e-3
 
 
-def firsts(outer: OuterRecord, names: list[str]) -> list[int]:
-    """The first example of each island's lease; it had a single one."""
-    leases = [lease for lease in outer.ledger.leases if lease.name in names]
-    assert all(lease.used > 0 and len(lease.spans) == 1 for lease in leases)
-    return [lease.spans[0][0] - lease.used for lease in leases]
-
-
 TRIO = ("x", "y", "z")
+BOUNDARY = 6  # the rounds before the second stage of the three
+BEGINS = f"Stage 2 of 2 begins after round {BOUNDARY}, "
 
 
 @pytest.fixture
@@ -122,10 +134,11 @@ def stores(s3_endpoint, monkeypatch) -> dict[str, str]:
 def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
     """One is poisoned, one dies in a reduce, some do not belong to it, the one comes back; then all leave one by one.
 
-    A round has more steps than the ten that may be skipped in a row.
+    The reduce is that with which a stage ends, so the one comes back from its checkpoint to another stage. A round has
+    more steps than the ten that may be skipped in a row.
     """
     options = ["--steps", "100000", "--checkpoint.every", "48", "--islands.min_members_to_start", "3"]
-    options += ["--sync.period", "24"]
+    options += ["--sync.period", "24", "--stages", f"[{{from: {12 * BOUNDARY}, batch: {{sequence_length: 16}}}}]"]
     how = {"doomed": True, "pace": 0.3, "environment": QUICK_TO_COMPILE, "stores": stores}
     with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:
@@ -160,10 +173,12 @@ def one_is_poisoned(fleet: Fleet, name: str) -> None:
 def one_dies_in_a_reduce(fleet: Fleet, name: str) -> None:
     victim, others = fleet.islands[name], [each for each in TRIO if each != name]
     fleet.wait(lambda: all(checkpoint_steps(each.run) for each in fleet.islands.values()), PATIENCE_SECONDS, "saved")
+    fleet.wait(lambda: fleet.newest() >= BOUNDARY - 1, PATIENCE_SECONDS, "the last round of the stage")
     victim.doom.write_text("reduce")
     fleet.wait(lambda: not victim.lives, PATIENCE_SECONDS, f"{name} dies")
     assert victim.process.returncode == -signal.SIGKILL
-    fleet.wait_for_members(others, PATIENCE_SECONDS, fleet.newest())
+    fleet.wait_for_members(others, PATIENCE_SECONDS, max(fleet.newest(), BOUNDARY))
+    assert [BEGINS in fleet.islands[each].said() for each in (name, *others)] == [False, True, True]
     fleet.check()
 
 
@@ -211,6 +226,10 @@ def one_heals(fleet: Fleet, name: str) -> None:
     )
     fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest())
     assert any(each.island == name and each.healed for each in fleet.observe())
+    island = fleet.islands[name]
+    (begun,) = map(int, re.findall(r"Stage 2 of 2 begins after round \d+, step (\d+)", island.said()))
+    tokens = [line["tokens"] for line in metrics(island.run) if "loss" in line and line["step"] > begun]
+    assert set(np.diff(tokens)) == {16 * ROWS // 2}, "it has trained in the fleet's stage alone"
     assert not any("no state here" in island.said() for island in fleet.islands.values())
 
 

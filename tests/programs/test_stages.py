@@ -3,16 +3,11 @@
 import shutil
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 from gregale.checkpoint.store import Checkpoints
-from gregale.data.staged import with_mixture
-from gregale.errors import UserError
-from gregale.programs.island.command import train as train_island
-from gregale.programs.train.resume import Start
 from gregale.programs.train.steps import MeshSteps
 from gregale.storage.jsonl_reader import read_entries
 from gregale.streams import LEFT_AT_EXIT
@@ -87,7 +82,7 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
         metadata = checkpoints.metadata(12)
     assert (metadata["method"], metadata["examples"]) == ("diloco", 8 * 7 + 16 * 5)
     both = {"words": 1.0, "more": 3.0}
-    assert metadata["mixtures"] == [[0, {"words": 1.0}, 32], [32, both, 32], [56, both, 64]]
+    assert metadata["mixtures"] == [[0, {"words": 1.0}, 32, []], [32, both, 32, []], [56, both, 64, []]]
     tokens = [line["tokens"] for line in lines(staged) if "loss" in line]
     assert tokens == [256 * step for step in range(1, 8)] + [256 * 7 + 1024 * step for step in range(1, 6)]
 
@@ -178,12 +173,3 @@ def test_a_stage_that_does_not_fit_is_refused_before_the_run_begins(refused, inp
     line = refused(*train, "[{from: 4, batch: {sequence_length: 16}}]")
     assert "stages.0: batch.sequence_length: data.sources.words has few documents" in line
     assert not (inputs / "runs" / "never").exists()
-
-
-def test_an_island_keeps_its_mixture():
-    """All islands draw from one order of examples, so a fleet cannot go on with other weights."""
-    mixtures = with_mixture(with_mixture((), 0, {"a": 1.0}, 8), 4, {"a": 1.0, "b": 1.0}, 8)
-    run = SimpleNamespace(setup=SimpleNamespace(config=None), corpus=None, console=None)
-    run.starting_point = lambda: (run, Start(None, 1, 0, 4, mixtures), [])  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"data\.sources: the sources or their weights have changed, and all islands"):
-        train_island(run, b"")  # type: ignore[arg-type]

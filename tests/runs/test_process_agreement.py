@@ -16,7 +16,7 @@ from gregale.distributed.config import DistributedConfig
 from gregale.distributed.liveness import EXIT_CODE, Peer
 from gregale.distributed.settings_check import agree, environment_terms, source_digest, version_terms
 from gregale.errors import UserError
-from gregale.programs.island.command import MUST_AGREE
+from gregale.programs.island.stages import MUST_AGREE
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import MAY_DIFFER, matches, process_terms
 from gregale.settings.config_schema import entries

@@ -1,10 +1,13 @@
 """A run's directory: reading, comparing, setting aside; files and objects are whole or not there."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gregale.checkpoint.manifest import MANIFEST, METADATA
+from gregale.checkpoint.retention import folder_name
 from gregale.errors import UserError
 from gregale.model.config import LlamaConfig
 from gregale.runs.config import TrainConfig
@@ -72,6 +75,20 @@ def test_a_run_goes_on_with_what_may_change_only(run):
     assert "; model.layers 12 -> 2 (the saved parameters have this shape)" in str(caught.value)
     assert "steps 10" not in str(caught.value)
     assert "--fresh" in str(caught.value)
+
+
+def test_the_stage_of_an_islands_checkpoint_is_that_of_its_fleet(run):
+    """An island that is slower than others has made fewer steps than the fleet when a stage begins."""
+    later = TrainConfig("a", steps=10, stages=[{"from": 8, "batch": {"sequence_length": 9}}])
+    run.write_config(later)
+    run.note_checkpoint(3)
+    part = run.checkpoints / folder_name(3) / "part"
+    part.mkdir(parents=True)
+    (part.parent / MANIFEST).write_text(json.dumps({"files": {f"part/{METADATA}": ""}}))
+    for stage, length in ((0, 1024), (1, 9)):
+        (part / METADATA).write_text(json.dumps({"islands": {"stage": stage}}))
+        assert run.config_at().batch.sequence_length == length
+        run.check_compatible(replace(later, log_every=5))
 
 
 def test_changes_are_noted_line_by_line(run):

@@ -94,6 +94,12 @@ def test_wrong_sizes_by_step_are_refused(sizes, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_replicas_may_have_other_mixtures_and_rows_of_another_length():
+    other = {"data": {"replica_mixtures": [{"math": 2}, {"web": 1}]}, "batch": {"sequence_length": 8}}
+    last = of({"from": 5, **other}, **REPLICAS).each_stage[-1].config
+    assert last.mixture == ({"web": 1, "math": 1}, 8, [{"math": 2}, {"web": 1}])
+
+
 CODE = {"sources": {"code": {"type": "text", "files": ["c"]}}}
 REPLICAS = {"data": {**RUN["data"], "replica_mixtures": [{"web": 1}, {"math": 1}]}}
 UNUSED = {"sources": {"web": {"weight": 0}, "math": {"weight": 0}}}
@@ -118,8 +124,7 @@ REFUSED = {  # stage, message, and changes of the run
         {"data": {**RUN["data"], "tokenizer": {"type": "bpe"}}},
     ),
     "mixtures": ({"from": 5, "data": {"replica_mixtures": []}}, rf"{NEVER}data\.replica_mixtures", REPLICAS),
-    "their rows": ({"from": 5, "batch": {"sequence_length": 8}}, rf"{NEVER}batch\.sequence_length", REPLICAS),
-    "an island": ({"from": 5}, "an island of a fleet has one stage", {"islands": {"lighthouse": "host:1"}}),
+    "of a fleet": ({"from": 5, "sync": {"period": 7}}, rf"stages\.0\.sync {WHOLE}", {"islands": {"lighthouse": "a:1"}}),
 }
 
 

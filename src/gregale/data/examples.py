@@ -10,6 +10,7 @@ work without it.)
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -188,13 +189,28 @@ def shares(weights: Mapping[str, float]) -> dict[str, int]:
     return {name: round(WEIGHT_STEPS * weight / min(own.values())) for name, weight in own.items()}
 
 
+def drawn(weights: Mapping[str, float], count: int) -> Counter[str]:
+    """Return how many of the first `count` examples of a mixture are of each source, exactly.
+
+    The rule is that of `grain`. Of the n examples that the sources before it have left, a source of share p has
+    n - floor(n q / (p + q)), where q is the sum of the shares after it.
+    """
+    own, rest, found = shares(weights), count, Counter[str]()
+    total = sum(own.values())
+    for name, share in own.items():
+        after = rest * (total - share) // total
+        found[name] = rest - after
+        total, rest = total - share, after
+    return found
+
+
 class ExampleRange(Sequence[ExampleBatch]):
     """The examples of a data set from `start` to `stop`.
 
     A slice of grain would pass the epoch to the data set's own shuffle and have other examples in each epoch.
     """
 
-    def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
+    def __init__(self, dataset: "grain.MapDataset | Any", start: int, stop: int):
         self._dataset, self._start, self._stop = dataset, int(start), int(stop)
 
     def __len__(self) -> int:

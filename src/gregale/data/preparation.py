@@ -62,14 +62,11 @@ class Corpus:
 
     def fingerprint_after(self, mixtures: Mixtures) -> str:
         """Return the fingerprint of a run with these mixtures: that of the sources from which it draws."""
-        used = self.train_rows if isinstance(self.train, ReplicaExamples) else sources_of(mixtures)
-        return self.fingerprint_of(used)
+        return self.fingerprint_of(sources_of(mixtures))
 
     def training(self, mixtures: Mixtures) -> Examples | ReplicaExamples:
-        """Return the training examples of a run with these mixtures; mixtures of replicas do not change."""
-        if len(mixtures) < 2 or isinstance(self.train, ReplicaExamples):
-            return self.train
-        return staged_examples(self.train_rows, mixtures, self.seed)
+        """Return the training examples of a run with these mixtures."""
+        return self.train if len(mixtures) < 2 else staged_examples(self.train_rows, mixtures, self.seed)
 
     @property
     def training_tokens(self) -> int:

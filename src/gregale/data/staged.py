@@ -2,49 +2,48 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from gregale.data.examples import ExampleRange, Examples, Rows, endless, mixed, shares
+from gregale.data.examples import ExampleRange, Examples, Rows, drawn, endless, mixed, shares
+from gregale.data.mixtures import Mixture, ReplicaExamples, replica_examples
 
 
 class MixtureStage(NamedTuple):
-    """The weights of the sources from example `first` on, in the order of the mixture, and the length of its rows."""
+    """The weights of the sources from example `first` on, in the order of the mixture, and the length of its rows.
+
+    - `replicas`: the weights of each replica, in place of `weights`; empty: all replicas have one mixture
+    """
 
     first: int
     weights: dict[str, float]
     length: int
+    replicas: Sequence[Mixture] = ()
+
+    @property
+    def weighed(self) -> list[list[tuple[str, float]]]:
+        """Return the sources with their weights in each mixture, in the order of the mixture."""
+        return [list(each.items()) for each in self.replicas or [self.weights]]
 
 
 Mixtures = tuple[MixtureStage, ...]  # of a run so far; the first one begins with example 0
 
 
-def with_mixture(mixtures: Mixtures, first: int, weights: Mapping[str, float], length: int) -> Mixtures:
+def with_mixture(
+    mixtures: Mixtures, first: int, weights: Mapping[str, float], length: int, replicas: Sequence[Mixture] = ()
+) -> Mixtures:
     """Return the mixtures of a run that goes on with another one from example `first` on; an equal one adds nothing."""
-    if mixtures and (list(mixtures[-1].weights.items()), mixtures[-1].length) == (list(weights.items()), length):
+    new = MixtureStage(first, dict(weights), length, replicas)
+    if mixtures and (mixtures[-1].weighed, mixtures[-1].length) == (new.weighed, length):
         return mixtures
-    return (*(each for each in mixtures if each.first < first), MixtureStage(first, dict(weights), length))
+    return (*(each for each in mixtures if each.first < first), new)
 
 
 def sources_of(mixtures: Mixtures) -> list[str]:
     """Return the sources from which the run has drawn, or draws from now on."""
-    return list(dict.fromkeys(name for each in mixtures for name, weight in each.weights.items() if weight))
-
-
-def drawn(weights: Mapping[str, float], count: int) -> Counter[str]:
-    """Return how many of the first `count` examples of a mixture are of each source, exactly.
-
-    The rule is that of `grain`. Of the n examples that the sources before it have left, a source of share p has
-    n - floor(n q / (p + q)), where q is the sum of the shares after it.
-    """
-    own, rest, found = shares(weights), count, Counter[str]()
-    total = sum(own.values())
-    for name, share in own.items():
-        after = rest * (total - share) // total
-        found[name] = rest - after
-        total, rest = total - share, after
-    return found
+    weighed = (pair for each in mixtures for mixture in each.weighed for pair in mixture)
+    return list(dict.fromkeys(name for name, weight in weighed if weight))
 
 
 def tokens_of(mixtures: Mixtures, examples: int) -> int:
@@ -53,7 +52,7 @@ def tokens_of(mixtures: Mixtures, examples: int) -> int:
     return sum((end - each.first) * each.length for each, end in zip(mixtures, ends, strict=True))
 
 
-def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int | None) -> Examples:
+def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int | None) -> Examples | ReplicaExamples:
     """Return the endless training examples of a run from the first example of its last mixture on.
 
     A source goes on where the mixtures before have stopped, so that no row comes again before its epoch is complete.
@@ -61,11 +60,18 @@ def staged_examples(sources: Mapping[str, Rows], mixtures: Mixtures, seed: int |
     """
     import grain
 
-    (first, weights, length), seen = mixtures[-1], Counter[str]()
+    (first, weights, length, replicas), seen = mixtures[-1], Counter[str]()
     together = next(iter(sources.values())).rows_together  # a mixture draws groups of so many examples
-    for each, following in pairwise(mixtures):
-        if each.length == length:
-            seen.update(drawn(each.weights, (following.first - each.first) // together))
+    counts = [
+        (each, following.first - each.first)
+        for each, following in pairwise(mixtures)
+        if (each.length, len(each.replicas)) == (length, len(replicas))
+    ]
+    if replicas:
+        before = [(each.replicas, count // len(replicas)) for each, count in counts]
+        return replica_examples(sources, replicas, seed, before, first // len(replicas))
+    for each, count in counts:
+        seen.update(drawn(each.weights, count // together))
     remaining = {}
     for name in shares(weights):
         epochs = endless(grain.MapDataset.source(sources[name]), name, seed)

@@ -110,6 +110,10 @@ class HostOuter:
                 optimizer = jax.jit(self.island.outer.init)(theta)
             self._take_over(index, *self._kept(index, theta, optimizer), version=0)
 
+    def follow(self, island: Island) -> None:
+        """Keep the outer state for another stage of the island, which has the same shards on the same devices."""
+        self.island, self.parts = island, [part_of(island, index) for index in range(len(self.parts))]
+
     def now(self) -> OuterView:
         return OuterView(dict(self._held), dict(self._versions), dict(self._errors))
 

@@ -48,6 +48,7 @@ class EvalOptions(Settings):
     )
     tasks: list[str] = setting(list, "files of tasks (globs) to score, or NAME:FILES of a published task")
     parse_special: bool = setting(False, "encode names of special tokens in tasks as special tokens, not as text")
+    chat: bool = setting(False, "a prompt of a task whose answer is generated is the message of a user")
     stride: int | None = setting(
         None,
         "the number of tokens that a sliding window scores; null: windows do not overlap, as in training",
@@ -118,7 +119,8 @@ def measured(trained: Trained, options: EvalOptions, console: Console) -> Measur
     if tasks:
         parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
         of_tasks = tokenizer.parsing_special() if parses else tokenizer
-        evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
+        chat = options.chat or (names_nothing and config.evaluation.chat)
+        evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message, chat)
     if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
         text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
         metrics, words = text_metrics(trained, text, tokenizer, options, console)

@@ -88,7 +88,8 @@ class EvaluationConfig(Settings):
     by_position: bool = setting(False, "also the loss by a token's position in its document")
     bigram: bool = setting(False, "at the end, show a bigram model of the same text")
     tasks: list[str] = setting(list, "files of tasks (globs), also published ones", aliases=("eval_tasks",))
-    parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text")
+    parse_special: bool = setting(False, "names of special tokens in tasks are tokens, not text", by_topic=True)
+    chat: bool = setting(False, "a prompt whose answer is generated is the message of a user", by_topic=True)
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,6 @@ class TrainConfig(Settings):
             self._check_adapter()
         self._check_objective()
         self._check_evaluation()
-        if self.stages and self.islands.lighthouse is not None:
-            raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property
@@ -218,6 +217,11 @@ class TrainConfig(Settings):
     def at(self, step: int) -> "TrainConfig":
         """Return the configuration of the stage to which step `step` belongs, and its checkpoint."""
         return self.after(max(0, step - 1))
+
+    @property
+    def mixture(self) -> tuple[dict[str, float], int, list[dict[str, float]]]:
+        """The weights of the sources, the length of their rows, and the weights of each replica, if they differ."""
+        return self.data.weights, self.batch.sequence_length, self.data.replica_mixtures
 
     @property
     def evaluates(self) -> bool:

@@ -95,18 +95,23 @@ class RunDirectory(RunPaths):
         - `step`: None: that of the newest checkpoint
         """
         step = (self.newest_step() if step is None else step) or 0
-        config, made_by = self.read_config().at(step), self._made_by(step)
+        config, made_by = self._at(self.read_config(), step), self._metadata(step).get("made_by", {})
         if not made_by:
             return config
         sync, reduce = (decoded(kind, made_by[name]) for name, kind in (("sync", SyncConfig), ("reduce", ReduceConfig)))
         same = (config.sync, config.reduce) == (sync, reduce)
         return config if same else replace(config, sync=sync, reduce=reduce)
 
-    def _made_by(self, step: int) -> dict[str, Any]:
-        """Return the parts of the configuration in a checkpoint's metadata; none if it has none, or is damaged."""
+    def _at(self, config: TrainConfig, step: int) -> TrainConfig:
+        """Return the configuration of a checkpoint's stage; for islands the fleet's rounds decide, not the step."""
+        number = self._metadata(step).get("islands", {}).get("stage")
+        return config.at(step) if number is None else config.each_stage[min(number, len(config.stages))].config
+
+    def _metadata(self, step: int) -> dict[str, Any]:
+        """Return a checkpoint's metadata; nothing if it has none, or is damaged."""
         try:
             metadata = root_of(self.checkpoints / folder_name(step)) / METADATA
-            return json.loads(metadata.read_bytes()).get("made_by", {})
+            return json.loads(metadata.read_bytes())
         except (OSError, ValueError, LookupError, UserError):
             return {}
 
@@ -129,7 +134,7 @@ class RunDirectory(RunPaths):
             )
         if (saved := self.saved_config()) is None:
             return
-        fixed = [change for change in changes(saved, config.at(self.newest_step() or 0)) if change.fixed]
+        fixed = [change for change in changes(saved, self._at(config, self.newest_step() or 0)) if change.fixed]
         if fixed:
             found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(

@@ -17,8 +17,10 @@ from gregale.settings.config_schema import TYPE, choice_name, join
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
+OF_A_FLEET = ("sync", "reduce", "pipeline")  # likewise of an island: what its rounds consist of
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
+MIXTURES = "data.replica_mixtures"  # likewise, as long as there are as many
 
 
 class Stage(NamedTuple):
@@ -107,13 +109,15 @@ def first_step(given: Mapping[str, Any], key: str, before: int, steps: int) -> i
 def changed(config: Any, given: Mapping[str, Any], key: str) -> Any:
     """Return a configuration with the changes of a stage, which is at the dotted `key`."""
     own = {name: value for name, value in given.items() if name != FROM}
-    if whole := [name for name in own if name in OF_A_RUN]:
+    of_a_run = OF_A_RUN if config.islands.lighthouse is None else OF_A_RUN + OF_A_FLEET
+    if whole := [name for name in own if name in of_a_run]:
         raise KeyedError(join(key, whole[0]), "is given", f", but `{whole[0]}` holds for the whole run. Leave it out.")
     try:
         found = decoded(type(config), merged(draccus.encode(config), own))
     except UserError as error:
         raise KeyedError(key, "has an invalid change", f": {error}") from None
-    by_stage = () if config.data.replica_mixtures else BY_STAGE  # rows of replicas keep their length
+    as_many = len(found.data.replica_mixtures) == len(config.data.replica_mixtures)
+    by_stage = (*BY_STAGE, MIXTURES) if as_many else BY_STAGE
     fixed = [each for each in changes(config, found) if each.fixed and not each.key.startswith(by_stage)]
     if fixed:
         named = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)

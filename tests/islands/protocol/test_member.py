@@ -513,6 +513,21 @@ def test_a_stall_reason_is_known_when_the_coordinator_has_answered_since_the_lin
     assert a.is_reason_known(1.8, 0.5)
 
 
+def test_after_the_first_failed_try_others_that_still_try_are_not_blamed():
+    members = begun(member("a"), member("b"))
+    ready(*members)
+    a = members[0]
+    for known in (False, True):  # a second failure hides nothing: tries may fail without end
+        (reduce,) = {only(actions, m.Reduce) for actions in all_see(*members)}
+        for each in members:
+            each.handle(m.ReduceFailed(reduce.key, ()))
+        a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+        assert a.is_reason_known(0.0, 0.5) == known
+        a.handle(m.Tick(a._now + 0.5))
+        a.handle(m.Heartbeat(held="the coordinator waits for the requests of b"))
+        assert a.is_reason_known(0.0, 0.5)
+
+
 def test_the_stall_reason_during_a_reduce_names_members_of_the_last_round_that_are_absent():
     a, b, _ = members = begun(*(member(name) for name in "abc"))
     one_round(*members)

@@ -86,6 +86,10 @@ class Invariants:
         self.consumed[example] = who
         self.taken.setdefault(who.partition("/")[0], []).append(example)
 
+    def is_of_stage(self, example: int, stage: int, ledger: Ledger) -> None:
+        if sum(first <= example for first in ledger.stages) != stage and not self.forked:
+            raise BrokenError(f"example {example} is used in stage {stage}, and stages begin at {ledger.stages}")
+
     def forget(self, name: str, count: int) -> None:
         """An island begins again from a checkpoint, before which it has used `count` examples."""
         for example in self.taken.get(name, [])[count:]:

@@ -12,7 +12,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
-from tests.islands.simulator.trainer import Trainer
+from tests.islands.simulator.trainer import BATCH, Trainer
 
 SEED = "seed"
 LEAST_TICK_SECONDS = 0.01
@@ -32,6 +32,7 @@ class Checkpoint:
     used: int
     steps: int
     tokens: tuple[float, ...]
+    stage: int
 
 
 class Node:
@@ -44,11 +45,13 @@ class Node:
 
     def __init__(self, world, name: str, session: str, step_seconds: float, saved: Checkpoint | None = None):
         self.world, self.name, self.identity = world, name, f"{name}/{session}"
-        identity = Identity(name, session, "config", "1", (name,))
-        outer, holder, used = (saved.outer, saved.holder, saved.used) if saved else (seed(SEED), "", 0)
+        batches = (BATCH,) * (1 + len(world.rules.stages))
+        identity = Identity(name, session, "config", "1", (name,), batches)
+        outer, holder = (saved.outer, saved.holder) if saved else (seed(SEED), "")
+        used = saved.used if saved and saved.stage == world.rules.stage_at(outer.round) else 0
         self.behind = -world.rng.uniform(0, 20)
         self.member: Member = world.member_class(identity, outer, world.timing, world.rules, holder, used)
-        self.trainer = Trainer(self, world.pace, step_seconds, saved)
+        self.trainer = Trainer(self, world.pace, step_seconds, used, saved)
         self.alive, self.paused, self.paused_at = True, False, 0.0
         self.reachable_since = world.now  # when it was last paused, cut off, or started
         self.asking: m.RequestView | None = None

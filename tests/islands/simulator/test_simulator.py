@@ -48,6 +48,13 @@ class AsksOnce(Member):
         pass
 
 
+class CountsOn(Member):
+    """Counts the examples of all stages together."""
+
+    def _adopt(self, outer):
+        self.outer = outer
+
+
 def outcome_of(number: int) -> Outcome:
     """Return the outcome of a schedule; print what happens in one that breaks an invariant."""
     try:
@@ -84,6 +91,7 @@ def test_a_fleet_begins_within_the_documented_time_whatever_its_seconds_are(isla
         (CommitsAlone, 0),
         (DividesByOldWeights, 0),
         (HealsFromStaleSource, 0),
+        (CountsOn, 0),
         (AsksOnce, 260),  # where it is soon found: one schedule of about a hundred finds it
         pytest.param(AsksOnce, 0, marks=pytest.mark.soak),
     ],

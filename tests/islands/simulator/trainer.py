@@ -21,10 +21,11 @@ class Trainer:
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
-    def __init__(self, node, pace: RoundPacing, step_seconds: float, saved=None):
+    def __init__(self, node, pace: RoundPacing, step_seconds: float, used: int, saved=None):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
         self.side = TrainerSide(pace, node.member.handover, node.clock, saved.steps if saved else 0)
-        self._leases = DataLeases(node.name, node.member.holder, BATCH, saved.used if saved else 0)
+        self.stage = node.world.rules.stage_at(node.member.outer.round)
+        self._leases = DataLeases(node.name, node.member.holder, BATCH, used, self.stage)
         # Since this island contributed to each.
         self._tokens = list(saved.tokens) if saved else [0.0] * pace.schedule.fragments
         self._outer = node.member.outer  # at the last command
@@ -62,6 +63,7 @@ class Trainer:
         elif (first := self._leases.take()) is not None:
             for example in range(first, first + BATCH):
                 node.world.invariants.consume(example, node.identity)
+            node.world.invariants.is_of_stage(first, self.stage, node.member.outer.ledger)
             self._is_busy = True
             node.world.later(self._step_seconds, self._stepped)
 
@@ -90,10 +92,10 @@ class Trainer:
         self._node.world.step(self._node)
         self._between_steps(starved=False)
 
-    def saved(self) -> tuple[OuterRecord, str, int, int, tuple[float, ...]]:
+    def saved(self) -> tuple[OuterRecord, str, int, int, tuple[float, ...], int]:
         """The values of a checkpoint between two steps."""
         used = self._leases.used_after(self._batches)
-        return self._outer, self._leases.holder, used, self.side.undecided_steps, tuple(self._tokens)
+        return self._outer, self._leases.holder, used, self.side.undecided_steps, tuple(self._tokens), self.stage
 
     def _follow(self, order: TrainerCommand) -> None:
         schedule, self._outer = self._pace.schedule, self._node.member.outer
@@ -104,6 +106,15 @@ class Trainer:
         elif isinstance(order, LoadOuterState):
             self.factor = 1.0
             self._tokens = [0.0] * schedule.fragments
+        if not isinstance(order, SendMessage):
+            self._begin_stage(order.round if isinstance(order, LoadOuterState) else order.round + 1)
+
+    def _begin_stage(self, round: int) -> None:
+        """As the program: the stage of the outer parameters that have arrived."""
+        stage = self._node.world.rules.stage_at(round)
+        if stage != self.stage:
+            self.stage, self._batches = stage, 0
+            self._leases.begin_stage(stage, BATCH)
 
     def _depart(self, number: int) -> None:
         node = self._node

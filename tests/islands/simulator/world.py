@@ -92,7 +92,7 @@ class World:
         self.timing = TIMING if rng.random() < 0.5 else some_timing(rng)
         lease_policy, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
         minimum, start = rng.choice((1, 1, 1, 2)), rng.choice((1, 1, 2, 3))
-        self.rules = Rules(minimum, lease_policy, start, lockstep)
+        self.rules = Rules(minimum, lease_policy, start, lockstep, stages=(4, 9) if number % 3 == 1 else ())
         rough = rng.random() < 0.5
         self.weather = Weather(
             lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,

@@ -193,7 +193,8 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
 
         axes = Axis("batch", 4), Axis("position", 4)
         setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
-        resources: Any = SimpleNamespace(step=take, outer=member.host, controller=controller, seen=[0.0])
+        stage = {"stage_at": lambda round: int(round >= 5), "stage": 0, "firsts": ()}
+        resources: Any = SimpleNamespace(step=take, outer=member.host, controller=controller, seen=[0.0], **stage)
         nothing: Any = None
         observers = Observers(Callbacks([]), nothing, controller.progress)
         return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, observers), controller
@@ -244,6 +245,15 @@ def test_an_island_that_a_callback_ends_leaves_complete_with_the_outer_parameter
     assert steps.next_batch() is None
     assert (steps.ended, steps.complete, steps.stop_reason) == (True, True, "enough")
     assert not not_finite(steps.state.method)
+
+
+def test_steps_end_with_the_round_after_which_the_fleet_is_in_another_stage(island_steps):
+    """The commands after that are of the next stage."""
+    steps, controller = island_steps([])
+    controller.orders = [ApplyRound(3, 0.0), ApplyRound(4, 0.0), SendMessage(5)]
+    steps.between()
+    assert (steps.arrived, steps.ended_stage, steps.ended, controller.orders) == (4, True, False, [SendMessage(5)])
+    assert steps.next_batch() is None
 
 
 def test_only_the_wait_for_a_command_has_no_time_limit(island_steps):

@@ -13,7 +13,9 @@ from gregale.data.chat.template import built_in
 from gregale.data.sources.chat import ChatSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from gregale.evaluation.tasks.files import read_tasks
 from gregale.inference.generate import filled
+from gregale.programs.runtime.tasks import asked_in
 from gregale.programs.sample.chat import Dialogue, chat_prompts, converse, lines_of_user
 from gregale.programs.sample.text_format import Continuation, TextFormat
 from gregale.runs.config import TrainConfig
@@ -129,6 +131,24 @@ def test_answers_are_the_same_in_a_conversation_and_in_a_file(gregale, inputs, c
     assert [each["text"] for each in found] == out.splitlines()
     assert list(found[0]) == ["id", "messages", "text", "tokens", "ended", "seed"]
     assert (found[0]["id"], found[1]["messages"], found[1]["seed"]) == (7, talks[1]["messages"], 3)
+
+
+def test_tasks_ask_by_the_template(gregale, inputs, chatty, refused, capsys):
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    lines = [{"kind": "exact_match"}, {"messages": talk, "answer": "1"}, {"context": "b", "answer": "1"}]
+    for name, own in {"mixed": lines, "plain": [lines[0], lines[2]]}.items():
+        (inputs / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    run, form, tasks = RunDirectory(chatty), TextFormat(with_built_in()), read_tasks(["mixed.jsonl", "plain.jsonl"])
+    with chat_prompts(run, form.tokenizer) as chat:
+        spoken = [chat.ids({"messages": each}, "") for each in (talk, [{"role": "user", "content": "b"}])]
+    mixed, plain = asked_in(tasks, run, form, chat=False).prompts
+    assert (mixed.prompts, mixed.stops) == (spoken, [])
+    assert (plain.prompts, plain.stops) == ([form.ids("b")], ["\n\n"])
+    (mixed, plain), ends = (asked := asked_in(tasks, run, form, chat=True)).prompts, asked.form.ends
+    assert (mixed.prompts, plain.prompts, ends) == (spoken, spoken[1:], chat.form.ends)
+    assert gregale("eval", "chatty", "--json", "--tasks", "mixed.jsonl") == 0
+    assert json.loads(capsys.readouterr().out)["exact_match.mixed"] == 0
+    assert "whole has no chat template" in refused("eval", "whole", "--chat", "--tasks", "plain.jsonl")
 
 
 @pytest.mark.parametrize(

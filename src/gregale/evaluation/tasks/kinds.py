@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from gregale.data.sources.base import encodable
 from gregale.errors import UserError
 
 KEYS_SHOWN = 20
+CONVERSATION = ("messages", "tools", "documents")  # of a line: what a chat template gets
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Question:
     place: str  # the file and the line, for messages
     sizes: tuple[int, ...] = ()  # the divisors of the log-likelihoods, one for each choice
     prompt: str = ""
+    conversation: dict[str, Any] = field(default_factory=dict)  # in place of the prompt: `messages`, `tools`
     expected: str = ""  # what `extract` finds in the right answer
 
 
@@ -88,11 +90,13 @@ def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Que
 
 
 def read_exact_match(line: Mapping[str, Any], form: Form, location: str) -> Question:
-    context, answer = text_of(line, "context", location), text_of(line, "answer", location)
-    expected = extracted(answer, form.extract)
+    expected = extracted(text_of(line, "answer", location), form.extract)
     if not expected:
         raise UserError(f"{location}: `answer` has nothing to compare: {form.extract!r} finds nothing in it.")
-    return Question((), 0, location, prompt=form.prefix + context, expected=expected)
+    if conversation := {name: line[name] for name in CONVERSATION if name in line}:
+        return Question((), 0, location, expected=expected, conversation=conversation)
+    prompt = form.prefix + text_of(line, "context", location)
+    return Question((), 0, location, expected=expected, prompt=prompt)
 
 
 def extracted(text: str, pattern: str) -> str:

@@ -230,7 +230,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
         if all(header.starved for header in group):
             return _split_generation(view, current, group, "no island has data left to train on")
         return Wait("no island contributes a message", _names(group), idle=True)
-    inside = {header.identity for header in group}
+    inside, stage = {header.identity for header in group}, rules.stage_at(current[0].round)
     return FormGroup(
         key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),
         ballot=ballot,
@@ -238,7 +238,11 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
         weights=weights,
         electors=tuple(header.identity for header in group if header.voter),
         voters=sum(not header.leaving for header in group),
-        reports=tuple(_report(h, h.leaving and h.identity in inside) for h in headers),
+        reports=tuple(
+            # A member that is behind may count the examples of an earlier stage.
+            _report(h if rules.stage_at(h.round) == stage else replace(h, used=0), h.leaving and h.identity in inside)
+            for h in headers
+        ),
         leaving=frozenset(header.identity for header in group if header.leaving),
         size=outliers.median(counted.values()),
         left_out=left_out,

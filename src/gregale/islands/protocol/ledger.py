@@ -10,8 +10,11 @@ receive it with the state. No number is ever leased twice:
 - the rest of a dead island's lease is never leased again, because the island may be alive, cut off and still using it;
   once the island is back with another session, the rest is counted as `skipped`.
 
+A stage of a run begins with new leases from `next` on, because examples before that are of another mixture or length.
+The rest of older leases, and returned examples, are skipped.
+
 A lease belongs to a name and a holder: the session that got it. A fleet restored from a checkpoint continues with the
-saved holders. `used` counts all examples that a holder has used; it never decreases.
+saved holders. `used` counts all examples that a holder has used in this stage; it never decreases.
 """
 
 import hashlib
@@ -72,18 +75,27 @@ class Lease(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Examples from `next` on were never leased; `free` were returned; `skipped` are lost for their epoch."""
+    """Examples from `next` on were never leased; `free` were returned; `skipped` are lost for their epoch.
+
+    `stages` are the first examples of the stages that have begun after the first.
+    """
 
     next: int = 0
     free: tuple[Span, ...] = ()
     leases: tuple[Lease, ...] = ()
     skipped: int = 0
+    stages: tuple[int, ...] = ()
 
     def lease(self, name: str, holder: str) -> Lease | None:
         return next((lease for lease in self.leases if (lease.name, lease.holder) == (name, holder)), None)
 
     def digest(self) -> str:
         return digest_of(asdict(self))
+
+    def next_stage(self) -> "Ledger":
+        """Return the ledger at the beginning of a stage, without leases."""
+        left = sum(lease.left() for lease in self.leases) + sum(stop - start for start, stop in self.free)
+        return Ledger(self.next, skipped=self.skipped + left, stages=(*self.stages, self.next))
 
 
 def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeasePolicy) -> Ledger:
@@ -107,7 +119,7 @@ def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeaseP
             lease = lease._replace(spans=_joined((*lease.spans, *store.take(lease_policy.size * report.batch))))
         leases[report.name] = lease
     free = _joined(sorted(store.free))
-    return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped)
+    return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped, ledger.stages)
 
 
 @dataclass

@@ -86,7 +86,7 @@ class Member(MemberState):
             self._take_snapshot()
 
     def _on_message_ready(self, event: m.MessageReady) -> None:
-        self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
+        self._count(event)
         if event.round == self.outer.round and self.handover.due:
             self.handover.arrive(event)
             if event.norm is None:
@@ -114,7 +114,7 @@ class Member(MemberState):
         self._reducing = None
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        ledger = advance(self.outer.ledger, form.reports, self.rules.lease_policy)
+        ledger = form.ledger_after(self.outer, self.rules)
         sizes = form.sizes_after(self.outer.sizes)
         outer = OuterRecord(
             self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes
@@ -134,8 +134,8 @@ class Member(MemberState):
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
         self._reducing = None
-        self._failures += 1
-        self._unreachable = unreachable
+        self._failures, self._unreachable = self._failures + 1, unreachable
+        self._changed_at = self._now if self._failures == 1 else self._changed_at
 
     def _on_healed(self, event: m.Healed) -> None:
         self._end_healing()
@@ -149,9 +149,9 @@ class Member(MemberState):
             return
         self._drop_round()
         self.handover.state_replaced()
-        self.outer, self._voter, self._seen, self._from_checkpoint = outer, False, 0, wanted.from_checkpoint
-        self.holder = self.identity.session
-        self._vain_heals, self._heal_failed = self._vain_heals + 1, ""
+        self._adopt(outer)
+        self._voter, self._seen, self._from_checkpoint = False, 0, wanted.from_checkpoint
+        self.holder, self._heal_failed, self._vain_heals = self.identity.session, "", self._vain_heals + 1
         self._do(m.Install(outer))
         self._needs_view, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
@@ -252,8 +252,8 @@ class Member(MemberState):
 
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None
-        prepared, self._held = self._held, None
-        self.outer, self._from_checkpoint = prepared.outer, False
+        prepared, self._held, self._from_checkpoint = self._held, None, False
+        self._adopt(prepared.outer)
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()

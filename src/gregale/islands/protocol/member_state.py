@@ -27,7 +27,7 @@ class Identity:
     agreement: str
     version: str
     hosts: tuple[str, ...]
-    batch: int = 1  # examples of a batch
+    batches: tuple[int, ...] = (1,)  # examples of a batch, in each stage
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MemberState:
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
-        self._answers_since = 0.0  # the end of its last silence
+        self._changed_at = 0.0  # the end of its last silence, or of the first failed try of a round
         self._held_request = ""  # what the coordinator waits for, by its last answer since the newest view
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
         self._sources: tuple[Peer, ...] = ()  # of the fetched state
@@ -105,7 +105,7 @@ class MemberState:
             agreement=own.agreement,
             version=own.version,
             hosts=own.hosts,
-            batch=own.batch,
+            batch=own.batches[self.rules.stage_at(outer.round + 1)],  # for leases of the round to come
             round=outer.round,
             generation=outer.generation,
             digest=outer.fingerprint(),
@@ -132,6 +132,18 @@ class MemberState:
             used=self._used,
             step_seconds=self._step_seconds,
         )
+
+    def _count(self, message: m.MessageReady) -> None:
+        """Note the examples and the step time of a message; an earlier stage has counted other examples."""
+        self._step_seconds = message.step_seconds
+        if self.rules.stage_at(message.round) == self.rules.stage_at(self.outer.round):
+            self._used = max(self._used, message.used)
+
+    def _adopt(self, outer: OuterRecord) -> None:
+        """Continue with another outer state; in another stage, count the used examples from 0."""
+        if self.rules.stage_at(outer.round) != self.rules.stage_at(self.outer.round):
+            self._used = 0
+        self.outer = outer
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
@@ -227,19 +239,19 @@ class MemberState:
         """Record an answer of the coordinator: `held` is what it waits for; or the `error` in place of an answer."""
         self._error, self._held_request = error, held
         if not error:
-            self._answers_since = self._now if self._is_coordinator_silent() else self._answers_since
+            self._changed_at = self._now if self._is_coordinator_silent() else self._changed_at
             self._heard_at = self._now
 
     def _is_coordinator_silent(self) -> bool:
         return self._now - self._heard_at > SILENT_BEATS * self.timing.heartbeat_seconds / BEATS_PER_TIMEOUT
 
     def is_reason_known(self, since: float, seconds: float) -> bool:
-        """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a silence.
+        """Return whether the coordinator is silent, or has answered after `since` and for `seconds` without a change.
 
-        Otherwise `stall_reason` may be outdated: a silence begins, or this island has not caught up after one. A new
-        request is unknown until the next heartbeat.
+        Otherwise `stall_reason` may be outdated: a silence begins, this island has not caught up after one, or not all
+        have given up a try that failed. A new request is unknown until the next heartbeat.
         """
-        answers = self._heard_at >= since and self._now - self._answers_since >= seconds
+        answers = self._heard_at >= since and self._now - self._changed_at >= seconds
         is_new = self._waiting_for and not self._held_request and not isinstance(self._plan[0], Wait)
         return (answers and not is_new) or self._is_coordinator_silent()
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.headers import Generation, Header, Peer
-from gregale.islands.protocol.ledger import LeaseReport
+from gregale.islands.protocol.headers import Generation, Header, OuterRecord, Peer
+from gregale.islands.protocol.ledger import LeaseReport, Ledger, advance
 from gregale.islands.protocol.outliers import KEPT, Size
+from gregale.islands.protocol.settings import Rules
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,13 @@ class FormGroup:
     reports: tuple[LeaseReport, ...]
     size: Size | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+
+    def ledger_after(self, outer: OuterRecord, rules: Rules) -> Ledger:
+        """Return the ledger after this round; it may be the first of a stage, of which no example is used yet."""
+        ledger, reports = outer.ledger, self.reports
+        if rules.stage_at(outer.round + 1) != rules.stage_at(outer.round):
+            ledger, reports = ledger.next_stage(), tuple(report._replace(used=0) for report in reports)
+        return advance(ledger, reports, rules.lease_policy)
 
     def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
         """Return the sizes of the last rounds, including this one."""

@@ -67,3 +67,8 @@ class Rules:
     start: int = 1  # the smallest number of members with which a fleet begins, anew or from checkpoints
     lockstep: bool = False  # a round waits until all live members have their messages
     outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing
+    stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
+
+    def stage_at(self, round: int) -> int:
+        """Return the number of the stage, from 0, that the fleet is in after so many rounds."""
+        return sum(first <= round for first in self.stages)

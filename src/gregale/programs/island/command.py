@@ -1,9 +1,9 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,9 +11,7 @@ import jax
 
 import gregale
 from gregale.checkpoint.multihost import first_message, messages_of_all
-from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
-from gregale.distributed.agreement import format_term, to_text
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
@@ -32,6 +30,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
 from gregale.islands.protocol.trainer_side import REDUCES
+from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.server import Server
@@ -39,24 +38,24 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
+from gregale.programs.island.stages import agreement, check_mixtures, next_start
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup
-from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.command import PreparedRun, prepared
 from gregale.programs.train.evaluation import Evaluation
 from gregale.programs.train.loop import Loop
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Traffic
 from gregale.runs.config import TrainConfig
+from gregale.runs.config_diff import changes
 from gregale.runs.history import ROUNDS
-from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 from gregale.runs.run_directory import RunDirectory
 from gregale.settings import setting
 from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
-from gregale.tracking.callback import Callbacks
+from gregale.tracking.callback import Callbacks, RunInfo
 from gregale.tracking.choices import open_trackers
 from gregale.training.state import TrainState
 from gregale.training.stepper import Stepper
@@ -64,31 +63,6 @@ from gregale.training.stepper import Stepper
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
 T = TypeVar("T")
-# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
-# tokens, and data is leased in batches of each island's own size.
-MUST_AGREE = (
-    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
-    *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets"),
-    "batch.sequence_length",
-    *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
-    *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
-    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
-    *("islands.outlier_factor", "islands.network"),
-)
-
-
-def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str], base: Base | None = None) -> str:
-    """Return the settings and text that all islands must share, for an island's header.
-
-    - `shards`: `shards_of` of each of the island's hosts
-    """
-    frozen = {} if base is None else {"the digest of the frozen weights": base.digest}
-    hosts = {"the number of an island's hosts": str(len(shards))}
-    seconds = {"islands.heartbeat_seconds": format_term(timing_of(setup.config.islands).heartbeat_seconds)}
-    settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
-    text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
-    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
-    return to_text(hosts | settings | seconds | text | shapes | frozen)
 
 
 def shards_of(outer: HostOuter) -> str:
@@ -128,35 +102,27 @@ def checked_token(config: TrainConfig) -> bytes:
 
 def train(run: PreparedRun, token: bytes) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
-    run, start, changed = run.starting_point()
-    setup, corpus, console = run.setup, run.corpus, run.console
-    config = setup.config
-    if len(start.mixtures) > 1:
-        raise UserError(
-            "data.sources: the sources or their weights have changed, and all islands of a fleet have drawn from the "
-            "others. Put the old ones back, or start another fleet with a new name."
-        )
+    rules = rules_of(run)
+
+    def stage_after(step: int) -> int:
+        return rules.stage_at(run.checkpoints.metadata(step)["islands"]["round"]) if step else 0
+
+    run, start, changed = run.starting_point(stage_after)
+    check_mixtures(run.config, run.number, start.mixtures)
     if run.is_ended(start, changed):
         return 0
-    info = run.record_start(start, changed)
+    info, config = run.record_start(start, changed), run.config
     with StopRequest() as stop:
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
-            resources = join(run, start, token, status, stop)
-            stack.callback(resources.close, console.message)
-            console.begin(config.steps, start.step)
-            status.callbacks = stack.enter_context(open_trackers(config.trackers, setup.callbacks, info, console))
+            resources = join(run, start, token, status, stop, rules)
+            stack.callback(resources.close, run.console.message)
             status.state = "joining"
-            callbacks = Callbacks([status], flush=status.callbacks.flush)
-            observers = Observers(callbacks, console.message, run.progress)
-            steps = IslandSteps(setup, resources, corpus.train, start, stop, observers)
-            counts = (
-                Traffic(setup, start.step, start.replica_bytes),
-                DataPosition(config.batch, start.step, start.examples, start.mixtures),
-            )
-            evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
-            saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)
-            Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
+            while True:
+                steps, evaluation, counts = train_stage(run, start, info, resources, status, stop)
+                if not steps.ended_stage:
+                    break
+                run, start, info, resources = next_stage(run, start, steps, counts, resources)
             status.state = "complete" if steps.complete else "left"
         run.checkpoints.wait()
     run.progress.at(steps.step, Phase.ENDING)
@@ -164,11 +130,82 @@ def train(run: PreparedRun, token: bytes) -> int:
     return run.exit_code(steps, evaluation.latest, stop, left)
 
 
-def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, stop: StopRequest) -> IslandResources:
+def rules_of(run: PreparedRun) -> Rules:
+    islands, methods = run.config.islands, [island_of(stage.setup) for stage in run.stages]
+    held = islands.lease_steps or LEASE_PERIODS * methods[0].schedule.period  # at least half of it always
+    return Rules(
+        islands.min_members,
+        LeasePolicy(size=held, low=-(-held // 2)),
+        islands.min_members_to_start,
+        islands.lockstep,
+        islands.outlier_factor,
+        stage_rounds(run.config, methods),
+    )
+
+
+def island_of(setup: Setup) -> Island:
+    assert isinstance(setup.method, Island)
+    return setup.method
+
+
+def train_stage(
+    run: PreparedRun, start: Start, info: RunInfo, resources: IslandResources, status: StatusTracker, stop: StopRequest
+) -> tuple[IslandSteps, Evaluation, tuple[Traffic, DataPosition]]:
+    """Train to the end of a stage, or until the island has left; return its steps, its evaluation and its counts."""
+    setup, corpus, console = run.setup, run.corpus, run.console
+    config = setup.config
+    console.begin(config.steps, start.step)
+    with open_trackers(config.trackers, setup.callbacks, info, console) as status.callbacks:
+        callbacks = Callbacks([status], flush=status.callbacks.flush)
+        examples = corpus.training(fleet_mixtures(run.config, resources.firsts))
+        observers = Observers(callbacks, console.message, run.progress)
+        steps = IslandSteps(setup, resources, examples, start, stop, observers)
+        counts = (
+            Traffic(setup, start.step, start.replica_bytes),
+            DataPosition(config.batch, start.step, start.examples, start.mixtures),
+        )
+        evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
+        saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)
+        Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
+    return steps, evaluation, counts
+
+
+def next_stage(
+    run: PreparedRun,
+    start: Start,
+    steps: IslandSteps,
+    counts: tuple[Traffic, DataPosition],
+    resources: IslandResources,
+) -> tuple[PreparedRun, Start, RunInfo, IslandResources]:
+    """Return the run in the stage of the outer parameters that have arrived, and where it begins.
+
+    The connection to the fleet stays, and so do the outer parameters.
+    """
+    run.progress.at(steps.step, Phase.PREPARING)
+    run.checkpoints.wait()
+    before, (number, firsts) = run.setup, steps.coming
+    setup = run.stages[number].setup
+    run = replace(run, number=number, checkpoints=run.open_checkpoints(setup))
+    start = next_start(start, steps, counts, before, setup)
+    resources.outer.follow(island_of(setup))
+    if resources.leases is not None and number != resources.stage:
+        resources.leases.begin_stage(number, setup.config.batch.size)
+    stepper = setup.stepper()
+    compile_programs(setup, stepper, start.state, resources.outer)
+    changed = changes(before.config, setup.config)
+    assert steps.arrived is not None
+    begins = f"Stage {number + 1} of {len(run.stages)} begins after round {steps.arrived + 1}, step {start.step}"
+    run.console.message(f"{begins}: {'; '.join(map(str, changed)) or 'no change'}.")
+    info = run.record_start(start, changed)
+    return run, start, info, replace(resources, step=stepper, seen=steps.seen(), stage=number, firsts=firsts)
+
+
+def join(
+    run: PreparedRun, start: Start, token: bytes, status: StatusTracker, stop: StopRequest, rules: Rules
+) -> IslandResources:
     """Return this host's outer state and trainer controller, which starts to look for the fleet."""
     setup, directory, say = run.setup, run.directory, run.console.message
-    config, island = setup.config, setup.method
-    assert isinstance(island, Island)
+    config, island = setup.config, island_of(setup)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host = jax.process_index()
     folder = directory.path / (OUTER if host == 0 else f"{OUTER}-{host}")  # of this host's shards of the outer state
@@ -188,22 +225,25 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, st
         record = run_on_all(lambda: restore(outer, folder, saved["round"]))
         digest = joint_digest(messages_of_all(outer.digest))
         run_on_all(lambda: check_restored(record, digest, folder))
+        check_stage(run.number, record)
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
         worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses = tuple(messages_of_all(server.address))
-    agreed = agreement(setup, run.corpus, messages_of_all(shards_of(outer)), start.base)
+    stages = [(stage.setup.config, stage.corpus) for stage in run.stages]
+    agreed = agreement(stages, rules.stages, messages_of_all(shards_of(outer)), start.base)
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
     stepper = setup.stepper()
     compile_programs(setup, stepper, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
+    stage = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
-        return IslandResources(stepper, outer, follower, folder, seen)
+        return IslandResources(stepper, outer, follower, folder, seen, **stage)
     hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
@@ -211,19 +251,16 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, st
     note_stalled(directory, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
-    identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
-    held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
-    lease_policy = LeasePolicy(size=held, low=-(-held // 2))
-    used = saved["used"] if saved else 0
-    rules = Rules(
-        islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
-    )
+    batches = tuple(each.batch.size for each, _ in stages)
+    identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, batches)
+    used = saved["used"] if saved and saved.get("stage", 0) == run.number else 0
+    leases = DataLeases(islands.own_name, holder, config.batch.size, used, run.number)
     rounds = lines_at(directory.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=CoordinatorClient(str(islands.lighthouse), islands.own_name, token, timing, session),
         worker=hosts,
-        leases=DataLeases(islands.own_name, holder, config.batch.size, used),
+        leases=leases,
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
@@ -235,7 +272,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, st
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return IslandResources(stepper, outer, driver, folder, seen, rounds)
+    return IslandResources(stepper, outer, driver, folder, seen, rounds, leases, **stage)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
@@ -269,10 +306,18 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
     return record
 
 
+def check_stage(number: int, record: OuterRecord) -> None:
+    """Raise `UserError` if the fleet has begun other stages by this round than the configuration has."""
+    if (begun := len(record.ledger.stages)) != number:
+        raise UserError(
+            f"stages: the fleet is in stage {begun + 1} after round {record.round}, but by this configuration in stage "
+            f"{number + 1}. Stages that have begun cannot change: put them back, others may change."
+        )
+
+
 def compile_programs(setup: Setup, stepper: Stepper, state: TrainState, outer: HostOuter) -> None:
     """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
-    island = setup.method
-    assert isinstance(island, Island)
+    island = island_of(setup)
     outer.compile()
     stepper.program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
     for index in range(island.schedule.fragments):

@@ -36,11 +36,12 @@ class IslandSaving(Saving):
 
     def waits_after(self, step: int) -> bool:
         island = self._island
-        return not island.ended and self._stagger.is_due(island.arrived, island.save_offset)
+        ended = island.ended or island.ended_stage
+        return not ended and self._stagger.is_due(island.arrived, island.save_offset)
 
     def after_step(self, pause: Pause) -> Metrics:
         resources, island = self._resources, self._island
-        if island.ended:  # a round may have ended since the last save of this step, if the island was out of data
+        if island.ended or island.ended_stage:  # a round may have ended since the last save of this step
             self._checkpoints.outdate(pause.step)
         outer, moment = resources.controller.side
         if outer is None or pause.step == 0:
@@ -60,6 +61,7 @@ class IslandSaving(Saving):
             "round": outer.round,
             "seen": island.seen(),
             "complete": island.complete,
+            "stage": island.stage,
             **resources.controller.to_save(island.batches),
         }
         self._save(pause, {"islands": counted}, save_outer)

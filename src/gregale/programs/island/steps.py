@@ -21,6 +21,7 @@ from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
 from gregale.islands import trainer_command as commands
+from gregale.islands.data_leases import DataLeases
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
@@ -52,6 +53,10 @@ class IslandResources:
     - `folder`: the folder of the outer checkpoints
     - `seen`: tokens by fragment since the island last contributed to it, at the start
     - `rounds`: the writer of rounds.jsonl; None: another host of this island writes it
+    - `leases`: the examples leased to this island; None: another host of this island holds them
+    - `stage_at`: returns the number of the fleet's stage, from 0, after so many rounds
+    - `stage`: the number of this stage
+    - `firsts`: the fleet's first example of each stage from the second to this
     """
 
     step: Stepper
@@ -60,6 +65,10 @@ class IslandResources:
     folder: StoragePath
     seen: list[float]
     rounds: FileJsonlWriter | ObjectJsonlWriter | None = None
+    leases: DataLeases | None = None
+    stage_at: Callable[[int], int] = lambda round: 0
+    stage: int = 0
+    firsts: tuple[int, ...] = ()
 
     def flush(self) -> None:
         """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
@@ -77,13 +86,16 @@ class IslandResources:
 
 
 class IslandSteps(Steps):
-    """The steps of an island, and its controller's commands between them.
+    """The steps of an island in one stage, and its controller's commands between them.
 
-    The steps end after the fleet's last round, or when the island has left the fleet.
+    The steps end after the fleet's last round, when the island has left the fleet, or with a round after which the
+    fleet is in another stage.
 
     - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
     - `arrived`: the newest round in the parameters; None before the first
+    - `stage`, `firsts`: as in `IslandResources`
+    - `coming`: the same two of the fleet with that round
     - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
@@ -108,6 +120,8 @@ class IslandSteps(Steps):
         self.state, self.step, self.base, self.batches = start.state, start.step, start.base, 0
         self._report: StepReport | None = None  # of the newest step with these parameters
         self.arrived: int | None = None
+        self.stage, self.firsts, self._stage_at = resources.stage, resources.firsts, resources.stage_at
+        self.coming = self.stage, self.firsts
         self.save_offset = 0.0
         self._is_leaving = False
         self._finish: commands.Finish | None = None
@@ -120,9 +134,14 @@ class IslandSteps(Steps):
     def complete(self) -> bool:
         return self._finish is not None and (self._finish.complete or self.stop_reason is not None)
 
+    @property
+    def ended_stage(self) -> bool:
+        """Whether the fleet's stage is another one, or began with another example."""
+        return self.coming != (self.stage, self.firsts)
+
     def next_batch(self) -> Batch | None:
         """Return the next leased batch; without one, execute commands until there is one."""
-        while not self.ended:
+        while not (self.ended or self.ended_stage):
             if not self._is_leaving and self.is_stopped():
                 self._is_leaving = True
                 self._controller.leave()
@@ -161,18 +180,19 @@ class IslandSteps(Steps):
 
         - `starved`: no data is leased, so it executes commands until there is data
         """
-        while (order := self._order(starved)) is not None:
+        while not self.ended_stage and (order := self._order(starved)) is not None:
             match order:
                 case commands.SendMessage(number):
                     self._depart(self.state, number)
                 case commands.ApplyRound(number, weight, save_offset):
                     self.save_offset = save_offset
                     self.state = self._arrive(self.state, number, weight)
+                    self._note_arrived(number)
                 case commands.LoadOuterState(number, inherits):
                     inner = self._controller.inherited() if inherits else None
                     self.state = self._with_outer_parameters(self.state, inner)
                     self._seen, self._errors, self._report = jnp.zeros_like(self._seen), {}, None
-                    self.arrived = number - 1
+                    self._note_arrived(number - 1)
                 case commands.CopyInnerState():
                     self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
                 case commands.Finish():
@@ -215,8 +235,13 @@ class IslandSteps(Steps):
         down = partial(_down, messages, self._seen[index], norm)
         self._controller.message_sent(number, down, self._controller.used(self.batches))
 
+    def _note_arrived(self, number: int) -> None:
+        """Note the newest round in the parameters, and the stage of the fleet with it."""
+        record, stage = self._controller.side.record, self._stage_at(number + 1)
+        assert record is not None
+        self.arrived, self.coming = number, (stage, record.ledger.stages[:stage])
+
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
-        self.arrived = number
         is_of_state = number in self._errors  # otherwise the state was replaced after the message had departed
         error = self._errors.pop(number, None)
         if weight == 0:  # it did not contribute, so it keeps its own parameters

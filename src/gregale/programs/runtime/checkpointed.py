@@ -68,7 +68,7 @@ def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:
     """
     stored = metadata.get("mixtures")
     if stored is None:
-        return with_mixture((), 0, config.data.weights, config.batch.sequence_length)
+        return with_mixture((), 0, *config.mixture)
     return tuple(MixtureStage(*each) for each in stored)
 
 

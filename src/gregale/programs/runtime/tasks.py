@@ -2,6 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from gregale.checkpoint.multihost import messages_of_all
 from gregale.data.special_names import counter_of_names, taken_as_text
@@ -9,10 +12,11 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.evaluation.tasks.continuations import encoded
 from gregale.evaluation.tasks.files import Task, read_tasks
-from gregale.evaluation.tasks.kinds import Pair, Score
+from gregale.evaluation.tasks.kinds import Pair, Question, Score
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.scoring import Scorer
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.sample.chat import chat_prompts
 from gregale.programs.sample.sampler import MAX_BATCH, Sampler, beside_training
 from gregale.programs.sample.text_format import TextFormat
 from gregale.runs.run_directory import RunDirectory
@@ -21,20 +25,39 @@ ERROR = "_stderr"
 ANSWER = 256  # tokens of a generated answer at most
 
 
+class Prompts(NamedTuple):
+    """What a model is asked in a task: the tokens of each question's prompt, and the texts that end an answer."""
+
+    task: Task
+    prompts: list[list[int]]
+    stops: list[str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of all tasks with generated answers.
+
+    - `form`: its `ends` end an answer
+    """
+
+    form: TextFormat
+    prompts: tuple[Prompts, ...] = ()
+
+
 class TaskEvaluation:
     """Computes the metrics of tasks; encodes their text once and scores equal texts once.
 
     - `start`: tokens before each context
+    - `asked`: of the tasks whose answers are generated
 
     Raises `UserError` for a question that cannot be scored, and if the files of the run's processes differ.
     """
 
-    def __init__(self, setup: Setup, tasks: Sequence[Task], tokenizer: Tokenizer, start: Sequence[int]):
+    def __init__(self, setup: Setup, tasks: Sequence[Task], tokenizer: Tokenizer, start: Sequence[int], asked: "Asked"):
         self._tasks = [task for task in tasks if not task.generates]
-        self._generated = [task for task in tasks if task.generates]
-        if self._generated:
-            form = TextFormat(tokenizer, tuple(start))
-            self._sampler = Sampler(setup, form, beside_training(setup))
+        self._asked = asked
+        if asked.prompts:
+            self._sampler = Sampler(setup, asked.form, beside_training(setup))
         places: dict[Pair, str] = {}
         for question in (question for task in self._tasks for question in task.questions):
             for pair in question.pairs:
@@ -45,7 +68,7 @@ class TaskEvaluation:
         for place, continuation in zip(places.values(), self._continuations, strict=True):
             check_scored(place, continuation.scored, self._scorer.context)
         tokens = hashlib.sha256(b"".join(each.tokens.tobytes() for each in self._continuations))
-        tokens.update(repr([task.questions for task in self._generated]).encode())
+        tokens.update(repr([(each.task.questions, each.prompts) for each in asked.prompts]).encode())
         if len(set(messages_of_all(tokens.hexdigest()))) > 1:
             raise UserError("evaluation.tasks: the files are not the same on all hosts of the run. Copy them anew.")
 
@@ -64,17 +87,16 @@ class TaskEvaluation:
 
     def _of_answers(self, model, at_batch: Callable[[int, int], None]) -> dict[str, float]:
         """Return the metrics of the tasks whose answers a model generates, the likeliest token each time."""
-        if not self._generated:
+        if not self._asked.prompts:
             return {}
         ready, metrics = self._sampler.prepared(model), {}
-        total, done = sum(len(task.questions) for task in self._generated), 0
-        for task in self._generated:
+        total, done = sum(len(prompts) for _, prompts, _ in self._asked.prompts), 0
+        for task, prompts, stops in self._asked.prompts:
             answers = []
-            for first in range(0, len(task.questions), MAX_BATCH):
-                prompts = [question.prompt for question in task.questions[first : first + MAX_BATCH]]
+            for first in range(0, len(prompts), MAX_BATCH):
                 at_batch(done + first, total)
-                found = self._sampler.texts(ready, prompts, ANSWER, Sampling(temperature=0), [task.form.stop])
-                answers += [text.partition(task.form.stop)[0] for text in found]
+                batch = prompts[first : first + MAX_BATCH]
+                answers += self._sampler.texts(ready, batch, ANSWER, Sampling(temperature=0), stops)
             done += len(answers)
             metrics |= {f"{name}.{task.name}": value for name, value in task.metrics_of_answers(answers).items()}
         at_batch(total, total)
@@ -104,6 +126,29 @@ def check_scored(place: str, scored: int, context: int) -> None:
         )
 
 
+def asked_in(tasks: Sequence[Task], run: RunDirectory, form: TextFormat, chat: bool) -> Asked:
+    """Return the prompts of the tasks whose answers are generated.
+
+    - `chat`: a context is the message of a user. So it is in a file that has a conversation
+
+    The end of the turn ends an answer in a conversation. Raises `UserError` for one that the template rejects.
+    """
+    generated = [task for task in tasks if task.generates]
+    talking = {task.name for task in generated if chat or any(each.conversation for each in task.questions)}
+    with chat_prompts(run, form.tokenizer) if talking else nullcontext() as chats:
+
+        def prompts_of(task: Task) -> Prompts:
+            if chats is None or task.name not in talking:
+                return Prompts(task, [form.ids(each.prompt) for each in task.questions], [task.form.stop])
+            return Prompts(task, [chats.ids(conversation_of(each), each.place) for each in task.questions], [])
+
+        return Asked(form if chats is None else chats.form, tuple(map(prompts_of, generated)))
+
+
+def conversation_of(question: Question) -> dict[str, Any]:
+    return question.conversation or {"messages": [{"role": "user", "content": question.prompt}]}
+
+
 def start_of(run: RunDirectory, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens before each text: those that an imported model's tokenizer adds, else none."""
     return tokenizer.start if run.huggingface.is_dir() else ()
@@ -116,13 +161,20 @@ def tasks_of(
     found = read_tasks(setup.config.evaluation.tasks)
     if found and setup.config.evaluation.parse_special:
         tokenizer = tokenizer.parsing_special()
-    return evaluation_on(found, setup, tokenizer, run, report) if found else None
+    return evaluation_on(found, setup, tokenizer, run, report, setup.config.evaluation.chat) if found else None
 
 
 def evaluation_on(
-    tasks: Sequence[Task], setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
+    tasks: Sequence[Task],
+    setup: Setup,
+    tokenizer: Tokenizer,
+    run: RunDirectory,
+    report: Callable[[str], None],
+    chat: bool,
 ) -> TaskEvaluation:
     """Return the evaluation on tasks; report the number of questions that are longer than the context.
+
+    - `chat`: see `asked_in`
 
     Also report the names of special tokens that the tasks have as plain text.
     """
@@ -131,7 +183,9 @@ def evaluation_on(
     texts += [question.prompt for question in questions]
     if note := taken_as_text(counter_of_names(tokenizer)(texts), "the tasks", "parse_special"):
         report(note)
-    evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
+    start = start_of(run, tokenizer)
+    asked = asked_in(tasks, run, TextFormat(tokenizer, start), chat)
+    evaluation = TaskEvaluation(setup, tasks, tokenizer, start, asked)
     for task in tasks:
         if count := evaluation.cut.get(task.name):
             total = f"{count:,} of {len(task.questions):,}"

@@ -78,10 +78,11 @@ class Sampler:
         return self._prepare(model) if self._placement.whole else self._formed(model)
 
     def texts(
-        self, model, prompts: Sequence[str], count: int, sampling: Sampling, stops: Sequence[str] = ()
+        self, model, prompts: Sequence[str | list[int]], count: int, sampling: Sampling, stops: Sequence[str] = ()
     ) -> list[str]:
-        """Return the continuations of prompts, all with the same seed. All processes of a run make this call."""
-        encoded = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
+        """Return the continuations of texts or tokens, with one seed. All processes of a run make this call."""
+        tokens = [self._form.ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        encoded = [Prompt(each, sampling.seed) for each in tokens]
         texts, rows = [Continuation(self._form, count, stops) for _ in encoded], min(len(encoded), MAX_BATCH)
         for numbers in batches_of([len(prompt.tokens) for prompt in encoded], rows):
             batch, chosen = [encoded[number] for number in numbers], [texts[number] for number in numbers]

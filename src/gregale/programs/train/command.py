@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 
 import jax
 
@@ -116,10 +117,14 @@ class PreparedRun:
         """Return the origin of a run that begins after this step."""
         return self.branch if self.branch is not None and self.branch.step == step else None
 
-    def starting_point(self) -> tuple["PreparedRun", Start, list[Change]]:
+    def starting_point(
+        self, stage_after: Callable[[int], int] | None = None
+    ) -> tuple["PreparedRun", Start, list[Change]]:
         """Return this run in the stage after its newest intact checkpoint, its state, and the keys that have changed.
 
         A run begins, resumes and goes from stage to stage in this way.
+
+        - `stage_after`: returns the number of the stage after the checkpoint of a step; default: as the steps tell
         """
         if note := by_first_process(lambda: self.directory.check_checkpoints(self.checkpoints.steps()), None):
             self.console.message(note)
@@ -128,7 +133,7 @@ class PreparedRun:
             opened, step, before = self.branch.opened()
         else:
             opened, before = nullcontext(), self.directory.saved_config(step)
-        run, number = self, number_after(self.config.each_stage, step or 0)
+        run, number = self, (stage_after or partial(number_after, self.config.each_stage))(step or 0)
         if number != self.number:
             checkpoints = self.open_checkpoints(self.stages[number].setup)
             run = replace(self, number=number, checkpoints=checkpoints)

@@ -48,7 +48,7 @@ def starting_point(
 
     Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
-    mixture = setup.config.data.weights, setup.config.batch.sequence_length
+    mixture = setup.config.mixture
     if step is None:
         mixtures, base = with_mixture((), 0, *mixture), None
         if setup.config.start_from is None:

@@ -15,6 +15,8 @@ from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import fewest_tokens
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import read_tasks
+from gregale.islands.stages import stage_rounds
+from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
 from gregale.runs.config import TrainConfig
@@ -58,6 +60,8 @@ def check_stages(config: TrainConfig) -> list[Setup]:
             check_installed(stage.config.trackers)
             setups.append(stage_setup(stage.config, fewest_tokens(stage.config.data.tokenizer)))
             read_tasks(stage.config.evaluation.tasks)
+    if config.islands.lighthouse is not None:
+        stage_rounds(config, [setup.method for setup in setups if isinstance(setup.method, Island)])
     return setups
 
 

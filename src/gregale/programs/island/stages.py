@@ -1,0 +1,102 @@
+"""What the stages of an island change in one process, while the fleet's rounds go on."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import jax
+
+from gregale.data.preparation import Corpus
+from gregale.data.staged import Mixtures, with_mixture
+from gregale.distributed.agreement import ABSENT, format_term, to_text
+from gregale.errors import UserError
+from gregale.islands.protocol.ledger import digest_of
+from gregale.islands.protocol.settings import timing_of
+from gregale.islands.stages import fleet_mixtures
+from gregale.programs.runtime.checkpointed import spike_window
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import Base
+from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.step_log import DataPosition, Traffic
+from gregale.programs.train.steps import Steps
+from gregale.runs.config import TrainConfig
+from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
+from gregale.training.state import TrainState, state_shardings
+
+# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
+# tokens, and data is leased in batches of each island's own size.
+MUST_AGREE = (
+    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets"),
+    "batch.sequence_length",
+    *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
+    *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
+    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
+    *("islands.outlier_factor", "islands.network"),
+)
+
+
+def agreement(
+    stages: Sequence[tuple[TrainConfig, Corpus]], rounds: Sequence[int], shards: Sequence[str], base: Base | None = None
+) -> str:
+    """Return the settings and text that all islands must share, for an island's header.
+
+    - `stages`: the configuration and the text of each stage; of a later one the terms have what it changes
+    - `rounds`: after how many rounds each stage but the first begins
+    - `shards`: `shards_of` of each of the island's hosts
+    """
+    frozen = {} if base is None else {"the digest of the frozen weights": base.digest}
+    hosts = {"the number of an island's hosts": str(len(shards))}
+    heartbeat = timing_of(stages[0][0].islands).heartbeat_seconds
+    seconds = {"islands.heartbeat_seconds": format_term(heartbeat)}
+    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    first, *_ = terms = [stage_terms(*stage) for stage in stages]
+    later = {f"stages.{number}.from": f"round {round}" for number, round in enumerate(rounds)}
+    for number, (before, now) in enumerate(pairwise(terms)):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        later |= {f"stages.{number}.{key}": now.get(key, ABSENT) for key in keys}
+    return to_text(hosts | first | seconds | later | shapes | frozen)
+
+
+def stage_terms(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
+    settings = {key: value for key, value in terms_of(config).items() if matches(key, MUST_AGREE)}
+    return settings | {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
+
+
+def check_mixtures(config: TrainConfig, number: int, mixtures: Mixtures) -> None:
+    """Raise `UserError` if a checkpoint has mixtures that are of none of the stages up to `number`."""
+    known = [(each.weighed, each.length) for each in fleet_mixtures(config, range(1, number + 1))]
+    if any((each.weighed, each.length) not in known for each in mixtures):
+        raise UserError(
+            "data.sources: the sources or their weights have changed, and all islands of a fleet have drawn from the "
+            "others. Put the old ones back and give the new ones in a stage that has not begun, or start another fleet "
+            "with a new name."
+        )
+
+
+def next_start(start: Start, steps: Steps, counts: tuple[Traffic, DataPosition], before: Setup, setup: Setup) -> Start:
+    """Return the point at which a stage begins: the state of the stage before, and the counts so far.
+
+    - `start`: of the stage before, which has made these `steps`
+    """
+    traffic, consumed = counts
+    examples = consumed.examples(steps.step)
+    mixtures = with_mixture(start.mixtures, examples, *setup.config.mixture)
+    state = moved(steps.state, before, setup, steps.step)
+    return Start(state, steps.step, traffic.bytes_sent(steps.step), examples, mixtures, start.base)
+
+
+def moved(state: TrainState, before: Setup, setup: Setup, step: int) -> TrainState:
+    """Return the state of a stage for the next one, as a checkpoint between them would give it.
+
+    On another mesh the errors of quantised messages begin from zero; another window of spikes begins empty.
+    """
+    method = setup.method
+    if before.layout.mesh.shape != setup.layout.mesh.shape:
+        state = state._replace(method=method.without_error(state.method))
+    if spike_window(before) != spike_window(setup):
+        state = state._replace(spikes=None)
+    places = state_shardings(method, state)
+    state = converted(setup, jax.device_put(state, places), step, method)
+    if state.spikes is None and setup.config.skip_spikes is not None:
+        state = state._replace(spikes=setup.new_spikes(step))
+    return state
