@@ -12,6 +12,7 @@ from gregale.programs.train.steps import MeshSteps
 from gregale.storage.jsonl_reader import read_entries
 from gregale.streams import LEFT_AT_EXIT
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses
+from tests.runs.runs import write_starts
 
 MORE, DILOCO = "{type: text, files: ['text/[0-3].txt'], weight: 3}", "{type: diloco, period: 2}"
 YARN = "{rotary_scaling: {type: yarn, factor: 2, original_context: 32}}"
@@ -143,7 +144,12 @@ def test_a_branch_equals_the_run_that_goes_on(train, staged, inputs, refused):
     assert "cannot go on with the stages before stage 3: seed 0 -> 1" in refused(*command, "3", "--seed", "1")
     assert "start_from is not given" in refused(*command, "3", "--start_from", "null")
     assert "staged is a run that did not begin after step 7" in refused(*command, "3", "--name", "staged")
+    assert "trunk is this run itself" in refused(*command, "3", "--name", "trunk", "--fresh")
     assert not (inputs / "runs" / "never").exists()
+    write_starts(inputs / "runs" / "branch", {"branch": {}, "stage": 3})
+    shutil.rmtree(inputs / "runs" / "branch" / "checkpoints")
+    (inputs / "runs" / "branch" / "newest_checkpoint.json").unlink()
+    assert "began at stage 3 and has no checkpoint yet" in refused(*command[:-1], "--name", "branch")
 
 
 def test_later_stages_may_change_and_what_was_used_may_not(train, staged, refused, evaluated):

@@ -11,10 +11,9 @@ SIZE, STAGES, FROM = "batch.size", "stages", "from"
 
 
 class _Given(NamedTuple):
+    key: str  # at which the stage is given
     first: float  # steps before the stage
     values: dict[str, Any]
-    key: str  # at which the stage is given
-    is_written: bool  # in `stages`
 
 
 def expanded(decoder: Decoder, raw: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
@@ -36,35 +35,27 @@ def expanded(decoder: Decoder, raw: dict[str, Any], origins: dict[str, str]) -> 
     if not ramp or ramp[0][0]:
         raise _refusal("has no size for step 0", at)
     written = decoder.decode(list[dict[str, Any]], raw.get(STAGES, []), STAGES)
-    found = [_Given(_first(each, steps), each, f"{STAGES}.{number}", True) for number, each in enumerate(written)]
+    found = [_Given(f"{STAGES}.{number}", _first(each, steps), each) for number, each in enumerate(written)]
     for first, begin, name in ramp[1:]:
-        _add(found, _Given(first, {FROM: begin, "batch": {"size": sizes[name]}}, f"{SIZE}.{name}", False))
-    _move(origins, [each.key for each in found])
+        if at is not None:
+            origins.setdefault(f"{SIZE}.{name}", at)
+        _add(found, _Given(f"{SIZE}.{name}", first, {FROM: begin, "batch": {"size": sizes[name]}}))
+    before = {key: origins.pop(key) for key in [*origins] if key.startswith((f"{STAGES}.", f"{SIZE}."))}
+    for number, each in enumerate(found):
+        below = [key for key in before if key == each.key or key.startswith(f"{each.key}.")]
+        origins.update({f"{STAGES}.{number}{key.removeprefix(each.key)}": before[key] for key in below})
     return {**raw, "batch": {**batch, "size": sizes[ramp[0][2]]}, STAGES: [each.values for each in found]}
 
 
 def _add(found: list[_Given], stage: _Given) -> None:
     """Add a size to the written stage at its step, or as a stage before the first one that begins later."""
     for place, each in enumerate(found):
-        if each.first == stage.first and each.is_written:
+        if each.first == stage.first and each.key.startswith(STAGES):
             if isinstance(own := each.values.get("batch", {}), dict):
                 found[place] = each._replace(values={**each.values, "batch": {**stage.values["batch"], **own}})
             return
     place = next((place for place, each in enumerate(found) if each.first > stage.first), len(found))
     found.insert(place, stage)
-
-
-def _move(origins: dict[str, str], keys: list[str]) -> None:
-    """Move the origins of stages: the stage at `keys[i]` is stage i now."""
-    before = dict(origins)
-    for key in [key for key in before if key.startswith(f"{STAGES}.")]:
-        del origins[key]
-    for number, key in enumerate(keys):
-        for below, origin in before.items():
-            if below == key or below.startswith(f"{key}."):
-                origins[f"{STAGES}.{number}{below.removeprefix(key)}"] = origin
-        if key.startswith(SIZE) and SIZE in before:
-            origins.setdefault(f"{STAGES}.{number}", before[SIZE])
 
 
 def _first(stage: Mapping[str, Any], steps: int) -> float:

@@ -45,9 +45,12 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
     for number, (first, given) in enumerate(zip(firsts[1:], config.stages, strict=True)):
         stage = changed(found[-1].config, given, join(STAGES, number))
         if schedule := own_schedule(given):
-            end = next((later for later in scheduled if later > first), None)
-            span = {"begin": first, "end": end, "initial": initial_rate(found[-1].config, stage, number, first)}
-            stage = with_schedule(stage, {name: span[name] for name in span if name not in schedule})
+            span = {"begin": first, "end": next((later for later in scheduled if later > first), None)}
+            if "initial" not in schedule:
+                span["initial"] = initial_rate(found[-1].config, stage, number, first)
+            own = {name: value for name, value in span.items() if name not in schedule}
+            optimizer = stage.optimizer
+            stage = replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **own)))
         found.append(Stage(first, stage))
     return tuple(found)
 
@@ -57,12 +60,6 @@ def own_schedule(given: Mapping[str, Any]) -> Mapping[str, Any]:
     optimizer = given.get("optimizer")
     schedule = optimizer.get("schedule") if isinstance(optimizer, Mapping) else None
     return schedule if isinstance(schedule, Mapping) else {}
-
-
-def with_schedule(stage: Any, span: Mapping[str, Any]) -> Any:
-    """Return the configuration of a stage with other keys of its schedule."""
-    optimizer = stage.optimizer
-    return replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **span)))
 
 
 def initial_rate(before: Any, stage: Any, number: int, first: int) -> float:
@@ -78,10 +75,9 @@ def initial_rate(before: Any, stage: Any, number: int, first: int) -> float:
     if fraction is None:
         kind = choice_name(type(schedule), schedule)
         raise KeyedError(
-            join(STAGES, f"{number}.optimizer.schedule.warmup"),
-            f"is {stage.optimizer.schedule.warmup:g}",
-            f", but the rate before the stage is unknown: its schedule, {kind}, has no `fraction_after_warmup`. Give "
-            "it, or set `warmup` to 0.",
+            join(STAGES, f"{number}.optimizer.schedule.initial"),
+            "is missing",
+            f": the schedule before the stage, {kind}, has no closed form. Give its rate divided by the stage's peak.",
         )
     return fraction * before.optimizer.learning_rate / peak
 

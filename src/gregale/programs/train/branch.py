@@ -51,7 +51,7 @@ def branch_of(config: TrainConfig, stage: int | None, run: RunDirectory, fresh: 
             f"--stage: {run.path} is a run that did not begin after step {step:,} of {config.start_from}. Give the new "
             "run another `name`, or --fresh, which sets the old run aside. Without --stage the old run goes on."
         )
-    return None if is_saved else Branch(_origin(config, stage, step), step, {BRANCH: record})
+    return None if is_saved else Branch(_origin(config, run, stage, step), step, {BRANCH: record})
 
 
 def _first_step(config: TrainConfig, stage: int) -> int:
@@ -69,9 +69,11 @@ def _first_step(config: TrainConfig, stage: int) -> int:
     return config.each_stage[stage - 1].first
 
 
-def _origin(config: TrainConfig, stage: int, step: int) -> RunDirectory:
+def _origin(config: TrainConfig, run: RunDirectory, stage: int, step: int) -> RunDirectory:
     """Return the run of `start_from`, which has a checkpoint of a step and can go on with this configuration."""
     origin = find_run(str(config.start_from))
+    if origin.path.absolute() == run.path.absolute():
+        raise UserError(f"start_from: {origin.path} is this run itself. Give the branch another `name`.")
     there = committed_steps(origin.checkpoints)
     if step not in there:
         has = f"checkpoints of the steps {', '.join(f'{each:,}' for each in there)}" if there else "no checkpoint"
