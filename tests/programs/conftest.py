@@ -15,7 +15,7 @@ from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.
 OF_A_STEP = ["seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "reduce", "compute", "pipeline"]
-OF_A_STEP += ["inspect", "callbacks", "adapter"]
+OF_A_STEP += ["inspect", "callbacks", "adapter", "skip_spikes", "objective", "mapping"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,7 @@ def train(
     overrides: str | Sequence[str] = (),
     *,
     fresh: bool = False,
+    stage: int | None = None,
     profile: str | None = None,
     **keys: Any,
 ) -> TrainingResult:
@@ -54,7 +55,7 @@ def train(
     - `config`: the path of a YAML file, a mapping with its keys, or a `TrainConfig`
     - `overrides`: arguments of the command: `["--optimizer.learning_rate", "1e-3"]`
     - `keys`: keys of the first level, in place of those of `config`: `steps=100`; a mapping changes the keys in it
-    - `fresh`, `profile`: options of the command
+    - `fresh`, `stage`, `profile`: options of the command
 
     An interrupt or SIGTERM ends the call after the present step, with a checkpoint; a second interrupt raises
     KeyboardInterrupt. Outside of the main thread no signal is caught. Each process of a run of several makes this call.
@@ -65,7 +66,7 @@ def train(
     given = str(config) if isinstance(config, str | PathLike) else _plain(config)
     chosen = resolved(read(TrainConfig, given, overrides, _plain(keys)))
     with process_goes_on():
-        code = main(TrainOptions(fresh, profile), chosen)
+        code = main(TrainOptions(fresh=fresh, stage=stage, profile=profile), chosen)
     run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
     _, evaluation, _ = last_entries(run.metrics)
     metrics = {name: value for name, value in evaluation.items() if name != "step"}
