@@ -26,7 +26,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
-from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, with_adapters
+from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, stored_base, with_adapters
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -84,7 +84,7 @@ class Setup:
     def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
 
-        With an adapter, the model has the dtypes of frozen weights.
+        - `model`: in the form of `stored_base`
 
         - `adapters`: those to continue, in the structure of the parameters; None: new ones
         """
@@ -102,6 +102,11 @@ class Setup:
     def base(self) -> Any:
         """Return the abstract model without adapters, see `base_model`."""
         return jax.eval_shape(partial(base_model, self.config, self.Vocab), jax.random.key(0))
+
+    @cached_property
+    def stored_base(self) -> Any:
+        """Return the abstract model without adapters as devices hold it, see `initial_model.stored_base`."""
+        return jax.eval_shape(partial(stored_base, self.config, self.Vocab), jax.random.key(0))
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)
