@@ -72,8 +72,8 @@ class Setup:
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step; each device makes its shards."""
-        method, options = self.method_after(0), self.compiler_options
-        return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
+        method, key = self.method_after(0), jax.random.key(self.config.seed)
+        return initial_state(method, lambda: initial_model(self.config, self.Vocab, key), self.compiler_options)
 
     def new_spikes(self, step: int) -> Any:
         """Return an empty window of spikes for the method that makes the step after `step` steps."""
@@ -85,7 +85,6 @@ class Setup:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
 
         - `model`: in the form of `stored_base`
-
         - `adapters`: those to continue, in the structure of the parameters; None: new ones
         """
         config, key = self.config, jax.random.key(self.config.seed)
@@ -94,9 +93,6 @@ class Setup:
             return model if config.adapter is None else with_arrays(with_adapters(config, model, key), adapters)
 
         return initial_state(self.method_after(0), make, self.compiler_options, model, adapters)
-
-    def init_model(self, key):
-        return initial_model(self.config, self.Vocab, key)
 
     @cached_property
     def base(self) -> Any:
