@@ -17,6 +17,7 @@ from gregale.audit.memory import (
 )
 from gregale.audit.step import ACCELERATOR, CPU, TPU, StepShape
 from gregale.axes.mapping import MappingConfig
+from gregale.model.adapter_config import TARGETS, LoraConfig
 from gregale.model.execution import execution
 from gregale.model.experts_config import ExpertsConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
@@ -25,6 +26,7 @@ from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import abstract_batch, estimate, step_shape, tree_bytes
+from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import BatchConfig
 from tests.audit.steps import FAST, lowered_step, small_setup, small_step
 
@@ -222,6 +224,29 @@ def test_gradients_for_several_replicas_fill_lanes():
     assert estimate_memory(one, 0, TPU).buffers == 4 * all_ // 2
     assert estimate_memory(two, 0, TPU).buffers == 4 * (all_ - ends) // 2 + 4 * ends * 128 // 32
     assert estimate_memory(two, 0, ACCELERATOR).buffers == 4 * all_ // 2
+
+
+WIDE = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_size": 64, "mlp": 1024, "vocabulary": 4096}
+
+
+def beside_frozen(base: str, **compute) -> Setup:
+    others = {"adapter": LoraConfig(rank=16, targets=TARGETS, base=base), "start_from": "a model"}
+    others["batch"] = BatchConfig(8, 256)
+    return small_setup((1, 2, 1), 1, {"remat": "full", "loss_block": 256, **compute}, WIDE, others)
+
+
+@pytest.mark.parametrize("base", ["dtype", "nf4"])
+def test_frozen_weights_take_their_bits_and_have_no_gradients(base):
+    setup = beside_frozen(base)
+    matrices, others = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 1024), 2 * 4096 * 256 + 9 * 256
+    held = 4.25 / 8 * matrices if base == "nf4" else 4 * matrices
+    assert tree_bytes(setup).frozen == (held + 4 * others) / 2
+    found = estimate(setup, CPU)
+    factors = 16 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 1024))
+    assert found.buffers == 4 * factors / 2
+    if base == "dtype":  # XLA:CPU keeps several forms of the weights that it decodes
+        low, high = CPU.range(found.peak)
+        assert low < compiler_memory(lowered_step(setup).compile(compiler_options=FAST)).peak < high
 
 
 def test_muon_takes_what_its_matrices_take():

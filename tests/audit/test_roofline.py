@@ -6,6 +6,8 @@ import pytest
 
 from gregale.audit.chips import chip
 from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
+from gregale.axes.parameters import frozen_of, trainable
+from gregale.model.adapter_config import LoraConfig
 from gregale.model.execution import execution
 from gregale.model.experts_config import ExpertsConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
@@ -125,11 +127,12 @@ def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, nor
 def traced_loss(setup, **changes):
     run = replace(execution(setup.config.compute, setup.layout, setup.config.model), **changes)
 
-    def loss(model, batch):
-        return model.loss(batch, run)[0]
+    def loss(parameters, frozen, batch):
+        return setup.psdp.holding(frozen).model_with(parameters).loss(batch, run)[0]
 
     with hax.axis_mapping({}):
-        return jax.make_jaxpr(jax.grad(loss))(setup.model, abstract_batch(setup)).jaxpr
+        arguments = trainable(setup.model), frozen_of(setup.model), abstract_batch(setup)
+        return jax.make_jaxpr(jax.grad(loss))(*arguments).jaxpr
 
 
 def test_what_saves_more_reads_weights_no_oftener():
@@ -178,8 +181,15 @@ def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
     """An independent count: forward and backward pass by JAX's own trace; norms have no products."""
     setup = small_setup((1, 1, 1), 1, {"remat": "none", "autodiff_rules": "plain"}, {"layers": 2})
     tokens = setup.config.batch.tokens
-    counted = model_flops_per_token(step_shape(setup), full=True)
+    counted, attention = model_flops_per_token(step_shape(setup), full=True), 12 * 2 * 32 * 16
     assert flops_of(traced_loss(setup)) == pytest.approx(counted * tokens, rel=0.01)
+    others = {"adapter": LoraConfig(rank=4, targets=("query", "down")), "start_from": "a model"}
+    beside = small_setup((1, 1, 1), 1, {"remat": "none", "autodiff_rules": "plain"}, {"layers": 2}, others)
+    adapters, head = 2 * 4 * (32 + 32 + 64 + 32), 32 * 320
+    by_hand = 2 / 3 * (counted - 6 * head - attention) + attention + 4 * head + 6 * adapters
+    assert model_flops_per_token(step_shape(beside), full=True) == pytest.approx(by_hand, rel=1e-3)
+    untaken = 2 * head  # the trace has the head's gradient, which no result needs
+    assert flops_of(traced_loss(beside)) == pytest.approx((by_hand + untaken) * tokens, rel=0.01)
     tied = small_setup((1, 1, 1), 1, model={"layers": 2, "tied_head": True})
     assert model_flops_per_token(step_shape(tied), full=True) == counted, "a tied table is multiplied, too"
 

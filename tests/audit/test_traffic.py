@@ -15,6 +15,7 @@ from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, s
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
+from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
@@ -74,6 +75,10 @@ SPREAD = {
     "no FSDP, groups, a limit of the direction's norm, a z-loss": (
         *((4, 1, 2), 1, {"remat": "projections"}, {"z_loss": 0.01}),
         {"optimizer": AdamWConfig(clip_update_norm=1.0, groups=(GroupConfig("layer.1.*", learning_rate=0.5),))},
+    ),
+    "adapters beside weights in 4 bits": (
+        *((2, 2, 1), 2, {"dtype": "bfloat16", "remat": "full"}, {"hidden": 128, "head_size": 32, "heads": 4}),
+        {"adapter": LoraConfig(rank=8, targets=("query", "down"), base="nf4"), "start_from": "a model"},
     ),
     "Muon, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),

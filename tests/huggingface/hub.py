@@ -94,13 +94,13 @@ def of_family(family: Family, **sizes: Any) -> LlamaConfig:
     return family.config(**sizes, **family.block)
 
 
-def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") -> Any:
+def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32", **sizes: int) -> Any:
     """Writes a model with random weights, biases and norms too, into a folder; returns it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = MODELS[name]
-    config = AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **settings, **sizes})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

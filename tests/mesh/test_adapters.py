@@ -15,17 +15,19 @@ from haliax import Axis
 from haliax.nn import Linear
 
 from gregale.audit import audit
-from gregale.axes.layout import LORA_RANK
+from gregale.axes.layout import LORA_RANK, is_named
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
-from gregale.model.adapters import Lora
+from gregale.model.adapter_config import MLP_TARGETS
+from gregale.model.adapters import Lora, quantised
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from tests.axes.test_quantised_weight import dequantised
 from tests.mesh.support import one_device, placed, token_batch
 
 EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
@@ -33,6 +35,10 @@ ROWS, POSITIONS = 8, 32
 FROZEN = (EMBED * HEADS, EMBED * MLP, EMBED * VOCABULARY)  # values of the frozen matrices of a layer, and of tables
 ADAPTERS = {"type": "lora", "rank": RANK, "targets": ["query", "down"]}
 QUERY, DOWN = RANK * (EMBED + HEADS), RANK * (MLP + EMBED)  # values of the factors in a layer
+
+
+# Beside quantised weights: blocks of 64 values divide all inputs but those of `out`, 2 heads of 32.
+IN_BLOCKS = {"model": "{hidden: 128, head_size: 32, mlp: 256}", "adapter": "{rank: 8, targets: [query, down]}"}
 
 
 @cache
@@ -128,6 +134,53 @@ def test_loss_and_gradients_equal_those_of_one_device(gather):
     assert norms[0][1] > 0, "both factors zero would have no gradient"
     for name, leaf in trees[0].items():
         np.testing.assert_allclose(leaf.array, trees[1][name].array, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_step_beside_quantised_weights_is_one_beside_the_dequantised_ones(base):
+    settings = {**IN_BLOCKS, "compute__dtype": "bfloat16"}
+    model = setup_of((2, 2, 1), **settings).config.model
+    exact = jax.jit(lambda key: model.init(Axis("vocab", VOCABULARY), key))(jax.random.key(0))
+    exact = jax.device_get(jax.tree.map(lambda array: array.astype("bfloat16"), exact))
+
+    def rounded(path, leaf):
+        if jax.tree_util.keystr(path[-2:]) not in [
+            f".{name}.weight" for name in ("query", "key", "value", *MLP_TARGETS)
+        ]:
+            return leaf
+        return hax.named(dequantised(leaf.array, 1, base).astype(leaf.dtype), leaf.axis_names)
+
+    found = []
+    for held in (base, "dtype"):
+        setup = setup_of((2, 2, 1), **settings, adapter__base=held)
+        same = jax.tree_util.tree_map_with_path(rounded, exact, is_leaf=is_named)
+        form = quantised(exact, base) if held == base else same
+        state = setup.state_from(placed(form, setup.layout, setup.layout.params))
+        for number in (1, 2):
+            state, report = setup.stepper()(state, batch_of(setup, number), number)
+        found.append(jax.device_get((report.metrics.loss, report.metrics.grad_norm, state.method.parameters)))
+    for first, second in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_quantised_weights_are_gathered_in_their_bits_and_blocks_stay_whole():
+    setup = setup_of((2, 2, 1), **IN_BLOCKS, adapter__base="nf4", adapter__targets="[query]")
+    with hax.axis_mapping({}):
+        lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
+    found = audit(lowered.compile().as_text() or "", setup.layout.mesh, known_trips(setup)).collectives
+    codes = [each for each in found if each.dtype == "u8"]
+    assert {(each.kind, each.axes) for each in codes} == {("all-gather", ("data",))}
+    matrices = LAYERS * 128 * (3 * 64 + 3 * 256)  # query, key, value; gate, up, down
+    assert sum(each.bytes * (each.times or 1) for each in codes) == 2 * matrices // 2, "in both passes half a byte each"
+    floats = [each for each in found if each.kind == "all-gather" and each.dtype != "u8" and each.touched == ("data",)]
+    largest = max(prod(shape) for each in floats for shape in each.shapes)
+    assert largest == VOCABULARY * 128 // 2, "no matrix of a layer is gathered in floats, but of `out`"
+    sizes = {prod(shape) for each in found if "replica" in each.touched for shape in each.shapes}
+    assert max(sizes) <= LAYERS * RANK * 128
+    with pytest.raises(UserError, match=r"128 of them along embed, which are 2 blocks. .* data 4 = 4 devices"):
+        setup_of((1, 4, 1), **IN_BLOCKS, adapter__base="int8")
+    with pytest.raises(UserError, match=r"compute\.remat none keeps the weights of all layers"):
+        setup_of((1, 1, 1), **IN_BLOCKS, adapter__base="int8", compute__remat="none")
 
 
 def test_diloco_equals_a_plain_loop():

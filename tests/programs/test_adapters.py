@@ -149,23 +149,28 @@ def assert_equal_loss(setup: Setup, plain: Any, state: TrainState) -> None:
 def tuned(inputs) -> Path:
     """A run of four steps with adapters on an imported model, evaluated and saved in the middle."""
     made("qwen2", inputs / "hub")
+    return trained_run(inputs, "tuned", "hub", "mine", {"rank": 4, "targets": ["query", "down"]})
+
+
+def trained_run(inputs: Path, name: str, hub: str, imported: str, adapter: dict[str, Any], **changes: Any) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        assert main(["import", "hub", "mine"]) == 0
-        config = yaml.safe_load((inputs / "mine" / "config.yaml").read_text())
+        assert main(["import", hub, imported]) == 0
+        config = yaml.safe_load((inputs / imported / "config.yaml").read_text())
         write_config(
             inputs,
-            "tuned.yaml",
+            f"{name}.yaml",
             steps=4,
-            start_from="mine",
+            start_from=imported,
             model=config["model"] | {"row_multiple": 8},
             data__tokenizer=config["data"]["tokenizer"],
-            adapter={"rank": 4, "targets": ["query", "down"]},
+            adapter=adapter,
             checkpoint={"every": 2},
             optimizer={"type": "adamw", "learning_rate": 0.01},
+            **changes,
         )
-        assert main(["train", "tuned.yaml", "--name", "tuned"]) == 0
-    return inputs / "runs" / "tuned"
+        assert main(["train", f"{name}.yaml", "--name", name]) == 0
+    return inputs / "runs" / name
 
 
 def test_a_checkpoint_has_the_adapters_and_names_the_frozen_weights(tuned):
@@ -206,11 +211,36 @@ def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
     beside = peft.PeftModel.from_pretrained(base, inputs / "adapters")(tokens).logits.detach().numpy()
     np.testing.assert_allclose(merged, beside, atol=1e-4)
     assert np.abs(merged - before).max() > 1e-2
-    trained = open_trained("tuned", None, 1)
+    np.testing.assert_allclose(logits_of("tuned"), beside, atol=1e-4)
+
+
+def logits_of(name: str) -> np.ndarray:
+    trained = open_trained(name, None, 1)
     named = {key: of_batch(array) for key, array in batch_of(0).items()}
     assert isinstance(trained.model, Llama)
-    found = trained.model.logits(named, trained.setup.evaluation_execution()).rearrange(("batch", "position", "vocab"))
-    np.testing.assert_allclose(found.array[..., :VOCABULARY], beside, atol=1e-4)
+    found = trained.model.logits(named, trained.setup.evaluation_execution())
+    return np.asarray(found.rearrange(("batch", "position", "vocab")).array[..., :VOCABULARY])
+
+
+def test_a_run_beside_weights_in_four_bits_resumes_and_exports_what_it_computes(inputs, gregale, refused):
+    made("qwen2", inputs / "wide_hub", hidden_size=128, intermediate_size=128)
+    adapter = {"rank": 4, "targets": ["query", "down"], "base": "nf4"}
+    run = trained_run(inputs, "bits", "wide_hub", "wide", adapter, compute__remat="full")
+    shutil.copytree(run, inputs / "runs" / "bits_again")
+    shutil.rmtree(inputs / "runs" / "bits_again" / "checkpoints" / "step-00000004")
+    assert gregale("train", "bits.yaml", "--name", "bits_again") == 0
+    assert_same_state(inputs / "runs" / "bits_again", run, 4)
+    assert "adapter.base" in refused("train", "bits.yaml", "--name", "bits", "--steps", "6", "--adapter.base", "int8")
+    assert gregale("export", "bits", "bits_merged") == 0
+    assert gregale("sample", "bits", "the ", "--tokens", "4") == 0
+    tokens = torch.tensor(batch_of(0)["tokens"].astype(np.int64))
+    merged, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(inputs / folder)(tokens).logits.detach().numpy()
+        for folder in ("bits_merged", "wide_hub")
+    )
+    found = logits_of("bits")
+    np.testing.assert_allclose(merged, found, atol=2e-4)
+    assert np.abs(base - found).max() > 0.1
 
 
 def test_evaluation_and_samples_are_of_the_adapted_model(tuned, gregale, evaluated, capsys):

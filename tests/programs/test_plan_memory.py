@@ -41,7 +41,11 @@ BASE = {
     "optimizer": {"type": "adamw", "learning_rate": 3.0e-4},
 }
 NARROW = "model.hidden=2496 model.heads=26 model.kv_heads=13 model.mlp=6656 model.vocabulary=100277"
+LLAMA_8B = "start_from=a model.layers=32 model.hidden=4096 model.heads=32 model.mlp=14336 model.vocabulary=128256"
 PEAKS = {
+    f"{LLAMA_8B} batch.size=8 adapter.base=dtype": 5693581824,
+    f"{LLAMA_8B} batch.size=8 adapter.base=nf4": 4090767872,
+    f"{LLAMA_8B} batch.size=8 adapter.base=nf4 adapter.targets=[query,key,value,out,gate,up,down]": 4157990400,
     "mesh.stage=2 pipeline.repeats=1": 6401921536,
     "mesh.stage=2 pipeline.repeats=2": 5431305728,
     "mesh.stage=2 pipeline.repeats=4": 3259857408,

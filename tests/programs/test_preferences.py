@@ -171,8 +171,14 @@ def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypa
     last = [line for line in logged if "eval_loss" in line][-1]
     assert last["eval_loss"] < 0.5
     assert "bits_per_byte" not in last
+    assert last["eval_reward_accuracy"] == 1
+    margin = last["eval_reward_chosen"] - last["eval_reward_rejected"]
+    assert margin > 1
+    assert last["eval_reward_margin"] == pytest.approx(margin, abs=1e-5)
     capsys.readouterr()
     assert main(["eval", "tuned", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(last["eval_loss"], abs=1e-5)
+    again = json.loads(capsys.readouterr().out)
+    for name in ("eval_loss", "eval_reward_margin"):
+        assert again[name] == pytest.approx(last[name], abs=1e-5)
     assert main(["eval", "tuned", "--json", "--data", "other.txt"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] > 1

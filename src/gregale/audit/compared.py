@@ -18,10 +18,10 @@ def compared_steps() -> dict[str, dict[str, Any]]:
 
 
 def kind_of(step: StepShape) -> str:
-    """Return the properties that closed forms treat apart: policy, gather, numbers, attention, windows, mesh."""
+    """Return the properties that closed forms treat apart: policy, gather, numbers, attention, windows, others."""
     words = [step.remat, "per_step" if step.per_step else "per_layer", step.matmul]
     words += ["scores" if step.scores else "kernel", f"{len(set(step.windows))} windows"]
-    words += ["experts"] * (step.active > 0)
+    words += ["experts"] * (step.active > 0) + ["adapters"] * step.adapts
     return " ".join(words + [axis for axis, size in step.mesh.items() if size > 1 and axis not in ("replica", "data")])
 
 

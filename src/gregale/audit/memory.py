@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from gregale.audit.step import Backend, StepShape, has_vocabulary, is_of_experts
-from gregale.axes.layout import Tree
+from gregale.audit.step import Backend, StepShape, has_vocabulary, in_eight_bits, is_of_experts, is_stacked
+from gregale.axes.layout import LORA_RANK, Tree
 
 FLOAT32 = 4
 SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
@@ -108,7 +108,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     """
     buffers = FLOAT32 * sum(step.gradient_values(weight, backend.lanes) for weight in step.weights)
     uses = [each for each in step.single() if step.uses(each)]
-    gathered = step.weights if step.per_step else uses if backend.hoists_gathers else []
+    gathered = step.computed if step.per_step else uses if backend.hoists_gathers else []
     # A compiler that widens bfloat16 keeps both forms of weights that it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
@@ -159,7 +159,7 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
             return inputs + tokens * head_values(step, backend) * attended
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
-    weights = 0 if step.per_step else values_of_a_layer(step) * _gathered_bytes(step, narrow)
+    weights = 0 if step.per_step else _gathered_weights(step, narrow)
     lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
@@ -171,9 +171,10 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     return weights + attention + 2 * (stream + part) + wide + (norms if step.rules == "plain" else 0)
 
 
-def values_of_a_layer(step: StepShape) -> int:
-    """Return the values of one layer's gathered weights on a device; the mean, if layers differ."""
-    return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
+def values_of_a_layer(step: StepShape, trained: bool = False) -> int:
+    """Return the values of one layer's gathered weights, or trained ones, on a device; the mean, if layers differ."""
+    weights = [weight for weight in step.weights if is_stacked(weight)] if trained else step.stacked()
+    return sum(step.on_device(weight, step.layout.compute) for weight in weights) // step.layers
 
 
 def offloaded_bytes(step: StepShape) -> int:
@@ -186,15 +187,17 @@ def offloaded_bytes(step: StepShape) -> int:
 def _layer(step: StepShape, backend: Backend) -> int:
     """Return the bytes of one layer's backward pass: weights, their gradients, and activations."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
-    gathered = 0 if step.per_step else _gathered_bytes(step, width)
+    gathered = 0 if step.per_step else _gathered_weights(step, width)
     experts = sum(step.on_device(each, step.layout.compute) for each in step.stacked() if is_of_experts(each))
     of_experts = int((1 - EXPERT_GRADIENTS) * experts) // step.layers
-    return (gathered + width) * values_of_a_layer(step) - width * of_experts + layer_activations(step, backend)
+    gradients = width * (values_of_a_layer(step, trained=True) - of_experts)
+    return gathered + gradients + layer_activations(step, backend)
 
 
-def _gathered_bytes(step: StepShape, width: int) -> int:
-    """Return the bytes of a value of a layer's gathered weights."""
-    return width if step.matmul == "dtype" else 1
+def _gathered_weights(step: StepShape, width: int) -> int:
+    """Return the bytes of one layer's gathered weights on a device; the mean, if layers differ."""
+    sizes = ((step.on_device(each, step.layout.compute), in_eight_bits(each, step.matmul)) for each in step.stacked())
+    return sum(count * (1 if eight_bits else width) for count, eight_bits in sizes) // step.layers
 
 
 def layer_activations(step: StepShape, backend: Backend) -> int:
@@ -206,12 +209,17 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
-    mlp = a_value * step.tokens * step.mlp
+    mlp = (a_value + width * _added_outputs(step)) * step.tokens * step.mlp
     if step.exchanged_rows:
         mlp = width * step.exchanged_rows * (SENT_EXPERT_ARRAYS * step.expert_width + SENT_ARRAYS * step.embed)
     elif step.active:
         mlp = width * (EXPERT_ARRAYS * step.tokens * step.mlp + PAIR_ARRAYS * step.pairs * step.embed)
     return width * _stream_values(step, backend) + max(attention, mlp)
+
+
+def _added_outputs(step: StepShape) -> int:
+    """Return the number of adapters whose outputs, of the width of the MLP, exist beside those of frozen weights."""
+    return sum([axis.name for axis in weight.axes[-2:]] == [LORA_RANK, "mlp"] for weight in step.weights)
 
 
 def _stream_values(step: StepShape, backend: Backend) -> int:
@@ -231,15 +239,15 @@ def _beside_layers(step: StepShape, backend: Backend) -> int:
     """
     cast = backend.narrows_ahead and not step.per_step and step.compute_bytes < FLOAT32
     narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
-    apart = backend.adds_at_end and step.microbatches > 1
-    own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
+    apart, stacked = backend.adds_at_end and step.microbatches > 1, [each for each in step.weights if is_stacked(each)]
+    own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in stacked) if apart else 0
     return narrow + own + unsummed_head(step)
 
 
 def unsummed_head(step: StepShape) -> int:
     """Return the bytes of the head's complete gradient, which exists until its sum over devices is done."""
     width = FLOAT32 if step.loss_blocks.groups > 1 and step.microbatches > 1 else step.compute_bytes
-    return width * step.embed * step.vocabulary if step.sums_behind else 0
+    return width * step.embed * step.vocabulary if step.sums_behind and not step.adapts else 0
 
 
 def loss_bytes(step: StepShape, backend: Backend) -> int:
@@ -248,7 +256,8 @@ def loss_bytes(step: StepShape, backend: Backend) -> int:
     A separate float32 table sums several groups. A compiler that fuses adds to it in place, without a group's own
     gradient, if the head is no embedding and the table is not added to those of other microbatches. It copies the logit
     gradients of a single group whose rows do not fill whole lanes. One that fuses logits has none of them in float32,
-    copies a single group always, and beside the table has the gradient, which the last group writes.
+    copies a single group always, and beside the table has the gradient, which the last group writes. A frozen head has
+    no gradient, so that nothing is copied for it.
     """
     blocks, head, hidden = step.loss_blocks, step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
@@ -260,5 +269,8 @@ def loss_bytes(step: StepShape, backend: Backend) -> int:
     elif table and backend.fuses_softmax and not tied and step.microbatches == 1:
         table -= sent
     copies = 2 if blocks.groups == 1 and (step.vocabulary % backend.lanes or step.fuses_logits) else 1
+    of_head = table + sent
+    if step.adapts:
+        copies, of_head = 1, 0
     logits = FLOAT32 * arrays * blocks.block * step.vocabulary + copies * sent * blocks.group * step.vocabulary
-    return logits + FLOAT32 * 2 * hidden + (table + sent + gathered) * head
+    return logits + FLOAT32 * 2 * hidden + (of_head + gathered) * head

@@ -11,7 +11,8 @@ from gregale.audit.memory import (
     unsummed_head,
     values_of_a_layer,
 )
-from gregale.audit.step import Backend, PipelineShape, StepShape
+from gregale.audit.pipeline_shape import PipelineShape
+from gregale.audit.step import Backend, StepShape
 
 SLOTS = 2  # of the window
 COPIES = 4  # of the rows in the pipeline, if a stage holds several microbatches: inputs, outputs and both gradients

@@ -6,7 +6,8 @@ from haliax import NamedArray
 
 from gregale.audit.expert_traffic import sums_of_experts
 from gregale.audit.pipeline_memory import layers_of_a_stage, of_an_iteration
-from gregale.audit.step import Backend, PipelineShape, StepShape
+from gregale.audit.pipeline_shape import PipelineShape
+from gregale.audit.step import Backend, StepShape
 from gregale.audit.traffic import (
     DATA,
     FLOAT32,

@@ -77,13 +77,13 @@ def model_flops_per_token(step: StepShape, full: bool = False) -> float:
     """Return `6 * N + 12 * layers * heads * head_size * keys`: forward and backward pass for one token.
 
     N are the weights of products, so without the embedding unless it is also the head, and with a token's own experts
-    alone. `keys` are those that the mask
-    leaves a query on average: about half of the positions for a causal mask.
+    alone. Frozen ones count 4 instead of 6: they have no gradients. `keys` are those that the mask leaves a query on
+    average: about half of the positions for a causal mask.
 
     - `full`: count all positions as keys
     """
-    keys = step.positions if full else _visible_keys(step)
-    return (FORWARD + BACKWARD) * (_multiplied(step) + keys * _for_a_key(step))
+    keys, count = step.positions if full else _visible_keys(step), _multiplied(step)
+    return (FORWARD + BACKWARD) * keys * _for_a_key(step) + _products(step, count)
 
 
 def _visible_keys(step: StepShape) -> float:
@@ -101,8 +101,9 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     keys = step.positions if step.scores else _visible_keys(step)
     attention = FORWARD * keys * _for_a_key(step)
     backward = BACKWARD / FORWARD if step.scores else KERNEL_BACKWARD
-    layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
-    single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step)) * step.loss_blocks.tokens / step.tokens
+    every, stacked = (_products(step, count) for count in (_multiplied(step), _stacked(step)))
+    layers = stacked + (1 + backward) * attention + _again(step, attention)
+    single = (every - stacked) * step.loss_blocks.tokens / step.tokens
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
     return Work(
         model_flops=model_flops_per_token(step) * tokens,
@@ -119,15 +120,22 @@ def _in_eight_bits(step: StepShape) -> float:
     """Return the FLOPs per token of the layers' products of 8-bit numbers: none gives gradients of experts' weights."""
     if step.matmul == "dtype":
         return 0
-    products = (FORWARD + BACKWARD) * _stacked(step) + _again(step, attention=0)
+    products = _products(step, _stacked(step)) + _again(step, attention=0)
     experts = sum(step.active_values(each) for each in step.stacked() if is_of_experts(each))
-    return products - FORWARD * experts if step.matmul == "int8" else products * (1 - experts / _stacked(step))
+    if step.matmul != "int8":
+        return products * (1 - experts / _stacked(step))
+    return products if step.adapts else products - FORWARD * experts
 
 
 def _multiplied(step: StepShape) -> int:
     """Return the number of weights in products: without an embedding that is not the head."""
     tables = [weight for weight in step.single() if has_vocabulary(weight)]
     return step.active_parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
+
+
+def _products(step: StepShape, count: int) -> int:
+    """Return the FLOPs per token of the products of `count` values; of values that are frozen without gradients."""
+    return (FORWARD + BACKWARD) * count - FORWARD * (count - step.parameters if step.adapts else 0)
 
 
 def _stacked(step: StepShape) -> int:
@@ -165,11 +173,15 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
 
     They exclude the values between a layer's operations under each policy, because saved ones are only read once more.
     """
-    gathered = sum(step.on_device(weight, step.layout.compute) for weight in step.weights)
+    gathered, fixed = (
+        sum(step.on_device(weight, step.layout.compute) for weight in weights)
+        for weights in (step.weights, [*step.frozen, *step.quantised])
+    )
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     passes = 3 if step.remat in ("none", "projections") else 4
     inputs = 2 * step.layers * step.stream * step.compute_bytes
-    microbatch = passes * gathered * step.compute_bytes + 2 * shard * FLOAT32 + inputs
+    weights = (passes * gathered + (passes - 1) * fixed) * step.compute_bytes
+    microbatch = weights + 2 * shard * FLOAT32 + inputs
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 
 

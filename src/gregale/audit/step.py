@@ -6,10 +6,12 @@ from math import prod
 
 from haliax import Axis, NamedArray
 
+from gregale.audit.pipeline_shape import PipelineShape
 from gregale.axes.expert_rounds import rows_to_a_device
 from gregale.axes.layout import CONTEXT, EXPERTS, REPLICA, ROUTER, SHARED_GATE, AxisMapping, Layout, is_layers
 from gregale.axes.position_order import chunks_reached
 from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
+from gregale.codecs.formats import WireFormat
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,6 @@ ACCELERATOR = Backend(
     narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True, least=0.65
 )
 TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True, least=0.84, most=1.25)
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """A pipeline of the layers by its numbers.
-
-    - `microbatches`: M, the number in the pipeline at one time.
-    - `repeats`: R, the number of times that each microbatch passes all stages.
-    - `iterations`: T, the iterations of a pass.
-    - `gather`: frequency of weight gathers: `per_repeat`, `per_iteration` or `once`.
-    """
-
-    microbatches: int
-    repeats: int
-    iterations: int
-    gather: str
-
-    @property
-    def drain(self) -> int:
-        """Return the iterations in which a stage idles."""
-        return self.iterations - self.microbatches * self.repeats
 
 
 @dataclass(frozen=True)
@@ -131,6 +112,8 @@ class StepShape(ParameterShape):
     - `active`: experts of a token; 0 for layers without experts
     - `balance_terms`: names of the terms of the loss that balance experts
     - `z_loss`: the loss has a z-loss
+    - `frozen`: weights beside adapters, which `weights` then are: in the compute dtype, without gradients
+    - `quantised`: further weights beside adapters, which are held and gathered in `blocks`
     """
 
     layers: int
@@ -154,6 +137,22 @@ class StepShape(ParameterShape):
     active: int = 0
     balance_terms: Sequence[str] = ()
     z_loss: bool = False
+    frozen: Sequence[NamedArray] = ()
+    quantised: Sequence[NamedArray] = ()
+    blocks: WireFormat | None = None
+
+    @property
+    def computed(self) -> list[NamedArray]:
+        """Return all weights of the computation, trained and frozen."""
+        return [*self.weights, *self.frozen, *self.quantised]
+
+    @property
+    def adapts(self) -> bool:
+        return bool(self.frozen)
+
+    def format_of(self, weight: NamedArray) -> WireFormat | None:
+        """Return the format of the blocks that hold a weight; None: it is an array of floats."""
+        return self.blocks if any(each is weight for each in self.quantised) else None
 
     @property
     def tokens(self) -> int:
@@ -214,7 +213,7 @@ class StepShape(ParameterShape):
     def active_parameters(self) -> int:
         """Return the number of values that a token is multiplied with, or looked up in: all weights but of the experts
         that it does not pass through."""
-        return sum(map(self.active_values, self.weights))
+        return sum(map(self.active_values, self.computed))
 
     def active_values(self, weight: NamedArray) -> int:
         """Return the values of a weight in all layers that take part in the computation of one token."""
@@ -250,7 +249,7 @@ class StepShape(ParameterShape):
         return devices * rows_to_a_device(self.pairs, devices)
 
     def _size(self, name: str) -> int:
-        return next(axis.size for weight in self.weights for axis in weight.axes if axis.name == name)
+        return next(axis.size for weight in self.computed for axis in weight.axes if axis.name == name)
 
     @property
     def shards(self) -> int:
@@ -277,11 +276,11 @@ class StepShape(ParameterShape):
 
     def stacked(self) -> list[NamedArray]:
         """Return the weights of the layers."""
-        return [weight for weight in self.weights if is_stacked(weight)]
+        return [weight for weight in self.computed if is_stacked(weight)]
 
     def single(self) -> list[NamedArray]:
         """Return the weights outside of layers: embedding, head, last norm."""
-        return [weight for weight in self.weights if not is_stacked(weight)]
+        return [weight for weight in self.computed if not is_stacked(weight)]
 
     def gradient_values(self, weight: NamedArray, lanes: int) -> int:
         """Return the size of a device's buffer for the gradient of a weight, over all layers.
@@ -328,11 +327,16 @@ def is_of_choice(weight: NamedArray) -> bool:
     return weight.axes[-1].name == ROUTER and len(weight.axes) > 2
 
 
+def is_of_linear(weight: NamedArray) -> bool:
+    """Return whether a weight is the matrix of a linear layer."""
+    return is_stacked(weight) and len(weight.axes) > 2 and not is_of_experts(weight) and not is_of_router(weight)
+
+
 def in_eight_bits(weight: NamedArray, matmul: str) -> bool:
     """Return whether `compute.matmul` quantises a weight: the matrix of a linear layer, or by `int8` of experts."""
     if is_of_experts(weight):
         return matmul == "int8" and len(weight.axes) > 3
-    return matmul != "dtype" and is_stacked(weight) and len(weight.axes) > 2 and not is_of_router(weight)
+    return matmul != "dtype" and is_of_linear(weight)
 
 
 def is_stacked(weight: NamedArray) -> bool:

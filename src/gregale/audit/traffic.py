@@ -44,7 +44,7 @@ def expected_transfers(
     - `averages`: transfers of gradient averages over replicas, their norm, and gathered updates; None: in float32
     - `stack`: transfers of the stack of layers in all microbatches; None: it is scanned
     """
-    found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
+    found = [*_weights(step, step.single(), backend), *_gradients(step, trained_in(step, step.single()), backend)]
     found += _scanned(step, backend) if stack is None else stack
     terms = FLOAT32 * (1 + step.z_loss)
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
@@ -60,7 +60,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     recomputes = step.remat in RECOMPUTED_SUMS
     return [
         *_weights(step, weights, backend),
-        *_gradients(step, weights, backend),
+        *_gradients(step, trained_in(step, weights), backend),
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *_keys(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
@@ -137,6 +137,11 @@ def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
     return transfer.bytes * transfer.times * share
 
 
+def trained_in(step: StepShape, weights: list[NamedArray]) -> list[NamedArray]:
+    """Return those of some weights that have gradients."""
+    return [each for each in weights if any(each is other for other in step.weights)]
+
+
 def _per_execution(step: StepShape, weight: NamedArray) -> int:
     """Return the number of gathered values on a device of a weight, or of one layer of it."""
     whole = step.on_device(weight, step.layout.compute)
@@ -153,7 +158,8 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         over = tuple(axis for axis in SHARDS if axis in step.split_by(weight, step.layout.params) and axis not in own)
         if not over:
             continue
-        eight_bits = in_eight_bits(weight, step.matmul) and not step.per_step
+        held, is_adapter = step.format_of(weight), step.adapts and bool(trained_in(step, [weight]))
+        eight_bits = in_eight_bits(weight, step.matmul) and not step.per_step and held is None and not is_adapter
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
             # Each layer's recomputation has gathers of its own, which the compiler hoists too.
@@ -163,6 +169,11 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
+        if held is not None:
+            scales = size // held.block * max(held.scale_bits // 8, backend.narrowest_bytes)
+            found.append(Transfer("weights", "all-gather", over, size * held.bits // 8, times))
+            found.append(Transfer("scales", "all-gather", over, scales, times))
+            continue
         found.append(Transfer("weights", "all-gather", over, size * (1 if eight_bits else width), times))
         if eight_bits:
             found.append(_scales(step, weight, over, times * (layers_of(weight) if once else 1)))
@@ -265,7 +276,8 @@ def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     ]
     if not step.exchanges_rows:
         return over_model
-    directions = 1 if step.per_step else 2  # with a table that was gathered before, only gradients
+    # With a table that was gathered before, only gradients; of a frozen one, only rows.
+    directions = (not step.per_step) + (not step.adapts)
     return [
         *over_model,
         Transfer("tokens", "all-gather", SHARDS, INTEGER * step.tokens * step.shards, step.microbatches),

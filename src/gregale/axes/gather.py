@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, POSITION, Layout, is_named, mesh_axes_of
 from gregale.axes.parameters import is_buffer, is_parameter
+from gregale.axes.quantised_weight import is_quantised
 
 Tree = TypeVar("Tree")
 
@@ -19,12 +20,15 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
     """Return the weights of `tree` in `dtype` under the `compute` mapping; buffers and other leaves stay.
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
-    way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
+    way: it is scattered to the `params` mapping first and then cast to the parameter's dtype. Quantised weights, which
+    have no gradient, are gathered in their bits.
     """
 
     summed_over = layout.mesh_axes((BATCH, POSITION), layout.compute)
 
     def one(leaf):
+        if is_quantised(leaf):
+            return leaf.gathered(layout, dtype)
         if is_buffer(leaf) or not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
         if not is_named(leaf):
@@ -33,7 +37,7 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
         params = layout.sharding(leaf.axes, layout.params)
         return NamedArray(_gather(leaf.array, dtype, compute, params, summed_over), leaf.axis_names)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf) or is_quantised(leaf))
 
 
 def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], layout: Layout) -> jax.Array:

@@ -85,27 +85,31 @@ class BlockCodec(Codec):
             values = jnp.pad(values, [(0, 0)] * len(rows) + [(0, padding)])
         codes, scales = self.quantise(values.astype(jnp.float32).reshape(*rows, -1, self.block))
         scale_bytes = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint8)  # [..., blocks, 2]
-        return jnp.concatenate([self._pack(codes), scale_bytes], axis=-1).reshape(*rows, -1)
+        return jnp.concatenate([self.pack(codes), scale_bytes], axis=-1).reshape(*rows, -1)
 
     def decode(self, message: jax.Array, size: int) -> jax.Array:
         *rows, _ = message.shape
         message = message.reshape(*rows, -1, self.format.message_bytes(self.block))
         packed, scale_bytes = jnp.split(message, [message.shape[-1] - SCALE_BYTES], axis=-1)
         scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16)
-        return self.dequantise(self._unpack(packed), scales).reshape(*rows, -1)[..., :size]
+        return self.dequantise(self.unpack(packed), scales).reshape(*rows, -1)[..., :size]
 
-    def _pack(self, codes: jax.Array) -> jax.Array:
+    def pack(self, codes: jax.Array) -> jax.Array:
         """Pack [..., block] codes into [..., block * bits / 8] bytes."""
         packed = jnp.zeros((), jnp.uint8)
         for place, part in enumerate(jnp.split(codes, 8 // self.bits, axis=-1)):
             packed = packed | (part << (self.bits * place))
         return packed
 
-    def _unpack(self, packed: jax.Array) -> jax.Array:
-        """Unpack [..., block * bits / 8] bytes to [..., block]; a shift of a broadcast, which compiles to one loop."""
-        shifts = jnp.arange(0, 8, self.bits, dtype=jnp.uint8)[:, None]
-        parts = (packed[..., None, :] >> shifts) & (2**self.bits - 1)
-        return parts.reshape(*packed.shape[:-1], self.block)
+    def unpack(self, packed: jax.Array, axis: int = -1) -> jax.Array:
+        """Unpack the block * bits / 8 bytes along an axis to the codes of a block.
+
+        It is a shift of a broadcast, which compiles to one loop.
+        """
+        axis = axis % packed.ndim
+        shifts = jnp.arange(0, 8, self.bits, dtype=jnp.uint8).reshape(-1, *[1] * (packed.ndim - axis))
+        parts = (jnp.expand_dims(packed, axis) >> shifts) & (2**self.bits - 1)
+        return parts.reshape(*packed.shape[:axis], self.block, *packed.shape[axis + 1 :])
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,16 @@ class Compared:
         return traffic.bytes_a_step()
 
 
-def compared(sync: SyncConfig, layers: int) -> dict[str, Compared]:
+def compared(sync: SyncConfig, layers: int, only_layers: bool = False) -> dict[str, Compared]:
     """Return the methods by name. Settings outside the configuration have their defaults, as far as these are valid.
 
     If the configuration has a period, all methods use it.
+
+    - `only_layers`: all parameters are in layers
     """
     period = sync.period if isinstance(sync, DilocoConfig) else DilocoConfig().period
     default = StreamingDilocoConfig()
-    fragments, delay = min(default.fragments, layers + 1, period), min(default.delay, period - 1)
+    fragments, delay = min(default.fragments, layers + (not only_layers), period), min(default.delay, period - 1)
     streaming = StreamingDilocoConfig(period=period, fragments=fragments, delay=delay)
     found = {
         "psdp": Compared(None, isinstance(sync, PsdpConfig)),

@@ -11,6 +11,7 @@ from gregale.settings import Fixed, Range, Settings, above, setting, whole
 MLP_TARGETS = ("gate", "up", "down")
 TARGETS = ("query", "key", "value", "out", *MLP_TARGETS)
 SCALINGS = ("standard", "rank_stabilised")
+BASES = ("dtype", "int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class LoraConfig(AdapterConfig):
         unique=True,
         aliases=("target_modules",),
         fixed=SHAPE,
+        by_topic=True,
+    )
+    base: str = setting(
+        "dtype",
+        "frozen projections: in compute.dtype, or in blocks of 64 values in 8 or 4 bits (QLoRA, arXiv 2305.14314)",
+        choices=BASES,
+        aliases=("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
+        fixed=MEANING,
         by_topic=True,
     )
     start_from: str | None = setting(

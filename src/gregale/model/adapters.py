@@ -1,5 +1,6 @@
 """Adapters of a model (LoRA, arXiv 2106.09685), and the marks of its other weights."""
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -11,10 +12,15 @@ from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from haliax.nn import Linear
 
-from gregale.axes.layout import LORA_RANK, is_named
+from gregale.axes.layout import LORA_RANK, is_layers, is_named
 from gregale.axes.parameters import Frozen, is_buffer, is_parameter
+from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
+from gregale.codecs.blocks import UniformCodec
+from gregale.codecs.normal_float import NormalFloatCodec
 from gregale.errors import UserError
-from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
+from gregale.model.adapter_config import MLP_TARGETS, TARGETS, LoraConfig
+
+CODECS = {"int8": UniformCodec(bits=8), "nf4": NormalFloatCodec()}
 
 
 class Lora(Linear):
@@ -59,13 +65,31 @@ def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
     keys = dict(zip(found, jax.random.split(key, len(found)), strict=True))
 
     def marked(leaf):
-        return Frozen(leaf) if is_parameter(getattr(leaf, "array", leaf)) else leaf
+        return Frozen(leaf) if is_quantised(leaf) or is_parameter(getattr(leaf, "array", leaf)) else leaf
 
     def one(path, node):
         if not isinstance(node, Linear):
             return marked(node)
-        frozen = jax.tree.map(marked, node, is_leaf=is_named)
+        frozen = jax.tree.map(marked, node, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
         return with_adapter(node, frozen, config, keys[words]) if (words := _words(path)) in keys else frozen
+
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_whole)
+
+
+def quantised(model: Any, base: str) -> Any:
+    """Return a model with the weights of its layers' `TARGETS` in blocks of a codec of `CODECS`; `dtype`: as it was.
+
+    Blocks lie along the last axis of a projection's inputs. A weight stays as it was if the block does not divide it.
+    """
+    codec = CODECS.get(base)
+
+    def one(path, node):
+        if codec is None or not isinstance(node, Linear) or _words(path)[-1] not in TARGETS:
+            return node
+        along, first = axis_spec_to_tuple(node.In)[-1], node.weight.axes[0]
+        if along.size % codec.block or not is_layers(first.name):
+            return node
+        return replace(node, weight=QuantisedWeight.of(node.weight, codec, along.name))
 
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_whole)
 

@@ -15,6 +15,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
+from gregale.axes.quantised_weight import is_quantised
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
@@ -70,7 +71,7 @@ class Execution:
         def one(layer, shard):
             if is_named(layer) and self.matmul == "int8" and layer.axis_names[0] == EXPERTS and layer.ndim == 3:
                 return in_eight_bits(self.quantisation(), layer, shard.astype(self.dtype), [layer.axis_names[1]])
-            if not isinstance(layer, Linear):
+            if not isinstance(layer, Linear) or is_quantised(shard.weight):
                 return layer
             inputs, exact = [axis.name for axis in axis_spec_to_tuple(layer.In)], shard.weight.astype(self.dtype)
             return replace(layer, weight=in_eight_bits(self.quantisation(), layer.weight, exact, inputs))

@@ -236,6 +236,13 @@ class TrainConfig(Settings):
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
         if self.pipeline is not None:
             raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
+        base = getattr(self.adapter, "base", "dtype")
+        for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
+            if base != "dtype" and getattr(self.compute, key) == value:
+                raise UserError(
+                    f"adapter.base is {base}, and compute.{key} {value} keeps the weights of all layers in "
+                    f"{self.compute.dtype} during a step. Set compute.{key} to {instead}, or adapter.base to dtype."
+                )
 
     def _check_objective(self) -> None:
         """Raise `UserError` if the objective lacks pairs or a reference, or the run computes something else."""

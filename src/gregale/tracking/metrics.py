@@ -84,6 +84,7 @@ METRICS = (
     Metric("expert_load_min", "", "the smallest", *_LOADS),
     Metric("expert_load_entropy", "", "of the loads, over that of equal ones: the least of all layers", *_LOADS),
     Metric("expert_load_<figure>/<part>", "", "of a layer", *_LOADS),
+    Metric("eval_reward_<figure>", "", "of `reward_<figure>`, on held-out pairs", EVALUATION, "`objective.type: dpo`"),
     Metric("eval_loss", "nats a token", "on held-out text, or on all of data.validation without one", EVALUATION),
     Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
     Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),

@@ -44,7 +44,7 @@ def methods_of(setup: Setup, bound: Roofline | None, bytes_per_second: float | N
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
         return lambda grid: run_method(name, workload, ring, cadence, grid, wire.bytes_per_parameter).utilisation
 
-    for name, each in compared(setup.config.sync, step.layers).items():
+    for name, each in compared(setup.config.sync, step.layers, step.adapts).items():
         average, peak = each.bytes_a_step(setup.parts, step)
         schedule = each.schedule(step.layers)
         found[name] = {

@@ -6,10 +6,12 @@ from typing import Any
 from gregale.audit.chips import GBIT
 from gregale.audit.overlap import CALIBRATION, Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
-from gregale.audit.step import ACCELERATOR, Backend
+from gregale.audit.step import ACCELERATOR, Backend, is_of_linear
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.mapping import mapping_rows
 from gregale.axes.parameters import parameter_count
+from gregale.formatting import listed
+from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.island import Island
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
@@ -20,6 +22,7 @@ from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import (
     devices_of_a_replica,
     estimate,
+    frozen_shapes,
     has_closed_forms,
     lacking,
     parameter_shape,
@@ -63,6 +66,7 @@ def report_of(
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
+        "frozen_parameters": parameter_count(setup.base) if config.adapter is not None else 0,
         "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,
@@ -225,6 +229,19 @@ def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[st
     return found
 
 
+def base_note(setup: Setup) -> str | None:
+    """Return the note about frozen weights in blocks, and about projections that are not; None without blocks."""
+    base = getattr(setup.config.adapter, "base", "dtype")
+    if base == "dtype":
+        return None
+    held, paths = frozen_shapes(setup), parameters_of(setup.base).items()
+    whole = [path for path, leaf in paths if is_of_linear(leaf) and any(leaf is each for each in held["frozen"])]
+    beside = f", among them {listed(whole)}, whose last input axis 64 does not divide" if whole else ""
+    blocks, others = (sum(leaf.size for leaf in held[name]) for name in ("quantised", "frozen"))
+    dtype = setup.config.compute.dtype
+    return f"adapter.base is {base}: {blocks:,} frozen values are in blocks, and {others:,} in {dtype}{beside}."
+
+
 def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
     """Return the notes that a reader needs to interpret the estimates."""
     notes, shape = [], parameter_shape(plan.setup)
@@ -233,6 +250,8 @@ def notes_of(plan: Plan, programs: dict[str, dict[str, Any]]) -> list[str]:
             f"{lacking(plan.setup)}: there are no FLOPs, roofline, remedies and comparison of methods. All else is "
             "from the compiled program."
         )
+    if (note := base_note(plan.setup)) is not None:
+        notes.append(note)
     traffic = plan.setup.method.traffic(shape)
     if traffic is None:
         kind = plan.setup.config.sync.get_choice_name(type(plan.setup.config.sync))

@@ -13,16 +13,19 @@ from haliax import NamedArray
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
 from gregale.audit.pipeline_memory import estimate_pipeline
+from gregale.audit.pipeline_shape import PipelineShape
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
-from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, PipelineShape, StepShape
+from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
 from gregale.axes.layout import MODEL, REPLICA, is_named
 from gregale.axes.parameters import trainable
+from gregale.axes.quantised_weight import is_quantised
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
+from gregale.objectives import NextTokenConfig
 from gregale.training.compiler_options import compiler_options, sums_behind
 
 if TYPE_CHECKING:
@@ -61,8 +64,20 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
 
 def has_closed_forms(setup: Setup) -> bool:
     """Return whether there are closed forms of the model's memory, time and traffic inside a replica."""
-    config = setup.config
-    return config.model.closed_form_sizes() is not None and config.mapping.has_closed_forms and config.adapter is None
+    return lacking(setup) is None
+
+
+def frozen_shapes(setup: Setup) -> dict[str, Any]:
+    """Return the fields of a `StepShape` for the weights beside adapters; none without an adapter."""
+    if setup.config.adapter is None:
+        return {}
+    leaves = jax.tree.leaves(setup.base, is_leaf=is_named)
+    stored = jax.tree.leaves(setup.stored_base, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+    parts: dict[bool, list] = {True: [], False: []}
+    for leaf, form in zip(leaves, stored, strict=True):
+        parts[is_quantised(form)].append(leaf)
+    blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
+    return {"frozen": parts[False], "quantised": parts[True], "blocks": blocks}
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -72,8 +87,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         UserError: the model has no closed forms, see `has_closed_forms`.
     """
     config, sizes = setup.config, setup.config.model.closed_form_sizes()
-    if sizes is None or not has_closed_forms(setup):
-        raise UserError(f"{lacking(setup)}.")
+    if sizes is None or (reason := lacking(setup)) is not None:
+        raise UserError(f"{reason}.")
     compute = config.compute
     run = execution(compute, setup.layout, config.model)
     options = compiler_options(compute.compiler_options, setup.layout.mesh, config.model.experts is not None)
@@ -83,6 +98,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     return StepShape(
         **vars(parameter_shape(setup, method)),
         **sizes._asdict(),
+        **frozen_shapes(setup),
         remat=compute.remat if pipeline is None else pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
@@ -97,13 +113,19 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     )
 
 
-def lacking(setup: Setup) -> str:
-    """Return the sentence, without its stop, about the closed forms that a run lacks."""
-    if setup.config.adapter is not None:
-        return "there is an adapter, and the closed forms of memory and time are for models without frozen weights"
-    if not setup.config.mapping.has_closed_forms:
+def lacking(setup: Setup) -> str | None:
+    """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
+    config = setup.config
+    if config.adapter is not None and config.model.experts is not None:
+        return "there are adapters and experts, and the closed forms of memory and time are for one of them"
+    if not isinstance(config.objective, NextTokenConfig):
+        kind = config.objective.get_choice_name(type(config.objective))
+        return f"objective.type is {kind}, and the closed forms of memory and time are for next_token"
+    if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
-    kind = setup.config.model.get_choice_name(type(setup.config.model))
+    if config.model.closed_form_sizes() is not None:
+        return None
+    kind = config.model.get_choice_name(type(config.model))
     return f"model.type is {kind}, which has no closed forms of memory and time (closed_form_sizes)"
 
 

@@ -75,8 +75,9 @@ def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
     kernels = report["kernels"]
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
-    active = report["active_parameters"]
+    active, frozen = report["active_parameters"], report["frozen_parameters"]
     of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
+    of_a_token = f" of adapters beside {frozen:,} frozen ones" if frozen else of_a_token
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters{of_a_token} on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "

@@ -21,6 +21,8 @@ from gregale.programs.runtime.trained_model import Base, as_here, find_run, open
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
 
+EITHER = ("adapter.start_from", "adapter.base")  # settings in which adapters may differ from those that they continue
+
 
 def continued(setup: Setup, base: Base) -> Any:
     """Return the adapters of `adapter.start_from` in the structure of the parameters; None: new ones are wanted.
@@ -46,7 +48,7 @@ def _of_run(setup: Setup, config: LoraConfig, name: str, base: Base) -> dict[str
     theirs = run.read_config()
     if theirs.adapter is None:
         raise UserError(f"adapter.start_from: {run.path} has no adapters; start_from names the model to adapt.")
-    found = [each for each in changes(theirs.adapter, config, "adapter") if each.key != "adapter.start_from"]
+    found = [each for each in changes(theirs.adapter, config, "adapter") if each.key not in EITHER]
     if fixed := [change for change in found if change.fixed]:
         raise UserError(f"adapter.start_from: {run.path} has other adapters: {'; '.join(map(str, fixed))}.")
     other = set_up(as_here(theirs, setup.config), setup.tokens, setup.layout.mesh)

@@ -79,6 +79,7 @@ class Evaluator:
         if first is not None and first.rows_together != objective.rows_together:
             objective = NEXT_TOKEN  # text beside the run's pairs
         self._in_bytes = isinstance(objective, NextTokenConfig)
+        self._named: list[str] = []  # the objective's metrics, whose sums follow; known once the program is traced
         execution = setup.evaluation_execution()
         by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
         sizes = np.zeros(setup.Vocab.size, np.float32)
@@ -91,7 +92,8 @@ class Evaluator:
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
             if by_token is None:
                 found = checked_loss(setup.config.model, model, batch, execution, objective)
-                return jnp.stack([found.loss, found.weight, scored])
+                self._named[:] = [] if self._in_bytes else found.metrics
+                return jnp.stack([found.loss, found.weight, scored, *(found.metrics[name] for name in self._named)])
             losses = by_token(model, batch) * mask
             length = mask.shape[1]
             bucket = jnp.searchsorted(jnp.asarray(bounds(length)), batch["positions"].array, side="right") - 1
@@ -108,7 +110,8 @@ class Evaluator:
         `eval_loss` (nats per token, or the run's objective) and `bits_per_byte` (of tokens alone) are over the held-out
         text or, without held-out text, over all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over
         one source, `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of
-        tokens from position P of their document on, up to the next P, in the longest sequences.
+        tokens from position P of their document on, up to the next P, in the longest sequences. `eval_METRIC` is a
+        metric of the objective, such as `eval_reward_accuracy`.
         """
         validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
@@ -121,7 +124,7 @@ class Evaluator:
             lengths[length] = self._total(model, text, batches, at_batch)
             metrics[f"eval_loss_length.{length}"] = metrics_of(lengths[length])["eval_loss"]
         longest = max(lengths)
-        metrics |= losses_by_position(lengths[longest], longest)
+        metrics |= losses_by_position(lengths[longest], longest) if self._in_bytes else {}
         for name, total in validation.items():
             metrics |= {f"{metric}.{name}": value for metric, value in self._metrics(total).items()}
         own = {name: self._total(model, text, batches, at_batch) for name, text in self._text.held_out_by.items()}
@@ -144,12 +147,15 @@ class Evaluator:
 
     def _metrics(self, total: np.ndarray) -> dict[str, float]:
         found = metrics_of(total)
-        return found if self._in_bytes else {"eval_loss": found["eval_loss"]}
+        if self._in_bytes:
+            return found
+        figures = {f"eval_{name}": one / total[1] for name, one in zip(self._named, total[3:].tolist(), strict=True)}
+        return {"eval_loss": found["eval_loss"], **(figures if total[1] else {})}
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3].
 
-        By position, losses and targets of each range of `bounds` follow.
+        By position, losses and targets of each range of `bounds` follow; for an objective, the sums of its metrics.
         """
         totals = 0.0
         axes = self._axes(text.sequence_length, text.rows_together)

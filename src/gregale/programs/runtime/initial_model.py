@@ -9,7 +9,7 @@ from haliax import Axis
 from gregale.axes.layout import is_named
 from gregale.axes.parameters import is_buffer, is_parameter
 from gregale.model.adapter_config import LoraConfig
-from gregale.model.adapters import adapted, hashed
+from gregale.model.adapters import adapted, hashed, quantised
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import Execution
 from gregale.runs.config import TrainConfig
@@ -27,9 +27,15 @@ def base_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
     return jax.tree.map(cast, model, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
 
 
+def stored_base(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
+    """Return the model without adapters in the form in which devices hold it, by `adapter.base`."""
+    model = base_model(config, Vocab, key)
+    return quantised(model, config.adapter.base) if isinstance(config.adapter, LoraConfig) else model
+
+
 def initial_model(config: TrainConfig, Vocab: Axis, key: jax.Array) -> Any:
     """Return the model before the first step; beside adapters its own weights are marked as frozen."""
-    model = base_model(config, Vocab, key)
+    model = stored_base(config, Vocab, key)
     return model if config.adapter is None else with_adapters(config, model, key)
 
 

@@ -22,6 +22,7 @@ from gregale.axes.layout import (
     mesh_axes_of,
 )
 from gregale.axes.mapping import check_arrays, check_mapping, mapped_layout
+from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.reduce import further_splits
 from gregale.errors import UserError, multiples_near
@@ -132,13 +133,31 @@ def check_axes(config: TrainConfig, layout: Layout, model) -> None:
 
     The axes of Gregale's own models are checked by their keys, see `checked_layout`.
     """
-    named = [leaf.axes for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+    for leaf in filter(is_quantised, leaves):
+        check_blocks(layout, leaf)
+    named = [leaf.axes for leaf in leaves if is_named(leaf) or is_quantised(leaf)]
     check_arrays(config.mapping, layout, [[axis.name for axis in axes] for axes in named])
     axes = {axis.name: axis for each in named for axis in each}
     if not type(config.model).__module__.startswith("gregale.") or not config.mapping.is_default:
         found = {f"the axis {name} of model": ("parameters of the model", axis) for name, axis in axes.items()}
         check_divides(layout, found)
     check_used(layout, (BATCH, POSITION, *axes))
+
+
+def check_blocks(layout: Layout, weight: QuantisedWeight) -> None:
+    """Raise `UserError` if devices would hold parts of a quantised weight's blocks."""
+    (over,) = layout.splits((weight.along,), layout.params)
+    blocks, devices = weight.scales.resolve_axis(weight.along).size, layout.devices((weight.along,), layout.params)
+    if blocks % devices:
+        block = weight.codec.block
+        split = " x ".join(f"{name} {layout.mesh.shape[name]}" for name in over if layout.mesh.shape[name] > 1)
+        raise UserError(
+            f"adapter.base holds weights in blocks of {block} values: a projection has {blocks * block} of them along "
+            f"{weight.along}, which are {blocks} blocks. They would be split over {split} = {devices} devices, and "
+            f"{blocks} / {devices} = {blocks / devices:.4g} is not a whole number. Use fewer devices along these axes, "
+            "or adapter.base dtype."
+        )
 
 
 def check_context(config: TrainConfig, layout: Layout) -> None:

@@ -26,7 +26,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
-from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, with_adapters
+from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, stored_base, with_adapters
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
@@ -72,8 +72,8 @@ class Setup:
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step; each device makes its shards."""
-        method, options = self.method_after(0), self.compiler_options
-        return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
+        method, key = self.method_after(0), jax.random.key(self.config.seed)
+        return initial_state(method, lambda: initial_model(self.config, self.Vocab, key), self.compiler_options)
 
     def new_spikes(self, step: int) -> Any:
         """Return an empty window of spikes for the method that makes the step after `step` steps."""
@@ -84,8 +84,7 @@ class Setup:
     def state_from(self, model, adapters: Any = None) -> TrainState:
         """Return the state before the first step of a run that starts from a model; the model's arrays are donated.
 
-        With an adapter, the model has the dtypes of frozen weights.
-
+        - `model`: in the form of `stored_base`
         - `adapters`: those to continue, in the structure of the parameters; None: new ones
         """
         config, key = self.config, jax.random.key(self.config.seed)
@@ -95,13 +94,15 @@ class Setup:
 
         return initial_state(self.method_after(0), make, self.compiler_options, model, adapters)
 
-    def init_model(self, key):
-        return initial_model(self.config, self.Vocab, key)
-
     @cached_property
     def base(self) -> Any:
         """Return the abstract model without adapters, see `base_model`."""
         return jax.eval_shape(partial(base_model, self.config, self.Vocab), jax.random.key(0))
+
+    @cached_property
+    def stored_base(self) -> Any:
+        """Return the abstract model without adapters as devices hold it, see `initial_model.stored_base`."""
+        return jax.eval_shape(partial(stored_base, self.config, self.Vocab), jax.random.key(0))
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)

@@ -16,6 +16,7 @@ from gregale.axes.layout import BATCH, is_named
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.parameters import buffers_of, frozen_of, trainable, with_arrays
+from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.checkpoint.retention import folder_name
@@ -182,6 +183,7 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
 def merging(setup: Setup, own: Read, base: Read) -> Read:
     """Return a function that reads what the run has trained (`own`), or a weight of its base, with its adapter."""
     trained = {*parameters_of(trainable(setup.model)), *parameters_of(buffers_of(setup.model))}
+    held = {path_of(path): leaf for path, leaf in _leaves(setup.stored_base) if is_quantised(leaf)}
     scale = getattr(setup.config.adapter, "scale", 1.0)
 
     def read(path: str) -> NamedArray:
@@ -189,6 +191,8 @@ def merging(setup: Setup, own: Read, base: Read) -> Read:
             return own(path)
         a, b = (f"{path.removesuffix('.weight')}.{factor}.weight" for factor in ("lora_a", "lora_b"))
         weight = base(path)
+        if path in held:  # as the run computes with it
+            weight = jax.jit(lambda form: form.decoded(form.dtype))(quantised(held[path], weight, setup))
         if a not in trained:
             return weight
         place = setup.layout.sharding(weight.axes, setup.layout.params)
@@ -291,10 +295,24 @@ def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
 
 
 def weights_of(base: Base, setup: Setup, like: Any) -> Any:
-    """Return the base's weights with the paths and dtypes of a tree, read one at a time, on the mesh of a setup."""
+    """Return the base's weights in the forms of an abstract tree, read one at a time, on the mesh of a setup."""
     with base.opened(setup) as found:
 
         def one(path, leaf):
-            return found.read(path_of(path)).astype(leaf.dtype)
+            weight = found.read(path_of(path))
+            return quantised(leaf, weight, setup) if is_quantised(leaf) else weight.astype(leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(one, like, is_leaf=is_named)
+        return jax.tree_util.tree_map_with_path(one, like, is_leaf=_is_weight)
+
+
+def quantised(form: QuantisedWeight, weight: NamedArray, setup: Setup) -> QuantisedWeight:
+    """Return a weight in the form of another, which may be abstract, under `params`."""
+    return jax.jit(form.requantised, out_shardings=setup.layout.shardings(form, setup.layout.params))(weight)
+
+
+def _leaves(model: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_weight)[0]
+
+
+def _is_weight(node: Any) -> bool:
+    return is_named(node) or is_quantised(node)

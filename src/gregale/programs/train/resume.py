@@ -167,9 +167,9 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) 
             f"`data.tokenizer` of {origin.config}."
         )
     if base is not None:
-        return setup.state_from(weights_of(base, setup, setup.base), continued(setup, base))
+        return setup.state_from(weights_of(base, setup, setup.stored_base), continued(setup, base))
     if theirs.adapter is not None:
-        return setup.state_from(weights_of(Base.of(config), setup, setup.base))
+        return setup.state_from(weights_of(Base.of(config), setup, setup.stored_base))
     here = as_here(theirs, config)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)

@@ -9,6 +9,7 @@ import jax
 
 from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import frozen_of, parameter_count
+from gregale.axes.quantised_weight import is_quantised
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
 from gregale.data.tokenizer_training import naming
@@ -115,7 +116,7 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
-    frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model)))
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model), is_leaf=is_quantised))
     beside = f" of adapters, {frozen:,} frozen ones," if frozen else ""
     rows = sum(len(each) * each.rows_together for each in corpus.train_rows.values())
     epochs = config.steps * config.batch.size / rows
