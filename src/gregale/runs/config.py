@@ -207,6 +207,9 @@ class TrainConfig(Settings):
             self._check_scalings()
         if self.stages and self.islands.lighthouse is not None:
             raise KeyedError("stages", "is given", ", but an island of a fleet has one stage. Leave it out.")
+        if self.islands.lockstep and self.checkpoint.seconds is not None:
+            reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
+            raise KeyedError("checkpoint.every", f"is {shown(self.checkpoint.every)}", reason)
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property

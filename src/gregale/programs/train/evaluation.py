@@ -8,6 +8,7 @@ import jax
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
+from gregale.distributed.elapsed import Elapsed
 from gregale.distributed.hang_detector import Phase
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
@@ -75,7 +76,7 @@ class Evaluation(Callback):
 
 
 class Saving(Callback):
-    """Saves a checkpoint in the background every `checkpoint.every` steps."""
+    """Saves a checkpoint in the background once in `checkpoint.every` steps, or in that time."""
 
     seconds: ClassVar[str] = "saving_seconds"
 
@@ -91,9 +92,17 @@ class Saving(Callback):
         self._setup, self._corpus, self._checkpoints = setup, corpus, checkpoints
         self._observers, self._steps = observers, steps
         self._traffic, self._consumed = counts
+        seconds = setup.config.checkpoint.seconds
+        self._elapsed = None if seconds is None else Elapsed(seconds)
 
     def waits_after(self, step: int) -> bool:
-        return is_due(step, self._setup.config.checkpoint.every) and not self._steps.ended
+        due = self._is_due(step)
+        return due and not self._steps.ended
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether `checkpoint.every` asks for a checkpoint; called once after every step."""
+        every = self._setup.config.checkpoint.steps
+        return is_due(step, every) if self._elapsed is None else self._elapsed.is_due(step)
 
     def after_step(self, pause: Pause) -> Metrics:
         self._save(pause, {}, self._observers.callbacks.flush)
