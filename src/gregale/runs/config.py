@@ -20,6 +20,7 @@ from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
+from gregale.runs.exports import ExportConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
@@ -166,6 +167,7 @@ class TrainConfig(Settings):
     sync: SyncConfig = setting(PsdpConfig(), "the method that synchronises replicas", begins_anew=True)
     reduce: ReduceConfig = setting(ReduceConfig(), "the data sent between replicas")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "when to save, what to keep")
+    export: ExportConfig = setting(ExportConfig(), "folders for transformers", by_topic=True)
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks")
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
@@ -210,6 +212,11 @@ class TrainConfig(Settings):
         if self.islands.lockstep and self.checkpoint.seconds is not None:
             reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
             raise KeyedError("checkpoint.every", f"is {shown(self.checkpoint.every)}", reason)
+        if self.export.every is not None and is_url(self.export.folder or self.runs):
+            given = "export.folder" if self.export.folder else "runs"
+            raise KeyedError(
+                "export.folder", "is on no disk", f", by {given}. Give a folder for the exports on a disk."
+            )
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property

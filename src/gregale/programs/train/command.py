@@ -27,6 +27,7 @@ from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.tasks import format_tasks
 from gregale.programs.train.evaluation import Evaluation, Saving
+from gregale.programs.train.exports import Exports, check_exports
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
@@ -87,6 +88,7 @@ class PreparedRun:
     directory: RunDirectory
     checkpoints: Checkpoints
     open_checkpoints: Callable[[Setup], Checkpoints]
+    exports: Exports
     console: Console
     progress: Progress
 
@@ -159,6 +161,7 @@ class PreparedRun:
         Raises `UserError` if the last checkpoint could not be saved.
         """
         config, step = self.setup.config, steps.step
+        self.exports.wait()
         if self.checkpoints.failure:
             raise agreed(
                 f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
@@ -190,7 +193,8 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
     with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
         if not fresh:
             run.check_compatible(config)
-        fitting = check_stages(config)
+        for setup in (fitting := check_stages(config)):
+            check_exports(setup)
         if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -199,9 +203,12 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
         stages = prepare_stages(config, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
 
+        exports = stack.enter_context(Exports(run, console.message))
+
         def open_checkpoints(setup: Setup) -> Checkpoints:
-            saved, rules = on_checkpoint(setup, run, console.message), setup.config.checkpoint
-            return stack.enter_context(Checkpoints(run.checkpoints, rules, console.message, saved, check))
+            saved, rules = on_checkpoint(setup, run, exports, console.message), setup.config.checkpoint
+            made = Checkpoints(run.checkpoints, rules, console.message, saved, check, exports.in_use)
+            return stack.enter_context(made)
 
         number = number_after(config.each_stage, by_first_process(run.newest_step, None) or 0)
         stage = stages[number]
@@ -210,14 +217,17 @@ def prepared(config: TrainConfig, fresh: bool) -> Iterator[PreparedRun]:
         for note in (describe(stage.setup, stage.corpus), *filter(None, warnings)):
             console.message(note)
         checkpoints = open_checkpoints(stage.setup)
-        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, console, progress)
+        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress)
 
 
-def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
+def on_checkpoint(
+    setup: Setup, run: RunDirectory, exports: Exports, report: Callable[[str], None]
+) -> Callable[[int], None]:
     """Return what process 0 does after each checkpoint, in the thread that saves; errors of callbacks are reported."""
 
     def tell(step: int) -> None:
         run.note_checkpoint(step)
+        exports.begin(step, setup.config.export)
         for callback in setup.callbacks:
             try:
                 call(callback, "on_checkpoint", step)

@@ -76,7 +76,7 @@ class Evaluation(Callback):
 
 
 class Saving(Callback):
-    """Saves a checkpoint in the background once in `checkpoint.every` steps, or in that time."""
+    """Saves a checkpoint in the background once in `checkpoint.every` steps, or in that time, and for exports."""
 
     seconds: ClassVar[str] = "saving_seconds"
 
@@ -97,7 +97,7 @@ class Saving(Callback):
 
     def waits_after(self, step: int) -> bool:
         due = self._is_due(step)
-        return due and not self._steps.ended
+        return (due or self._setup.config.export.is_due(step)) and not self._steps.ended
 
     def _is_due(self, step: int) -> bool:
         """Return whether `checkpoint.every` asks for a checkpoint; called once after every step."""
