@@ -4,23 +4,22 @@ import sys
 
 import pytest
 
-from gregale.checkpoint.retention import folder_name
+from gregale.checkpoint.retention import ExportConfig, folder_name
 from gregale.errors import KeyedError
 from gregale.programs.train.exports import Exports
 from gregale.runs.config import TrainConfig
-from gregale.runs.exports import ExportConfig
 from gregale.runs.run_directory import RunDirectory
 
-# Waits for a file `go` beside the run, and makes the folder; an option `--dtype` fails.
+# Waits for a file `go` in the run, and makes the folder; fails if there is a file `full`.
 WRITER = """
 import pathlib, sys, time
-run, target, *options = sys.argv[1:]
+run, target, option, step = sys.argv[1:]
 while not pathlib.Path(run, "go").exists():
     time.sleep(0.01)
-if "--dtype" in options:
-    sys.exit(f"a line before\\ngregale: error: {' '.join(options)}")
+if pathlib.Path(run, "full").exists():
+    sys.exit(f"a line before\\ngregale: error: {option} {step}")
 pathlib.Path(target).mkdir(parents=True)
-pathlib.Path(target, "step").write_text(options[1])
+pathlib.Path(target, "step").write_text(step)
 """
 
 
@@ -55,18 +54,17 @@ def test_exports_are_made_one_at_a_time_and_the_newest_stay(run, tmp_path):
 
 def test_a_failure_is_a_note(run, tmp_path):
     said: list[str] = []
-    (tmp_path / "go").touch()
+    for name in ("go", "full"):
+        (tmp_path / name).touch()
     with Exports(run, said.append, (sys.executable, "-c", WRITER)) as exports:
-        exports.begin(10, ExportConfig(every=10, dtype="bfloat16"))
+        exports.begin(10, ExportConfig(every=10))
         exports.wait()
-    words = "gregale: error: --step 10 --dtype bfloat16"
-    assert said == [f"The export of step 10 failed, and the run goes on: {words}"]
+    assert said == ["The export of step 10 failed, and the run goes on: gregale: error: --step 10"]
     with Exports(run, said.append, ("/no such program",)) as exports:
         exports.begin(10, ExportConfig(every=10))
     assert "No such file or directory" in said[1]
 
 
 def test_exports_need_a_disk():
-    with pytest.raises(KeyedError, match=r"export\.folder is on no disk, by runs\. Give a folder"):
+    with pytest.raises(KeyedError, match=r"export\.every is 1, but the run is in a store"):
         TrainConfig("a", 1, runs="s3://bucket/runs", export=ExportConfig(every=1))
-    TrainConfig("a", 1, runs="s3://bucket/runs", export=ExportConfig(every=1, folder="out"))

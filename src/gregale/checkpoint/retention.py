@@ -48,6 +48,17 @@ class CheckpointConfig(Settings):
         return int(found[1]) * UNITS[found[2]] if found else None
 
 
+@dataclass(frozen=True)
+class ExportConfig(Settings):
+    """Folders for transformers that a run writes of its checkpoints, as `gregale export` does."""
+
+    every: int | None = setting(None, "steps between Hugging Face folders; null: none", range=whole(1), by_topic=True)
+    keep_last: int | None = setting(None, "number of newest folders to keep; null: all", range=whole(1), by_topic=True)
+
+    def is_due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 

@@ -7,7 +7,7 @@ from typing import Any
 from gregale.axes.layout import Layout
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
-from gregale.checkpoint.retention import CheckpointConfig
+from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
@@ -20,7 +20,6 @@ from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
 from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
-from gregale.runs.exports import ExportConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
@@ -212,11 +211,9 @@ class TrainConfig(Settings):
         if self.islands.lockstep and self.checkpoint.seconds is not None:
             reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
             raise KeyedError("checkpoint.every", f"is {shown(self.checkpoint.every)}", reason)
-        if self.export.every is not None and is_url(self.export.folder or self.runs):
-            given = "export.folder" if self.export.folder else "runs"
-            raise KeyedError(
-                "export.folder", "is on no disk", f", by {given}. Give a folder for the exports on a disk."
-            )
+        if self.export.every is not None and is_url(self.runs):
+            reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
+            raise KeyedError("export.every", f"is {self.export.every}", reason)
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property

@@ -10,15 +10,14 @@ from typing import Self
 
 from gregale.atomic_files import os_error_text, remove
 from gregale.checkpoint.multihost import first_message
-from gregale.checkpoint.retention import CheckpointConfig, folder_name, step_of, superfluous
+from gregale.checkpoint.retention import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
 from gregale.huggingface.exportable import check_family
 from gregale.huggingface.families import family_that_has
 from gregale.programs.exporting import decoder_of
 from gregale.programs.runtime.setup import Setup
-from gregale.runs.exports import ExportConfig
 from gregale.runs.run_directory import RunDirectory
-from gregale.storage import ObjectPath
 
+EXPORTS = "exports"  # in the run's directory
 COMMAND = (sys.executable, "-m", "gregale", "export")
 SECONDS = 60.0  # between two exchanges of processes that wait for an export
 
@@ -61,7 +60,7 @@ class Exports:
             self._report(f"The export of step {step} is left out, because that of step {last} is not complete yet.")
             return
         self.in_use.add(step)
-        self._last = step, self._thread.submit(self._write, step, config)
+        self._last = step, self._thread.submit(self._write, step, config.keep_last)
 
     def wait(self) -> None:
         """Wait in all processes until the last export is complete."""
@@ -76,32 +75,29 @@ class Exports:
             return False
         return True
 
-    def _write(self, step: int, config: ExportConfig) -> None:
+    def _write(self, step: int, keep_last: int | None) -> None:
         """Write the folder in place of one that another course of this run has made; report the result."""
-        folder = Path(str(config.folder_of(self._run)))
+        folder = Path(str(self._run.path)).absolute() / EXPORTS
         target = folder / folder_name(step)
         try:
             remove(target)
-            if failure := self._failure(step, target, config.dtype):
+            if failure := self._failure(step, target):
                 self._report(f"The export of step {step} failed, and the run goes on: {failure}")
                 return
             self._report(f"The export of step {step} is in {target}.")
-            if config.keep_last is not None:
-                steps = [found for name in os.listdir(folder) if (found := step_of(name)) is not None]
-                for old in superfluous(sorted(steps), step, CheckpointConfig(keep_last=config.keep_last)):
-                    remove(folder / folder_name(old))
+            steps = sorted(found for name in os.listdir(folder) if (found := step_of(name)) is not None)
+            rule = CheckpointConfig(keep_last=keep_last or len(steps))
+            for old in superfluous(steps, step, rule):
+                remove(folder / folder_name(old))
         except OSError as error:
             self._report(f"The export of step {step} failed, and the run goes on: {os_error_text(error)}.")
         finally:
             self.in_use.discard(step)
 
-    def _failure(self, step: int, target: Path, dtype: str | None) -> str:
+    def _failure(self, step: int, target: Path) -> str:
         """Run the command; return the last line of its messages if it fails, else nothing."""
-        path = self._run.path
-        run = str(path) if isinstance(path, ObjectPath) else str(path.absolute())
-        options = ["--step", str(step), *(["--dtype", dtype] if dtype else [])]
         done = subprocess.run(
-            [*self._command, run, str(target), *options],
+            [*self._command, str(target.parent.parent), str(target), "--step", str(step)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
