@@ -61,7 +61,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
     """
 
-    scaled_by: ClassVar[str | None] = None  # the field of `Scaling` for its rates; None: it has no such rates
+    scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
 
     learning_rate: float = setting(
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "rate", "peak_lr", "max_lr", "step_size")
@@ -142,7 +142,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
     def grouped(self, parameters, scalings: Sequence[Scaling] = ()) -> Groups:
         """Return the groups; raise `KeyedError` for one without parameters."""
-        groups = Groups(self.groups, scalings, self.scaled_by or "elements")
+        groups = Groups(self.groups, scalings)
         groups.check(parameters)
         return groups
 
@@ -190,7 +190,7 @@ EPSILON = {"range": Range(0, 1, above=True), "aliases": ("eps", "adam_epsilon")}
 class AdamWConfig(OptimizerConfig):
     """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
 
-    scaled_by: ClassVar[str | None] = "elements"
+    scales_rates: ClassVar[bool] = True
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
     betas: tuple[float, float] = setting((0.9, 0.95), "decays of the first and second moment", **BETAS)
@@ -205,7 +205,7 @@ class AdamWConfig(OptimizerConfig):
 class LionConfig(OptimizerConfig):
     """Lion: the sign of an interpolated momentum (Chen et al., 2302.06675)."""
 
-    scaled_by: ClassVar[str | None] = "elements"
+    scales_rates: ClassVar[bool] = True
 
     learning_rate: float = restated(
         OptimizerConfig, "learning_rate", 1e-4, "peak learning rate (a tenth to a third of AdamW's)"

@@ -75,8 +75,6 @@ class Groups:
 
     def sizes(self, parameters: Any) -> optax.GradientTransformation:
         """Return what gives gradients the size of the base model's, so that epsilon has the same weight."""
-        if not self.scalings:
-            return optax.identity()
         return _scaling(self._values(parameters, lambda leaf, name: 1 / self._scaled(name, "gradient")))
 
     def rate_of(self, leaf: Any, name: str) -> float:

@@ -38,7 +38,7 @@ class MuonConfig(OptimizerConfig):
     rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
     """
 
-    scaled_by: ClassVar[str | None] = "elements"  # of AdamW's part
+    scales_rates: ClassVar[bool] = True
 
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
     momentum: float = setting(0.95, "decay of Muon's momentum", range=DECAY)

@@ -243,7 +243,7 @@ class TrainConfig(Settings):
 
     def _check_scalings(self) -> None:
         """Raise `UserError` for an optimizer, or for weights, whose rates the model's parametrisation does not have."""
-        if self.optimizer.scaled_by is None:
+        if not self.optimizer.scales_rates:
             kind = self.optimizer.get_choice_name(type(self.optimizer))
             raise UserError(
                 f"model.parametrisation has the rates of adamw, lion and muon by the model's size, but optimizer.type "

@@ -73,7 +73,7 @@ def _parameter_groups(groups: list[dict[str, Any]], console: Console) -> None:
         (listed(each["parameters"], 12), each["algorithm"], f"{each['rate']:.4g}", f"{each['weight_decay']:.4g}")
         for each in groups
     ]
-    print_table(console, "Groups of parameters", ("", "optimizer", "peak rate", "weight decay"), rows)
+    print_table(console, "Groups of parameters", ("parameters", "optimizer", "peak rate", "weight decay"), rows)
 
 
 def _head(report: dict[str, Any], console: Console) -> None:
