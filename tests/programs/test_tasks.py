@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gregale.checkpoint.retention import folder_name
 from gregale.cli import main
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
 from gregale.evaluation.tasks.continuations import encoded
@@ -251,6 +253,7 @@ def run(inputs, tasks) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
         chosen = ["--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+        chosen += ["--model.parametrisation.base_hidden", "16", "--export.every", "4"]
         chosen += ["--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
         assert main(["train", "tiny.yaml", "--name", "tasked", *steps, *chosen]) == 0
     return inputs / "runs" / "tasked"
@@ -293,6 +296,9 @@ def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, in
     np.testing.assert_allclose(one.log_likelihoods, several.log_likelihoods, rtol=1e-5)
     np.testing.assert_array_equal(one.greedy, several.greedy)
     assert gregale("export", "tasked", inputs / "out") == 0
+    while_it_trained = run / "exports" / folder_name(4)
+    for name in {*os.listdir(inputs / "out")} - {"README.md"}:  # which has the evaluation after the last step too
+        assert (inputs / "out" / name).read_bytes() == (while_it_trained / name).read_bytes(), name
     exported = transformers.AutoModelForCausalLM.from_pretrained(inputs / "out", attn_implementation="eager")
     for continuation, value, greedy in zip(continuations, *one, strict=True):
         given, text = np.split(continuation.tokens, [-continuation.scored])

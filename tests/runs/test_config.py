@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from gregale.checkpoint.leaves import arrays_by_name
+from gregale.checkpoint.retention import CheckpointConfig
 from gregale.cli import PROGRAMS
 from gregale.codecs.config import ReduceConfig
 from gregale.data.config import DataConfig
@@ -45,6 +46,10 @@ BASE = TrainConfig("a", 10)
         (
             lambda: TrainConfig("a", 1, trackers=[TensorBoardConfig(), WandbConfig(), TensorBoardConfig()]),
             "trackers.2.type is tensorboard, and so is trackers.0.type; leave one of them out.",
+        ),
+        (
+            lambda: TrainConfig("a", 1, checkpoint=CheckpointConfig("15m"), islands=IslandsConfig(lockstep=True)),
+            "checkpoint.every is '15m', but with islands.lockstep all islands save after the same round.",
         ),
         (lambda: DistributedConfig("a:1", 2, 2), "process is 2; the 2 processes have the numbers 0 to 1."),
         (lambda: DistributedConfig("here"), "coordinator is 'here'; it has to be HOST:PORT"),

@@ -196,8 +196,8 @@ def _layer(step: StepShape, backend: Backend) -> int:
 
 def _gathered_weights(step: StepShape, width: int) -> int:
     """Return the bytes of one layer's gathered weights on a device; the mean, if layers differ."""
-    sizes = ((step.on_device(each, step.layout.compute), in_eight_bits(each, step.matmul)) for each in step.stacked())
-    return sum(count * (1 if eight_bits else width) for count, eight_bits in sizes) // step.layers
+    narrow = [step.on_device(each, step.layout.compute) for each in step.stacked() if in_eight_bits(each, step.matmul)]
+    return width * values_of_a_layer(step) - (width - 1) * sum(narrow) // step.layers
 
 
 def layer_activations(step: StepShape, backend: Backend) -> int:

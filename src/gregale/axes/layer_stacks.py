@@ -5,7 +5,10 @@ structure. The first stack has the axis `layers`, further ones have `layers_1`, 
 where `layers` lies.
 """
 
+import re
 from collections.abc import Sequence
+from fnmatch import translate
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -75,6 +78,16 @@ def names_of_arrays(tree: Any) -> list[tuple[Any, list[str]]]:
         return [".".join(["layer", str(layer), *inside]) for layer in numbers[axis]]
 
     return [(leaf, names(path, leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]]
+
+
+def has_name(match: str, name: str) -> bool:
+    """Return whether a pattern has a name: `*` stands for any characters, `|` separates alternatives."""
+    return _pattern(match).fullmatch(name) is not None
+
+
+@cache
+def _pattern(match: str) -> re.Pattern:
+    return re.compile("|".join(f"(?:{translate(each.strip())})" for each in match.split("|")))
 
 
 def renamed(tree: Any, old: str, new: str) -> Any:

@@ -5,9 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gregale.checkpoint.manifest import MANIFEST
-from gregale.settings import Settings, setting, whole
+from gregale.errors import KeyedError
+from gregale.settings import Settings, setting, shown, whole
 from gregale.storage import StoragePath, names, parallel_map, status
 
+UNITS = {"s": 1, "m": 60, "h": 3600}
+_TIME = re.compile(r"([0-9]{1,9})([smh])")
 _COMMITTED = re.compile(r"step-(\d{8,})")
 
 
@@ -15,9 +18,9 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 class CheckpointConfig(Settings):
     """The interval between checkpoints and the number to keep."""
 
-    every: int = setting(
+    every: int | str = setting(
         1000,
-        "Save a checkpoint every this many steps.",
+        "between checkpoints: steps, or a time (15m)",
         range=whole(1),
         aliases=("save_steps", "checkpoint_every", "ckpt_interval"),
     )
@@ -25,6 +28,35 @@ class CheckpointConfig(Settings):
         3, "Number of newest checkpoints to keep.", range=whole(1), aliases=("save_total_limit", "max_to_keep", "keep")
     )
     keep_every: int | None = setting(None, "Keep multiples of this many steps for ever.", range=whole(1))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.every, str) and not self.seconds:
+            raise KeyedError(
+                "every", f"is {shown(self.every)}", "; it is a number of steps, or a time such as 90s, 15m or 2h."
+            )
+
+    @property
+    def steps(self) -> int | None:
+        """Return the steps between checkpoints; None if a time is between them."""
+        return None if isinstance(self.every, str) else self.every
+
+    @property
+    def seconds(self) -> int | None:
+        """Return the seconds between checkpoints; None if steps are between them."""
+        found = _TIME.fullmatch(self.every) if isinstance(self.every, str) else None
+        return int(found[1]) * UNITS[found[2]] if found else None
+
+
+@dataclass(frozen=True)
+class ExportConfig(Settings):
+    """Folders for transformers that a run writes of its checkpoints, as `gregale export` does."""
+
+    every: int | None = setting(None, "steps between Hugging Face folders; null: none", range=whole(1), by_topic=True)
+    keep_last: int | None = setting(None, "number of newest folders to keep; null: all", range=whole(1), by_topic=True)
+
+    def is_due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
 
 
 def folder_name(step: int) -> str:

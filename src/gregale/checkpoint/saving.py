@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +48,7 @@ class Saver:
         report: Callable[[str], None] = print,
         committed: Callable[[int], None] = lambda step: None,
         check: Callable[[], None] = lambda: None,
+        in_use: Collection[int] = (),
     ):
         """
         - `directory`: created by the first save.
@@ -57,11 +58,12 @@ class Saver:
         - `committed`: called in the same way with the step of each committed checkpoint.
         - `check`: called in the same way before each save and before its commit; raises if this process must not write
           to the run any more.
+        - `in_use`: steps whose checkpoints something else reads: they are deleted by a later save.
         """
         self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
         self._config = config or CheckpointConfig()
         self._report = report if jax.process_index() == 0 else lambda _: None
-        self._committed, self._check_owner = committed, check
+        self._committed, self._check_owner, self._in_use = committed, check, in_use
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
@@ -178,7 +180,8 @@ class Saver:
         def tidy() -> None:
             self._committed(saved)
             for old in superfluous(committed_steps(self._directory), saved, self._config):
-                delete(self._directory / folder_name(old))
+                if old not in self._in_use:
+                    delete(self._directory / folder_name(old))
 
         if failed := _failure_of(tidy):
             self._report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact.rstrip('.')}.")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+CHECK_EVERY = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -35,12 +36,12 @@ class StopRequest:
 
     ends_process: ClassVar[bool] = True  # after the second SIGINT, see `process_goes_on`
 
-    def __init__(self, check_every: int = 10, exit_seconds: float = 3.0):
+    def __init__(self, check_every: int = CHECK_EVERY, exit_seconds: float = 3.0):
         self._exit_seconds = exit_seconds
         self.signal_name: str | None = None
         self.reason: str | None = None
         self._check_every = check_every
-        self._processes = _ProcessFlags() if jax.process_count() > 1 else None
+        self._processes = ProcessFlags() if jax.process_count() > 1 else None
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -100,7 +101,7 @@ def _exit_now() -> None:
     os._exit(128 + signal.SIGINT)
 
 
-class _ProcessFlags:
+class ProcessFlags:
     """One flag a process, combined by a logical or; all devices of all processes take part, as in a step.
 
     A program with several devices of this process runs on CPUs after those handed over before it. A program with one of

@@ -8,6 +8,7 @@ import draccus
 import jax
 from haliax import Axis, NamedArray
 
+from gregale.model.parametrisation import Scaling
 from gregale.settings import Fixed, Settings, check_path, setting
 
 SHAPE = Fixed("the saved parameters have this shape")
@@ -94,6 +95,11 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
         """Return configuration key -> (meaning, axis) of every axis that a mesh may split, except the vocabulary."""
         return {}
+
+    @property
+    def scalings(self) -> tuple[Scaling, ...]:
+        """Return the factors of rates by the model's size, see `model.parametrisation`; nothing: all are 1."""
+        return ()
 
     @property
     def head_width(self) -> int:

@@ -10,6 +10,7 @@ from gregale.errors import KeyedError
 from gregale.model.base import SHAPE, DecoderSizes, ModelConfig
 from gregale.model.experts_config import ExpertsConfig
 from gregale.model.losses import Logits
+from gregale.model.parametrisation import BASE, Parametrisation, Scaling, scaled
 from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.model.sizes import Sizes
 from gregale.settings import Range, above, at_least, restated, setting, whole
@@ -105,6 +106,9 @@ class LlamaConfig(Sizes):
     init_scale: float = setting(
         0.02, "standard deviation of the initial weights", range=at_least(0), aliases=("initializer_range", "init_std")
     )
+    parametrisation: Parametrisation | None = setting(
+        None, "factors of initial weights and rates by the model's size; null: none", fixed=BASE, by_topic=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,7 +126,11 @@ class LlamaConfig(Sizes):
     def init(self, Vocab: Axis, key: jax.Array) -> "Llama":
         from gregale.model.llama import Llama  # late, because the model reads its configuration
 
-        return Llama.init(self, Vocab, key)
+        return scaled(Llama.init(self, Vocab, key), self.scalings, self.norm_offset)
+
+    @property
+    def scalings(self) -> tuple[Scaling, ...]:
+        return () if self.parametrisation is None else self.parametrisation.scalings(self)
 
     def closed_form_sizes(self) -> DecoderSizes | None:
         kinds = self.kinds

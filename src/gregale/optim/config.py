@@ -1,15 +1,20 @@
 """The choice of an optimizer, and its construction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import draccus
 import optax
 
 from gregale.audit.traffic import Transfer, squared_norms
+from gregale.axes.layer_stacks import names_of_arrays
 from gregale.axes.layout import Layout
+from gregale.axes.parameters import trainable
 from gregale.errors import below
+from gregale.model.parametrisation import Scaling
 from gregale.optim.clipping import clip_by_norm
-from gregale.optim.groups import GroupConfig, Groups
+from gregale.optim.groups import GroupConfig, Groups, ParameterRule
 from gregale.optim.matrices import decays, map_parameters
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 from gregale.settings import DECAY, Fixed, Range, Settings, above, at_least, restated, setting
@@ -56,6 +61,8 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     One that needs whole matrices also overrides `build`, `transfers`, `update_bytes` and `update_flops`, as Muon does.
     """
 
+    scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
+
     learning_rate: float = setting(
         1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "rate", "peak_lr", "max_lr", "step_size")
     )
@@ -87,21 +94,24 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "adamw"
 
-    def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
+    def build(
+        self, parameters, steps: int, layout: Layout | None = None, scalings: Sequence[Scaling] = ()
+    ) -> Optimizer:
         """Return the optimizer for these parameters.
 
         - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read; untrained
           leaves are skipped
         - `steps`: length of the run, for the schedule
         - `layout`: the parameters' layout, for an optimizer that needs whole matrices; None outside of a mesh
+        - `scalings`: factors by the model's size
 
         Raises `UserError` if the schedule does not fit the run.
         """
         schedule = self.build_schedule(self.learning_rate, steps)
-        rates = self.grouped(parameters).rates(parameters)
-        sharded = optax.chain(
-            self.clip(), self.direction(), self.add_decay(parameters), optax.scale_by_learning_rate(schedule), rates
-        )
+        groups = self.grouped(parameters, scalings)
+        direction = optax.chain(groups.sizes(parameters), self.direction()) if scalings else self.direction()
+        decay, rate = self.add_decay(parameters, groups), optax.scale_by_learning_rate(schedule)
+        sharded = optax.chain(self.clip(), direction, decay, rate, groups.rates(parameters))
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
     def transfers(self, parameters, layout: Layout) -> list[Transfer]:
@@ -130,25 +140,41 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def clip(self) -> optax.GradientTransformation:
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
-    def grouped(self, parameters) -> Groups:
+    def grouped(self, parameters, scalings: Sequence[Scaling] = ()) -> Groups:
         """Return the groups; raise `KeyedError` for one without parameters."""
-        groups = Groups(self.groups)
+        groups = Groups(self.groups, scalings)
         groups.check(parameters)
         return groups
 
-    def add_decay(self, parameters) -> optax.GradientTransformation:
+    def add_decay(self, parameters, groups: Groups) -> optax.GradientTransformation:
         """Return the weight decay of parameters, behind the limit of the direction's norm."""
-        decay = self._decay(parameters)
+        decay = self._decay(parameters, groups)
         if self.clip_update_norm is None:
             return decay
         return optax.chain(clip_by_norm(self.clip_update_norm, of_gradients=False), decay)
 
-    def _decay(self, parameters) -> optax.GradientTransformation:
-        if self.groups:
-            own = self.weight_decay
-            return Groups(self.groups).decay(
-                parameters, lambda leaf: own if self.decay == "all" or decays(leaf) else 0.0
-            )
+    def rules(self, parameters, scalings: Sequence[Scaling] = ()) -> dict[str, ParameterRule]:
+        """Return the rule of each parameter by its name, for reports."""
+        groups, found = self.grouped(parameters, scalings), {}
+        for leaf, names in names_of_arrays(trainable(parameters)):
+            algorithm, peak, own = self.rule_of(leaf, groups)
+            for name in names:
+                rate, decay = peak * own.rate_of(leaf, name), own.decay_of(leaf, name, self.decay_of)
+                found[name] = ParameterRule(algorithm, rate, decay)
+        return found
+
+    def rule_of(self, leaf, groups: Groups) -> tuple[str, float, Groups]:
+        """Return the algorithm of a parameter, its peak without factors, and the groups that have the factors."""
+        del leaf
+        return self.get_choice_name(type(self)), self.learning_rate, groups
+
+    def decay_of(self, leaf) -> float:
+        """Return the weight decay of a parameter without a group."""
+        return self.weight_decay if self.decay == "all" or decays(leaf) else 0.0
+
+    def _decay(self, parameters, groups: Groups) -> optax.GradientTransformation:
+        if groups:
+            return groups.decay(parameters, self.decay_of)
         if not self.weight_decay:
             return optax.identity()
         mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf), parameters)
@@ -164,6 +190,8 @@ EPSILON = {"range": Range(0, 1, above=True), "aliases": ("eps", "adam_epsilon")}
 class AdamWConfig(OptimizerConfig):
     """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
 
+    scales_rates: ClassVar[bool] = True
+
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
     betas: tuple[float, float] = setting((0.9, 0.95), "decays of the first and second moment", **BETAS)
     epsilon: float = setting(1e-8, "added to the root of the second moment", **EPSILON)
@@ -176,6 +204,8 @@ class AdamWConfig(OptimizerConfig):
 @dataclass(frozen=True)
 class LionConfig(OptimizerConfig):
     """Lion: the sign of an interpolated momentum (Chen et al., 2302.06675)."""
+
+    scales_rates: ClassVar[bool] = True
 
     learning_rate: float = restated(
         OptimizerConfig, "learning_rate", 1e-4, "peak learning rate (a tenth to a third of AdamW's)"

@@ -1,8 +1,9 @@
 """Muon in two parts: the momentum works on shards, the orthogonalisation on gathered matrices."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from gregale.audit.memory import bytes_on_device
 from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, is_named
 from gregale.errors import KeyedError
+from gregale.model.parametrisation import Scaling
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
+from gregale.optim.groups import Groups
 from gregale.optim.matrices import MatrixAxes, map_parameters, matrix_axes
 from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
 from gregale.settings import DECAY, above, at_least, restated, setting, whole
@@ -35,6 +38,8 @@ class MuonConfig(OptimizerConfig):
     rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
     """
 
+    scales_rates: ClassVar[bool] = True
+
     weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
     momentum: float = setting(0.95, "decay of Muon's momentum", range=DECAY)
     nesterov: bool = setting(True, "look one step ahead along the momentum (AdamW's too)")
@@ -50,27 +55,45 @@ class MuonConfig(OptimizerConfig):
             reason = ", and the norm of Muon's directions follows from shapes alone. Leave it out."
             raise KeyedError("clip_update_norm", f"is {self.clip_update_norm:g}", reason)
 
-    def build(self, parameters, steps: int, layout: Layout | None = None) -> Optimizer:
+    def build(
+        self, parameters, steps: int, layout: Layout | None = None, scalings: Sequence[Scaling] = ()
+    ) -> Optimizer:
         labels = map_parameters(lambda leaf: ADAMW if matrix_axes(leaf) is None else MUON, parameters)
-        schedule = self.build_schedule(self.learning_rate, steps)
-        peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
-        decay, rates = self.add_decay(parameters), self.grouped(parameters).rates(parameters)
+        schedule, others = self.build_schedule(self.learning_rate, steps), self.grouped(parameters, scalings)
+        matrices = self._of_matrices(others)
         adamw = optax.chain(
             optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
-            decay,
-            optax.scale_by_learning_rate(self.build_schedule(peak, steps)),
-            rates,
+            self.add_decay(parameters, others),
+            optax.scale_by_learning_rate(self.build_schedule(self._adamw_peak, steps)),
+            others.rates(parameters),
         )
         orthogonal = optax.stateless(
             lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, layout), updates)
         )
-        muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule), rates)
+        decay, rate = self.add_decay(parameters, matrices), optax.scale_by_learning_rate(schedule)
+        muon = optax.chain(orthogonal, decay, rate, matrices.rates(parameters))
         momentum = scale_by_momentum(self.momentum, self.nesterov)
         return Optimizer(
-            sharded=optax.chain(self.clip(), _partition(labels, {MUON: momentum, ADAMW: adamw})),
+            sharded=optax.chain(
+                self.clip(),
+                *([others.sizes(parameters)] if scalings else []),
+                _partition(labels, {MUON: momentum, ADAMW: adamw}),
+            ),
             gathered=_partition(labels, {MUON: muon, ADAMW: optax.identity()}),
             learning_rate=schedule,
         )
+
+    def rule_of(self, leaf, groups: Groups) -> tuple[str, float, Groups]:
+        if matrix_axes(leaf) is None:
+            return ADAMW, self._adamw_peak, groups
+        return MUON, self.learning_rate, self._of_matrices(groups)
+
+    @property
+    def _adamw_peak(self) -> float:
+        return self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+
+    def _of_matrices(self, groups: Groups) -> Groups:
+        return replace(groups, rate="spectral" if self.rms is None else "rms")
 
     def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers that gather every matrix inside a replica and spread its update again."""

@@ -4,21 +4,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from gregale.axes.layout import Layout
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
-from gregale.checkpoint.retention import CheckpointConfig
+from gregale.checkpoint.retention import CheckpointConfig, ExportConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.data.config import SOURCES, VALIDATION, DataConfig
 from gregale.distributed.config import AUTO, DistributedConfig
-from gregale.errors import KeyedError, UserError
+from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.spikes import SpikesConfig
 from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
-from gregale.optim.config import AdamWConfig, OptimizerConfig
+from gregale.optim.config import AdamWConfig, Optimizer, OptimizerConfig
 from gregale.runs.islands import IslandsConfig
 from gregale.runs.stages import Stage, number_after, stages_of
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, setting, shown, whole
@@ -166,6 +167,7 @@ class TrainConfig(Settings):
     sync: SyncConfig = setting(PsdpConfig(), "the method that synchronises replicas", begins_anew=True)
     reduce: ReduceConfig = setting(ReduceConfig(), "the data sent between replicas")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "when to save, what to keep")
+    export: ExportConfig = setting(ExportConfig(), "folders for transformers", by_topic=True)
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks")
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
@@ -203,6 +205,14 @@ class TrainConfig(Settings):
             self._check_adapter()
         self._check_objective()
         self._check_evaluation()
+        if self.model.scalings:
+            self._check_scalings()
+        if self.islands.lockstep and self.checkpoint.seconds is not None:
+            reason = ", but with islands.lockstep all islands save after the same round. Give a number of steps."
+            raise KeyedError("checkpoint.every", f"is {shown(self.checkpoint.every)}", reason)
+        if self.export.every is not None and is_url(self.runs):
+            reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
+            raise KeyedError("export.every", f"is {self.export.every}", reason)
         _ = self.each_stage  # rejects invalid ones
 
     @cached_property
@@ -227,6 +237,27 @@ class TrainConfig(Settings):
     def evaluates(self) -> bool:
         """Whether there is text or a task to evaluate on."""
         return self.data.evaluates or bool(self.evaluation.tasks)
+
+    def build_optimizer(self, parameters, layout: Layout) -> Optimizer:
+        """Return the optimizer of the model's parameters, an abstract tree, on a layout."""
+        scalings = self.model.scalings
+        with below("optimizer"):
+            # A plugin's optimizer may have a `build` without scalings.
+            return self.optimizer.build(parameters, self.steps, layout, **({"scalings": scalings} if scalings else {}))
+
+    def _check_scalings(self) -> None:
+        """Raise `UserError` for an optimizer, or for weights, whose rates the model's parametrisation does not have."""
+        if not self.optimizer.scales_rates:
+            kind = self.optimizer.get_choice_name(type(self.optimizer))
+            raise UserError(
+                f"model.parametrisation has the rates of adamw, lion and muon by the model's size, but optimizer.type "
+                f"is {kind}. Choose one of these, or leave model.parametrisation out."
+            )
+        if self.adapter is not None:
+            raise UserError(
+                "adapter and model.parametrisation exclude one another: the rates are those of whole weights. Leave "
+                "model.parametrisation out."
+            )
 
     def _check_adapter(self) -> None:
         """Raise `UserError` if there is nothing to adapt, or if the run computes without adapters."""

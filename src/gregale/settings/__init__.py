@@ -4,7 +4,8 @@
 
     learning_rate: float = setting(1e-3, "peak learning rate", range=at_least(0), aliases=("lr",))
 
-- `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None
+- `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None,
+  and not to texts
 - `choices`: the valid values of a text
 - `unique`: whether the elements of a list have to differ
 - `aliases`: names of the key in other programs, for suggestions
@@ -119,7 +120,8 @@ def check(settings: Any) -> None:
             twice = next(value for value in found if found.count(value) > 1)
             raise KeyedError(each.name, f"has {shown(twice)} twice", "; give each of its values once.")
         for key, value in _values(each.name, getattr(settings, each.name)):
-            if (wanted := each.metadata.get("range")) is not None and value not in wanted:
+            wanted = None if isinstance(value, str) else each.metadata.get("range")
+            if wanted is not None and value not in wanted:
                 _, _, null = str(each.metadata.get("help", "")).partition("null: ")  # what null means, if it is valid
                 needed = wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
                 raise KeyedError(key, f"is {shown(value)}", f"; it has to be {needed}.")

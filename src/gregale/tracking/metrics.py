@@ -36,6 +36,7 @@ _REPLICAS = "replicas apart"
 _ISLANDS = "islands"
 _TASKS = "[`evaluation.tasks`](evaluation.md#tasks)"
 _LOADS = (INSPECTED, "`model.experts`")
+_GROUPS = "`inspect.granularity: array`, if rates differ"
 _TAGS = "`tags` of a source"
 _LENGTHS, _BY = "`evaluation.sequence_lengths`", "`evaluation.by_position`"
 _OF_START = "since this start of the run"
@@ -78,6 +79,7 @@ METRICS = (
     Metric("grad_norm/<part>", "", "of the averaged gradient before clipping", INSPECTED),
     Metric("update_ratio", "", "norm of the step's update / norm of the parameters", INSPECTED),
     Metric("update_ratio/<part>", "", "of a layer or an array; null where parameters are 0", INSPECTED),
+    Metric("peak_rate/<part>", "", "of an array's learning rate", INSPECTED, _GROUPS),
     Metric("attention_logit_max", "", "the largest logit of attention in the batch, of all layers", INSPECTED),
     Metric("attention_logit_max/<part>", "", "of a layer", INSPECTED),
     Metric("expert_load_max", "", "the largest number of tokens of an expert over the mean, a step before", *_LOADS),

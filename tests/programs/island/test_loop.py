@@ -270,7 +270,7 @@ def test_no_checkpoint_is_tried_of_a_state_that_peers_replace(island_steps, monk
     monkeypatch.setattr(controller, "diverged", lambda: has_peers)
     saved = []
     monkeypatch.setattr(IslandSaving, "_save", lambda _, pause, *__: saved.append(pause.step))
-    setup: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(every=None)))
+    setup: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(steps=None, seconds=None)))
     resources: Any = SimpleNamespace(controller=controller)
     nothing: Any = None
     saving = IslandSaving(setup, nothing, nothing, nothing, steps, (nothing, nothing), resources)

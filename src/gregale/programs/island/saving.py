@@ -1,11 +1,13 @@
 """The checkpoints of an island: the outer state of its fleet's rounds, and its own inner state."""
 
 import math
+import time
 
 from gregale.checkpoint.finite import not_finite
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
+from gregale.distributed.elapsed import Elapsed
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.methods.schedule import Schedule
@@ -32,10 +34,15 @@ class IslandSaving(Saving):
     ):
         super().__init__(setup, corpus, checkpoints, observers, steps, counts)
         self._island, self._resources = steps, resources
-        self._stagger = CheckpointStagger(setup.config.checkpoint.every, resources.controller.pace.schedule)
+        config = setup.config.checkpoint
+        self._stagger = CheckpointStagger(config.steps, resources.controller.pace.schedule)
+        # The clocks of all sites count from the same time, so that offsets keep their turns apart.
+        self._elapsed = None if config.seconds is None else Elapsed(config.seconds, time.time, begin=0.0)
 
-    def waits_after(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         island = self._island
+        if self._elapsed is not None:
+            return self._elapsed.is_due(step, island.save_offset)
         ended = island.ended or island.ended_stage
         return not ended and self._stagger.is_due(island.arrived, island.save_offset)
 

@@ -33,7 +33,7 @@ def optimizer_note(setup: Setup) -> str | None:
 def optimizer_collectives(setup: Setup) -> list[Collective]:
     """Return the collectives over the slow axes in the compiled update of the optimizer, without gathers of updates."""
     layout = setup.method.step_layout
-    optimizer = setup.config.optimizer.build(setup.model, setup.config.steps, layout).sharded
+    optimizer = setup.config.build_optimizer(setup.model, layout).sharded
     weights = layout.abstract(trainable(setup.model), layout.opt_state)
     state = layout.abstract(jax.eval_shape(optimizer.init, weights), layout.opt_state)
 

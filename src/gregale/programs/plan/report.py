@@ -30,6 +30,7 @@ from gregale.programs.plan.shapes import (
     tree_bytes,
 )
 from gregale.programs.plan.step import MEMORY, STEP, Plan, Program
+from gregale.programs.runtime.parameter_groups import parameter_groups
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.setup import Setup, in_places
 
@@ -62,6 +63,7 @@ def report_of(
         "until": plan.until,
         "kernels": kernels_of(setup),
         "experts": experts_of(setup, tokens),
+        "parameter_groups": parameter_groups(setup),
         "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),

@@ -5,6 +5,7 @@ from typing import Any
 
 from gregale.audit.device_axes import BETWEEN
 from gregale.axes.mapping import MAPPINGS
+from gregale.formatting import listed
 from gregale.programs.plan.step import STEP
 from gregale.tables import print_table
 from gregale.terminal import Console
@@ -46,6 +47,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     _head(report, console)
     if report["mapping"]:
         print_table(console, "Mappings: the mesh axes that split named axes", ("axis", *MAPPINGS), report["mapping"])
+    if report["parameter_groups"]:
+        _parameter_groups(report["parameter_groups"], console)
     if report["pipeline"] is not None:
         _pipeline(report["pipeline"], console)
     memory = report["memory"]
@@ -69,6 +72,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _island(report["island"], console)
     for note in report["notes"]:
         console.print(f"Note: {note}")
+
+
+def _parameter_groups(groups: list[dict[str, Any]], console: Console) -> None:
+    rows = [
+        (listed(each["parameters"], 12), each["algorithm"], f"{each['rate']:.4g}", f"{each['weight_decay']:.4g}")
+        for each in groups
+    ]
+    print_table(console, "Groups of parameters", ("parameters", "optimizer", "peak rate", "weight decay"), rows)
 
 
 def _head(report: dict[str, Any], console: Console) -> None:

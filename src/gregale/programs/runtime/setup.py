@@ -17,7 +17,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError, below, plugin_errors
+from gregale.errors import UserError, plugin_errors
 from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, identity
@@ -294,8 +294,6 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     first = first_layers(config, model, layout)
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
     of_model = isinstance(config.objective, NextTokenConfig)
-    with below("optimizer"):
-        optimizer = config.optimizer.build(model, config.steps, layout)
 
     def loss(model, batch):
         return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective)
@@ -303,7 +301,7 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     return Psdp(
         model=model,
         loss=loss,
-        optimizer=optimizer,
+        optimizer=config.build_optimizer(model, layout),
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,

@@ -139,8 +139,9 @@ def refuse_step(run: RunDirectory, step: int | None) -> None:
 
 
 def no_checkpoint(run: RunDirectory, setup: Setup) -> UserError:
-    every = setup.config.checkpoint.every
-    return UserError(f"{run.path} has no checkpoint yet; the first one comes at step {every}.")
+    config = setup.config.checkpoint
+    first = f"at step {config.steps}" if config.seconds is None else f"after {config.every}"
+    return UserError(f"{run.path} has no checkpoint yet; the first one comes {first}.")
 
 
 # The model one parameter at a time, so that no process holds the whole model.

@@ -25,7 +25,8 @@ from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.branch import Branch, branch_of
-from gregale.programs.train.evaluation import Evaluation, Saving, summary
+from gregale.programs.train.evaluation import Evaluation, Saving, on_checkpoint, summary
+from gregale.programs.train.exports import Exports, check_exports
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import Start, keep_what_came_with, origin_of, starting_point
 from gregale.programs.train.stages import PreparedStage, check_stages, describe, prepare_stages
@@ -39,7 +40,7 @@ from gregale.runs.run_lock import training
 from gregale.runs.stages import number_after
 from gregale.settings import Settings, setting, whole
 from gregale.storage import storage_path
-from gregale.tracking.callback import RunInfo, call
+from gregale.tracking.callback import RunInfo
 from gregale.tracking.choices import open_trackers
 from gregale.tracking.console import Console
 from gregale.tracking.profile import Profile, Window
@@ -92,6 +93,7 @@ class PreparedRun:
     directory: RunDirectory
     checkpoints: Checkpoints
     open_checkpoints: Callable[[Setup], Checkpoints]
+    exports: Exports
     console: Console
     progress: Progress
     branch: Branch | None = None
@@ -183,6 +185,7 @@ class PreparedRun:
         Raises `UserError` if the last checkpoint could not be saved.
         """
         config, step = self.setup.config, steps.step
+        self.exports.wait()
         if self.checkpoints.failure:
             raise agreed(
                 f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
@@ -217,7 +220,9 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
     with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
         if not fresh:
             run.check_compatible(config)
-        branch, fitting = branch_of(config, stage, run, fresh), check_stages(config)
+        branch = branch_of(config, stage, run, fresh)
+        for setup in (fitting := check_stages(config)):
+            check_exports(setup)
         if config.start_from is not None and branch is None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -226,9 +231,12 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         stages = prepare_stages(config, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
 
+        exports = stack.enter_context(Exports(run, console.message))
+
         def open_checkpoints(setup: Setup) -> Checkpoints:
-            saved, rules = on_checkpoint(setup, run, console.message), setup.config.checkpoint
-            return stack.enter_context(Checkpoints(run.checkpoints, rules, console.message, saved, check))
+            saved, rules = on_checkpoint(setup, run, exports, console.message), setup.config.checkpoint
+            made = Checkpoints(run.checkpoints, rules, console.message, saved, check, exports.in_use)
+            return stack.enter_context(made)
 
         step = by_first_process(run.newest_step, None) or (branch.step if branch else 0)
         number = number_after(config.each_stage, step)
@@ -238,21 +246,9 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         for note in (describe(begun.setup, begun.corpus), *filter(None, warnings)):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
-        yield PreparedRun(config, stages, number, run, checkpoints, open_checkpoints, console, progress, branch)
-
-
-def on_checkpoint(setup: Setup, run: RunDirectory, report: Callable[[str], None]) -> Callable[[int], None]:
-    """Return what process 0 does after each checkpoint, in the thread that saves; errors of callbacks are reported."""
-
-    def tell(step: int) -> None:
-        run.note_checkpoint(step)
-        for callback in setup.callbacks:
-            try:
-                call(callback, "on_checkpoint", step)
-            except UserError as error:
-                report(f"{error} The run continues.")
-
-    return tell
+        yield PreparedRun(
+            config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, branch
+        )
 
 
 def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:

@@ -8,7 +8,9 @@ import jax
 from gregale.atomic_files import os_error_text
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
+from gregale.distributed.elapsed import Elapsed
 from gregale.distributed.hang_detector import Phase
+from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
@@ -16,13 +18,14 @@ from gregale.programs.runtime.evaluation import Evaluator, evaluation_text, form
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.tasks import format_tasks, tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
+from gregale.programs.train.exports import Exports
 from gregale.programs.train.inspection import QuantisationFigures, is_due
 from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError
-from gregale.tracking.callback import Callback, Metrics, Pause
+from gregale.tracking.callback import Callback, Metrics, Pause, call
 
 Tree = Any
 
@@ -77,7 +80,7 @@ class Evaluation(Callback):
 
 
 class Saving(Callback):
-    """Saves a checkpoint in the background every `checkpoint.every` steps."""
+    """Saves a checkpoint in the background once in `checkpoint.every` steps, or in that time, and for exports."""
 
     seconds: ClassVar[str] = "saving_seconds"
 
@@ -93,9 +96,17 @@ class Saving(Callback):
         self._setup, self._corpus, self._checkpoints = setup, corpus, checkpoints
         self._observers, self._steps = observers, steps
         self._traffic, self._consumed = counts
+        seconds = setup.config.checkpoint.seconds
+        self._elapsed = None if seconds is None else Elapsed(seconds)
 
     def waits_after(self, step: int) -> bool:
-        return is_due(step, self._setup.config.checkpoint.every) and not self._steps.ended
+        due = self._is_due(step)
+        return (due or self._setup.config.export.is_due(step)) and not self._steps.ended
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether `checkpoint.every` asks for a checkpoint; called once after every step."""
+        every = self._setup.config.checkpoint.steps
+        return is_due(step, every) if self._elapsed is None else self._elapsed.is_due(step)
 
     def after_step(self, pause: Pause) -> Metrics:
         self._save(pause, {}, self._observers.callbacks.flush)
@@ -129,3 +140,20 @@ def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -
     streams = corpus.train_streams.values(), scored.values()
     bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
     return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
+
+
+def on_checkpoint(
+    setup: Setup, run: RunDirectory, exports: Exports, report: Callable[[str], None]
+) -> Callable[[int], None]:
+    """Return what process 0 does after each checkpoint, in the thread that saves; errors of callbacks are reported."""
+
+    def tell(step: int) -> None:
+        run.note_checkpoint(step)
+        exports.begin(step, setup.config.export)
+        for callback in setup.callbacks:
+            try:
+                call(callback, "on_checkpoint", step)
+            except UserError as error:
+                report(f"{error} The run continues.")
+
+    return tell

@@ -22,6 +22,7 @@ from gregale.distributed.hang_detector import Phase, Progress
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Method
 from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.parameter_groups import rules_of
 from gregale.programs.runtime.setup import Setup
 from gregale.tracking.callback import Callback, Metrics, Pause
 from gregale.training.state import TrainState
@@ -61,6 +62,8 @@ class Inspector:
 
     def __init__(self, setup: Setup, method: Method):
         self._by_array = setup.config.inspect.granularity == "array"
+        rules = rules_of(setup) if self._by_array else {}
+        self._rates = {f"peak_rate/{name}": rule.rate for name, rule in rules.items()}
         probe = _probe(setup, method)
         self._inspected = jax.jit(
             lambda frozen, state, batch: method.holding(frozen).inspected(state, batch, probe),
@@ -70,7 +73,8 @@ class Inspector:
 
     def __call__(self, state: TrainState, batch: Tree) -> dict[str, float]:
         """Return the metrics of the step that takes this batch; wait for the devices."""
-        return figures(jax.device_get(self._inspected(state.frozen, state.method, batch)), self._by_array)
+        found = figures(jax.device_get(self._inspected(state.frozen, state.method, batch)), self._by_array)
+        return found | self._rates
 
 
 def _probe(setup: Setup, method: Method) -> Probe:

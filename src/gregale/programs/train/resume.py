@@ -23,7 +23,7 @@ from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
 from gregale.training.state import TrainState, abstract_state, new_train_state, state_shardings
 
-ROTARY_SCALING = "rotary_scaling"
+ROTARY_SCALING, PARAMETRISATION = "rotary_scaling", "parametrisation"
 
 
 class Start(NamedTuple):
@@ -137,6 +137,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "model to start from."
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
+    found = [change for change in found if not change.key.startswith(f"model.{PARAMETRISATION}")]  # of rates alone
     if config.model.rotary_scaling is not None:  # A longer context is trained on the same shape.
         found = [change for change in found if not change.key.startswith(f"model.{ROTARY_SCALING}")]
     if origin.is_imported:  # The reader pads its rows.
