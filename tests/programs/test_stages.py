@@ -90,7 +90,8 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
 def test_no_stage_waits_for_its_programs(staged, compiled):
     """A thread compiles the steps of each stage but the first, and the averages of the last, DiLoCo."""
     steps = [thread for name, thread in compiled if name == "jit(counted_step)"]
-    assert steps == [main_thread().name, *[LEFT_AT_EXIT] * 3]
+    assert steps[-3:] == [LEFT_AT_EXIT] * 3
+    assert steps[:-3] in ([], [main_thread().name]), "another test may have compiled the first"
     assert [thread for name, thread in compiled if name == "jit(_after)"] == [LEFT_AT_EXIT]
 
 

@@ -73,7 +73,10 @@ def test_a_store_that_refuses_is_explained_once(gregale, s3_endpoint, capsys, mo
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ("s3://nowhere/x", "s3://nowhere/x/tiny/lock: there is no bucket s3://nowhere. Make it, or correct the name."),
+        (
+            "s3://nowhere/x",
+            "s3://nowhere/x/tiny/starts.jsonl: there is no bucket s3://nowhere. Make it, or correct the name.",
+        ),
         ("ftp://x", "ftp://x: ftp:// is not a store that is known"),
     ],
 )
