@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from gregale.audit.step import ParameterShape
 from gregale.axes.layout import Layout
+from gregale.errors import UserError
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.spikes import SpikesConfig
 from gregale.methods.traffic import DilocoTraffic, PsdpTraffic
@@ -167,6 +168,6 @@ class Method(ABC):
     def quantisation_loss(self, state: Tree, batch: Tree) -> Any:
         """Return the quantisation loss, a `communication.quantised.QuantisationLoss`; only with a codec.
 
-        An island has none: a part of it is not on the devices.
+        An island has none: a part of it is not on the devices. Raises `UserError` for a method without codecs.
         """
-        raise NotImplementedError
+        raise UserError(f"reduce.measure is true, but the method {self.name} uses no codec. Leave reduce.measure out.")
