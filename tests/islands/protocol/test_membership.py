@@ -67,6 +67,19 @@ def test_a_request_is_held_until_the_needed_number_has_asked():
     assert "waits for the requests of a, b and c" in fleet.membership.held("a")
 
 
+def test_who_is_not_in_a_round_learns_which_islands_are():
+    """The island d comes back while a and c are in a reduce with b, which cannot receive and has given it up."""
+    fleet = Fleet("a", "b", "c", running="abc")
+    for name in "abc":
+        fleet.ask(name)
+    fleet.beating["d"] = "s"
+    fleet.ask("b", 2)
+    fleet.ask("d")
+    waits = "the coordinator waits for the requests of a and c"
+    assert fleet.membership.held("d") == f"{waits}; the last view has a, b and c"
+    assert fleet.membership.held("b") == waits
+
+
 def test_an_island_of_a_running_fleet_needs_fewer_than_those_that_join_it():
     fleet = Fleet("a", "b", running="a")
     fleet.ask("b", needed=3)

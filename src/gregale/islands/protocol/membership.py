@@ -107,10 +107,15 @@ class Membership:
         return max((owner.heartbeat_seconds for owner in self._owners.values()), default=0.0)
 
     def held(self, name: str) -> str:
-        """Return what the next view waits for, as of the last tick, and whether it has no request of `name`."""
-        owner = self._owners.get(name)
+        """Return what the next view waits for, as of the last tick, and what `name` has to know beside it.
+
+        That is whether there is no request of `name`, and which members of the last view, if it was not one of them,
+        may be in a reduce that does not end: what keeps them is one of themselves.
+        """
+        owner, last = self._owners.get(name), self.last or frozenset()
         own = "" if owner and owner.ask else "the coordinator had no request of this island at its last answer; "
-        return f"{own}{self._awaited}"
+        is_beside = name not in last and bool(last & self._owners.keys() - self.pending.keys())
+        return f"{own}{self._awaited}{f'; the last view has {listed(sorted(last))}' if is_beside else ''}"
 
     def _what_is_awaited(self, now: float) -> str:
         pending, reasons = self.pending, []
