@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -161,7 +162,14 @@ class Psdp(Method):
 
     def sums(self, ready: Tree, batch: Tree, buffers: Tree = None) -> Accumulated:
         """Return the gradients by the parameters of `ready` on a batch, separate for each replica."""
+        return self._traced_sums(ready, batch, buffers)
 
+    @cached_property
+    def _traced_sums(self) -> Callable[[Tree, Tree, Tree], Accumulated]:
+        """Return `_sums`, which is traced once for all programs of a method, because its trace takes the most time."""
+        return jax.jit(self._sums, inline=True)
+
+    def _sums(self, ready: Tree, batch: Tree, buffers: Tree) -> Accumulated:
         held = self.holding(self.prepare(frozen_of(self.model)))
 
         def loss(parameters: Tree, batch: Tree):
