@@ -79,7 +79,8 @@ def visited(
 def sum_of_turned(rows: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, cores: int) -> jax.Array:
     """Return the sum over i of rows[i] . weights[i]^T, added before it is rounded: no product of its own is written."""
     if rows[0].shape[1] > LONGEST:
-        return sum(product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
+        one, two = (product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
+        return one + two
 
     def term(x, weight) -> jax.Array:
         return jax.lax.dot_general(x[...], weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
