@@ -43,9 +43,8 @@ def visited(
     )
 
     def run(starts, groups, blocks, *refs) -> None:
-        *blocks_of_operands, out = refs
-        each = len(operands) // len(terms)
-        found = sum(term(*blocks_of_operands[at : at + each]) for at in range(0, len(operands), each))
+        out, each = refs[-1], len(terms[0])
+        found = sum(term(*refs[at : at + each]) for at in range(0, len(operands), each))
         visit = pl.program_id(1)
         row = blocks[visit] * ROWS + jax.lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
         own = (row >= starts[groups[visit]]) & (row < starts[groups[visit] + 1])
@@ -54,11 +53,10 @@ def visited(
     def spec(array: jax.Array, axis: int | None) -> pl.BlockSpec:
         if array.ndim == 2:
             return pl.BlockSpec((ROWS, inputs), lambda part, visit, _, groups, blocks: (blocks[visit], 0))
-        shape = [wide if at == axis else size for at, size in enumerate(array.shape)]
-        places = [at == axis for at in (1, 2)]
+        block = None, *(wide if at == axis else array.shape[at] for at in (1, 2))
+        own = [at == axis for at in (1, 2)]
         return pl.BlockSpec(
-            (None, *shape[1:]),
-            lambda part, visit, _, groups, blocks: (groups[visit], *(part if split else 0 for split in places)),
+            block, lambda part, visit, _, groups, blocks: (groups[visit], *(part * each for each in own))
         )
 
     found = pl.pallas_call(
