@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 from gregale.model.kernels.tpu.eight_bits import MEMORY
 from gregale.model.kernels.tpu.grouped import LANES, ROWS, filled, product, tile
 
-BLOCK = 2**22  # bytes of a block of weights at most
+BLOCK = 3 * 2**20  # bytes of a block of weights at most: v4 has 16 MiB, and two terms have four blocks
 LONGEST = 2048  # contracted values of `sum_of_turned`: all of a block of rows are in the kernel's memory
 
 Operand = tuple[jax.Array, int | None]
