@@ -120,7 +120,9 @@ def test_a_kernel_that_quantises_moves_its_bytes_or_runs_its_bundles(name, numbe
     assert Kernels(chip("v5e")).seconds(found) == pytest.approx(seconds, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "efficiency"), [("gmm", 1.09), ("tgmm", 1.33), ("int8_product", 0.70)])
+@pytest.mark.parametrize(
+    ("name", "efficiency"), [("gmm", 1.09), ("tgmm", 1.33), ("int8_product", 0.70), ("sum_of_turned", 2.12)]
+)
 def test_experts_multiply_each_visited_block(name, efficiency):
     """1,024 rows are eight blocks of 128; four groups visit three of them twice."""
     out, last = "bf16[1024,64]", "bf16[4,256,64]"

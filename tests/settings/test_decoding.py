@@ -110,6 +110,9 @@ def test_a_section_of_another_project_is_translated():
     assert "`eval_steps` of MaxText is `evaluation.batches` here. Did you mean `evaluation.every`? Valid" in found
     found = refusal("--per-device-batch-size", "1")
     assert "` of MaxText is `batch.size` here (times devices times gradient_accumulation_steps). Valid keys" in found
+    for name in ("capacity_factor", "moe_expert_capacity_factor"):
+        found = refusal(f"--model.experts.{name}", "1.25")
+        assert "`capacity_factor` of MaxText has no counterpart here (no token is dropped, " in found
     trainer = [f"--{row.theirs}=1" for row in counterparts() if row.theirs.startswith("trainer.")]
     assert f"; docs/migration.md has {len(trainer) - MOST_SHOWN} more of these keys. Valid" in refusal(*trainer)
 

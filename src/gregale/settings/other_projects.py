@@ -82,8 +82,13 @@ def _keys_in(key: str, value: Any) -> Iterator[str]:
 
 
 def _stands_for(row: Counterpart, written: str) -> bool:
-    """Return whether a row's key is the written one, or a section that has it."""
+    """Return whether a row's key is the written one, or a section that has it.
+
+    A key without a counterpart is found in any section, also with a prefix: `model.experts.moe_capacity_factor`.
+    """
     pattern = _written(row.theirs).replace("<name>", "*")
+    if not row.ours and "_" in pattern and written.endswith(pattern):
+        return True
     return fnmatchcase(written, pattern) or fnmatchcase(written, f"{pattern}.*")
 
 

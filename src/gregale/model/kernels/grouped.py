@@ -6,9 +6,9 @@
 No row is multiplied by the matrix of another group, so the FLOPs do not grow with the number of groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,19 @@ class GroupedProducts:
     - `product(rows, weights, sizes, transposed)`: [rows, a], [groups, a, b] (with `transposed` [groups, b, a]) ->
       [rows, b]. Rows after the last group give anything, also NaN
     - `weight_gradients(rows, cotangents, sizes)`: [rows, a], [rows, b] -> [groups, a, b], zeros for an empty group
+    - `fused`: a kernel for `sum_of_turned`
     """
 
     product: Callable[..., jax.Array]
     weight_gradients: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    fused: Callable[..., jax.Array] | None = None
+
+    def sum_of_turned(self, rows: Sequence[jax.Array], weights: Sequence[Any], sizes: jax.Array) -> jax.Array:
+        """Return the sum over i of rows[i] . weights[i]^T."""
+        if self.fused is not None:
+            return self.fused(rows, weights, sizes)
+        one, two = (self.product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
+        return one + two
 
 
 class Block(NamedTuple):

@@ -54,14 +54,14 @@ class GroupedMlp:
         by_hidden = product(by_rows, down, sizes)
         by_factors = (hidden.astype(jnp.float32) * by_hidden.astype(jnp.float32)).sum(-1)
         by_gate, by_up = gated_gradients(by_hidden * factors)
-        of_gate, of_up = (product(by, each, sizes, transposed=True) for by, each in ((by_gate, gate), (by_up, up)))
+        by_x = self.products.sum_of_turned((by_gate, by_up), (gate, up), sizes)
         left_right = ((rows, by_gate), (rows, by_up), (by_rows, hidden * factors))
         gradients = [self.products.weight_gradients(*each, sizes) for each in left_right]
         if biases:
             shares = self._shares(weights, sizes, rows.shape[0]).astype(jnp.float32)
             by_factors = by_factors + (shares * by_rows.astype(jnp.float32)).sum(-1)
             gradients += [sums_of_groups(by, sizes) for by in (by_gate, by_up, by_rows * factors)]
-        return of_gate + of_up, by_factors, gradients
+        return by_x, by_factors, gradients
 
     def _shares(self, weights: Sequence[Any], sizes: jax.Array, rows: int) -> jax.Array:
         """Return the share of down's bias that a device adds to each row."""

@@ -21,6 +21,7 @@ SWIGLU = swiglu_with(tuple)
 def tpu_kernels(cores: int = 1) -> Kernels:
     """Return the operations for devices with this number of cores."""
     from gregale.model.kernels.tpu.grouped_int8 import grouped_int8  # Pallas takes long to import
+    from gregale.model.kernels.tpu.visits import sum_of_turned
 
     return replace(
         PLAIN,
@@ -28,7 +29,7 @@ def tpu_kernels(cores: int = 1) -> Kernels:
         swiglu=SWIGLU,
         rms_norm=rms_norm,
         rotate=rotate,
-        grouped=MEGABLOX,
+        grouped=replace(MEGABLOX, fused=partial(sum_of_turned, cores=cores)),
         grouped_int8=grouped_int8(cores),
         hands_on_squares=True,
     )

@@ -1,0 +1,87 @@
+"""Kernels for TPUs that visit a block of rows for one group after another, as megablox does."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+
+from gregale.model.kernels.tpu.eight_bits import MEMORY
+from gregale.model.kernels.tpu.grouped import LANES, ROWS, filled, product, tile
+
+BLOCK = 3 * 2**20  # bytes of a block of weights at most: v4 has 16 MiB, and two terms have four blocks
+LONGEST = 2048  # contracted values of `sum_of_turned`: all of a block of rows are in the kernel's memory
+
+Operand = tuple[jax.Array, int | None]
+
+
+def visited(
+    term: Callable[..., jax.Array], terms: Sequence[Sequence[Operand]], sizes: jax.Array, cores: int
+) -> jax.Array:
+    """Return the sum of terms, [rows, outputs], in the dtype of the rows. A visit writes the rows of its group alone.
+
+    - `term(rows, weights, ...)`: of the blocks of a visit, float32 [ROWS, tile of outputs]
+    - `terms`: arrays, each with the axis of its outputs or None: [rows, inputs], [groups, a, b] ...
+    - `cores`: those of the chip, which share tiles of outputs
+    """
+    operands = [each for one in terms for each in one]
+    rows, (weights, axis) = terms[0][0][0], terms[0][1]
+    assert axis is not None
+    outputs, inputs = weights.shape[axis], rows.shape[1]
+    wide = tile(outputs, max(LANES, min(outputs // cores, BLOCK // (inputs * weights.dtype.itemsize))))
+    arrays = [filled(array) if array.ndim == 2 else array for array, _ in operands]
+    visits, count = make_group_metadata(
+        group_sizes=sizes,
+        m=arrays[0].shape[0],
+        tm=ROWS,
+        start_group=jnp.int32(0),
+        num_nonzero_groups=sizes.shape[0],
+        visit_empty_groups=False,
+    )
+
+    def run(starts, groups, blocks, *refs) -> None:
+        out, each = refs[-1], len(terms[0])
+        found = sum(term(*refs[at : at + each]) for at in range(0, len(operands), each))
+        visit = pl.program_id(1)
+        row = blocks[visit] * ROWS + jax.lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
+        own = (row >= starts[groups[visit]]) & (row < starts[groups[visit] + 1])
+        out[...] = jnp.where(own, found, out[...].astype(jnp.float32)).astype(out.dtype)
+
+    def spec(array: jax.Array, axis: int | None) -> pl.BlockSpec:
+        if array.ndim == 2:
+            return pl.BlockSpec((ROWS, inputs), lambda part, visit, _, groups, blocks: (blocks[visit], 0))
+        block = None, *(wide if at == axis else array.shape[at] for at in (1, 2))
+        own = [at == axis for at in (1, 2)]
+        return pl.BlockSpec(
+            block, lambda part, visit, _, groups, blocks: (groups[visit], *(part * each for each in own))
+        )
+
+    found = pl.pallas_call(
+        run,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            in_specs=[spec(*each) for each in operands],
+            out_specs=pl.BlockSpec((ROWS, wide), lambda part, visit, _, groups, blocks: (blocks[visit], part)),
+            grid=(-(-outputs // wide), count),
+        ),
+        out_shape=jax.ShapeDtypeStruct((arrays[0].shape[0], outputs), rows.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MEMORY),
+    )(*visits, *arrays)
+    return found[: rows.shape[0]]
+
+
+@partial(jax.jit, static_argnames="cores")
+def sum_of_turned(rows: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, cores: int) -> jax.Array:
+    """Return the sum over i of rows[i] . weights[i]^T, added before it is rounded: no product of its own is written."""
+    if rows[0].shape[1] > LONGEST:
+        one, two = (product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
+        return one + two
+
+    def term(x, weight) -> jax.Array:
+        return jax.lax.dot_general(x[...], weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    terms = [((x, None), (weight, 1)) for x, weight in zip(rows, weights, strict=True)]
+    return visited(term, terms, sizes, cores)
