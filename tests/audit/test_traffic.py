@@ -80,9 +80,9 @@ SPREAD = {
         *((2, 2, 1), 2, {"dtype": "bfloat16", "remat": "full"}, {"hidden": 128, "head_size": 32, "heads": 4}),
         {"adapter": LoraConfig(rank=8, targets=("query", "down"), base="nf4"), "start_from": "a model"},
     ),
-    "Muon, biases, norms of heads, replicas that DiLoCo joins": (
+    "Muon, but for a matrix of AdamW, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),
-        {**MUON, "sync": DilocoConfig()},
+        {"optimizer": MuonConfig(iterations=1, adamw="*.gate.*"), "sync": DilocoConfig()},
     ),
 }
 

@@ -84,7 +84,7 @@ def clipped(*transformations):
     return optax.chain(optax.clip_by_global_norm(5.0), *transformations)
 
 
-def plain_muon(**settings):
+def plain_muon(matrices=DIMENSIONS, **settings):
     oracle = muon(
         SCHEDULE,
         weight_decay=0.2,
@@ -92,7 +92,7 @@ def plain_muon(**settings):
         weight_decay_mask=None,
         adam_b1=0.9,
         adam_b2=0.95,
-        muon_weight_dimension_numbers={name: DIMENSIONS.get(name) for name in AXES},
+        muon_weight_dimension_numbers={name: DIMENSIONS[name] if name in matrices else None for name in AXES},
         **settings,
     )
     return clipped(oracle)
@@ -115,9 +115,15 @@ CASES = {
     ),
     "muon": (MuonConfig(**SETTINGS, decay="all"), plain_muon(consistent_rms=0.2)),
     "muon, scaled by shape": (MuonConfig(**SETTINGS, decay="all", rms=None), plain_muon()),
-    "muon, no nesterov, AdamW at its own rate": (
-        MuonConfig(**SETTINGS, decay="all", nesterov=False, adamw_learning_rate=0.06, iterations=3),
-        plain_muon(consistent_rms=0.2, nesterov=False, ns_steps=3, adam_learning_rate=lambda step: 2 * SCHEDULE(step)),
+    "muon, no nesterov, AdamW at its own rate and for two matrices": (
+        MuonConfig(**SETTINGS, decay="all", nesterov=False, adamw_learning_rate=0.06, adamw="*up|*query", iterations=3),
+        plain_muon(
+            ["output"],
+            consistent_rms=0.2,
+            nesterov=False,
+            ns_steps=3,
+            adam_learning_rate=lambda step: 2 * SCHEDULE(step),
+        ),
     ),
 }
 EVERY_CASE = pytest.mark.parametrize(("config", "oracle"), CASES.values(), ids=CASES.keys())
@@ -214,6 +220,10 @@ def test_a_group_without_parameters_is_refused():
         config.build(model(arrays(0)), STEPS)
     with pytest.raises(UserError, match="Muon's directions follows from shapes"):
         MuonConfig(clip_update_norm=1.0)
+    with pytest.raises(UserError, match=r"adamw is 'layer\.0\.up', which has layer\.0\.up, and not the same array"):
+        MuonConfig(adamw="layer.0.up").build(model(arrays(0)), STEPS)
+    with pytest.raises(UserError, match=r"adamw is '\*embedding', and no parameter .* 9 names: "):
+        MuonConfig(adamw="*embedding").build(model(arrays(0)), STEPS)
 
 
 def test_the_battery_tells_a_wrong_momentum():

@@ -31,6 +31,7 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
         checkpoint={"every": 1000},
         data__held_out=0.0,
         optimizer={"type": "adamw", "learning_rate": 0.001, "schedule": {"type": "constant"}},
+        stages=[{"from": 2, "batch": {"sequence_length": 64}, "mesh": {"data": 2, "context": 2}}],
     )
     with Fleet(folder, "tiny.yaml", Seconds(5.0, 60.0), environment={"XLA_FLAGS": FAST_TO_COMPILE}) as fleet:
         yield fleet

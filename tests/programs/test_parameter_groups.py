@@ -12,13 +12,13 @@ from tests.audit.steps import small_setup
 
 def test_muons_part_of_adamw_is_a_group_beside_others():
     group = GroupConfig("layer.1.mlp.up.*|head", learning_rate=0.5)
-    muon = MuonConfig(0.02, weight_decay=0.1, adamw_learning_rate=0.004, groups=(group,))
+    muon = MuonConfig(0.02, weight_decay=0.1, adamw_learning_rate=0.004, groups=(group,), adamw="*gate*")
     setup = small_setup((1, 1, 1), model={"parametrisation": CompletePConfig(8)}, others={"optimizer": muon})
-    matrices = [f"attention.{name}.weight" for name in ("query", "key", "value", "out")]
-    matrices += [f"mlp.{name}.weight" for name in ("gate", "down")]
+    matrices = ["mlp.down.weight", *(f"attention.{name}.weight" for name in ("query", "key", "value", "out"))]
     found = {tuple(each.values())[:3]: each["parameters"] for each in parameter_groups(setup)}
     assert {rule: sorted(names) for rule, names in found.items()} == {  # hidden is 4 times that of the base
         ("adamw", 0.004, 0.1): ["embedding"],
+        ("adamw", 0.004 / 4, 0.1 * 4): ["layer.*.mlp.gate.weight"],
         ("adamw", 0.004 / 4 / 2, 0.1 * 4): ["head"],
         ("adamw", 0.004, 0.0): ["layer.*.attention_norm.weight", "layer.*.mlp_norm.weight", "norm.weight"],
         ("muon", 0.01, 0.2): sorted(

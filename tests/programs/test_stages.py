@@ -88,11 +88,12 @@ def test_it_equals_resuming_by_hand(train, staged, inputs):
 
 
 def test_no_stage_waits_for_its_programs(staged, compiled):
-    """A thread compiles the steps of each stage but the first, and the averages of the last, DiLoCo."""
+    """A thread compiles the steps of each stage but the first, and the averages and evaluation of the last, DiLoCo."""
     steps = [thread for name, thread in compiled if name == "jit(counted_step)"]
     assert steps[-3:] == [LEFT_AT_EXIT] * 3
     assert steps[:-3] in ([], [main_thread().name]), "another test may have compiled the first"
-    assert [thread for name, thread in compiled if name == "jit(_after)"] == [LEFT_AT_EXIT]
+    for program in ("_after", "eval_model", "sums"):
+        assert [thread for name, thread in compiled if name == f"jit({program})"] == [LEFT_AT_EXIT]
 
 
 def test_stopped_around_boundaries_it_goes_on_bit_for_bit(train, staged, inputs, capsys):

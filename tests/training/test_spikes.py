@@ -100,6 +100,7 @@ def test_each_replica_of_diloco_decides_for_itself():
     assert report.spikes.tolist() == [0, 1]
     for old, new in zip(*(jax.tree.leaves(each.method.inner) for each in (state, after)), strict=True):
         np.testing.assert_array_equal(old[1], new[1])
+    jax.tree.map(np.testing.assert_array_equal, after.method.outer, state.method.outer)
     moved = jax.tree.leaves(after.method.inner.parameters)[0], jax.tree.leaves(state.method.inner.parameters)[0]
     assert np.any(moved[0][0] != moved[1][0])
     assert ONE.skip_spikes is None

@@ -151,6 +151,11 @@ def is_named(leaf) -> bool:
     return isinstance(leaf, NamedArray)
 
 
+def named_arrays(tree) -> list[NamedArray]:
+    """Return the named arrays of a tree."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_named) if is_named(leaf)]
+
+
 def is_layers(name: str) -> bool:
     """Return whether an axis stacks layers: `layers`, or `layers_1` and so on, see `gregale.axes.layer_stacks`."""
     return name == LAYERS or name.removeprefix(f"{LAYERS}_").isdecimal()

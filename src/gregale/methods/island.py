@@ -16,7 +16,7 @@ The arithmetic is that of `Diloco` in one mesh, but the average is computed outs
     state = island.arrive(state, host.theta(index), fragment, keep, error)        # after step t + tau
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gregale.audit.step import ParameterShape
-from gregale.axes.layout import ISLAND, Layout, Tree
+from gregale.axes.layout import ISLAND, Layout, Tree, with_shardings
 from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import QuantisedArray, load
@@ -121,6 +121,21 @@ class Island(Method):
         - `theta`: as for `depart`
         """
         return self._norm(state.psdp.parameters, theta, fragment)
+
+    def compilations(self, state: IslandState) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of `depart`, `norm` and `arrive`.
+
+        - `state`: `jax.ShapeDtypeStruct`s with the shardings of the arrays
+        """
+        own = state.psdp.parameters
+        for fragment in map(self.fragment, range(self.schedule.fragments)):
+            theta = self.finest.abstract(jax.eval_shape(fragment.take, self.parameters), self.finest.params)
+            sent = self._depart.lower(own, state.error, theta, fragment)
+            yield sent.compile
+            yield self._norm.lower(own, theta, fragment).compile
+            error = jax.eval_shape(self._depart, own, state.error, theta, fragment)[1]
+            error = with_shardings(error, sent.compile().output_shardings[1])
+            yield self._arrive.lower(own, state.error, theta, fragment, np.float32(0), error).compile
 
     def leaves(self, fragment: Fragment) -> list[ShardedLeaf]:
         """Return the arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""

@@ -9,7 +9,7 @@ import optax
 
 from gregale.audit.traffic import Transfer, squared_norms
 from gregale.axes.layer_stacks import names_of_arrays
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, named_arrays
 from gregale.axes.parameters import trainable
 from gregale.errors import below
 from gregale.model.parametrisation import Scaling
@@ -116,7 +116,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
 
     def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers of an update, in closed form; the arguments are those of `build`."""
-        return [] if self.clip_update_norm is None else squared_norms(parameters, layout)
+        return [] if self.clip_update_norm is None else squared_norms(named_arrays(parameters), layout)
 
     def update_bytes(self, parameters, layout: Layout) -> int:
         """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible."""
@@ -157,15 +157,15 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         """Return the rule of each parameter by its name, for reports."""
         groups, found = self.grouped(parameters, scalings), {}
         for leaf, names in names_of_arrays(trainable(parameters)):
-            algorithm, peak, own = self.rule_of(leaf, groups)
+            algorithm, peak, own = self.rule_of(leaf, names, groups)
             for name in names:
                 rate, decay = peak * own.rate_of(leaf, name), own.decay_of(leaf, name, self.decay_of)
                 found[name] = ParameterRule(algorithm, rate, decay)
         return found
 
-    def rule_of(self, leaf, groups: Groups) -> tuple[str, float, Groups]:
+    def rule_of(self, leaf, names: Sequence[str], groups: Groups) -> tuple[str, float, Groups]:
         """Return the algorithm of a parameter, its peak without factors, and the groups that have the factors."""
-        del leaf
+        del leaf, names
         return self.get_choice_name(type(self)), self.learning_rate, groups
 
     def decay_of(self, leaf) -> float:

@@ -62,10 +62,7 @@ class Groups:
         """Raise `KeyedError` for a group without parameters."""
         names = [name for _, own in names_of_arrays(trainable(parameters)) for name in own]
         for number, group in enumerate(self.groups):
-            if not any(map(group.has, names)):
-                shown = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
-                reason = f", and no parameter has such a name. Some of the {len(names)} names: {shown}."
-                raise KeyedError(f"groups.{number}.match", f"is {group.match!r}", reason)
+            check_match(f"groups.{number}.match", group.match, names)
 
     def rates(self, parameters: Any) -> optax.GradientTransformation:
         """Return the factors of the learning rate, for updates; without groups nothing."""
@@ -106,6 +103,14 @@ class Groups:
         arrays = names_of_arrays(trainable(parameters))
         found = [_Values(tuple(value(leaf, name) for name in names), layers_axis(leaf)) for leaf, names in arrays]
         return jax.tree.structure(trainable(parameters), is_leaf=is_named).unflatten(found)
+
+
+def check_match(key: str, match: str, names: Sequence[str]) -> None:
+    """Raise `KeyedError` if a pattern has none of the names."""
+    if not any(has_name(match, name) for name in names):
+        shown = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
+        reason = f", and no parameter has such a name. Some of the {len(names)} names: {shown}."
+        raise KeyedError(key, f"is {match!r}", reason)
 
 
 @dataclass(frozen=True)

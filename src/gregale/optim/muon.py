@@ -13,14 +13,16 @@ from jax.typing import ArrayLike
 
 from gregale.audit.memory import bytes_on_device
 from gregale.audit.traffic import Transfer
+from gregale.axes.layer_stacks import has_name, names_of_arrays
 from gregale.axes.layout import Layout, is_named
+from gregale.axes.parameters import trainable
 from gregale.errors import KeyedError
 from gregale.model.parametrisation import Scaling
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
-from gregale.optim.groups import Groups
+from gregale.optim.groups import Groups, check_match
 from gregale.optim.matrices import MatrixAxes, map_parameters, matrix_axes
 from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
-from gregale.settings import DECAY, above, at_least, restated, setting, whole
+from gregale.settings import DECAY, Fixed, above, at_least, restated, setting, whole
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -28,7 +30,7 @@ MUON, ADAMW = "muon", "adamw"
 @OptimizerConfig.register_subclass("muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Muon for matrices, AdamW for embeddings, head, scales and biases (Jordan, 2024; Liu et al., 2502.16982).
+    """Muon for matrices, AdamW for the rest, and for `adamw` (Jordan, 2024; Liu et al., 2502.16982).
 
     `m = beta * m + (1 - beta) * g; direction = scale * orthogonal(m)`, with Newton-Schulz iterations over each layer's
     matrix. On shards, every iteration would send matrix products over `replica`. So the momentum is `sharded`, the rest
@@ -46,6 +48,11 @@ class MuonConfig(OptimizerConfig):
     iterations: int = setting(5, "Newton-Schulz iterations", range=whole(1, 100), aliases=("ns_steps",))
     rms: float | None = setting(0.2, "size of an update's elements; null: scale by shape instead", range=above(0))
     adamw_learning_rate: float | None = setting(None, "AdamW's peak; null: Muon's", range=at_least(0))
+    adamw: str | None = setting(
+        None,
+        "names of matrices for AdamW: `*` any characters, `|` between alternatives; null: none",
+        fixed=Fixed("AdamW keeps two moments of a parameter, Muon one"),
+    )
     betas: tuple[float, float] = setting((0.9, 0.95), "decays of AdamW's two moments", **BETAS)
     epsilon: float = setting(1e-8, "added to norms and AdamW's denominators", **EPSILON)
 
@@ -58,7 +65,12 @@ class MuonConfig(OptimizerConfig):
     def build(
         self, parameters, steps: int, layout: Layout | None = None, scalings: Sequence[Scaling] = ()
     ) -> Optimizer:
-        labels = map_parameters(lambda leaf: ADAMW if matrix_axes(leaf) is None else MUON, parameters)
+        trained = trainable(parameters)
+        arrays = names_of_arrays(trained)
+        if self.adamw is not None:
+            check_match("adamw", self.adamw, [name for leaf, own in arrays if matrix_axes(leaf) for name in own])
+        parts = [ADAMW if self._sides(*each) is None else MUON for each in arrays]
+        labels = jax.tree.structure(trained, is_leaf=is_named).unflatten(parts)
         schedule, others = self.build_schedule(self.learning_rate, steps), self.grouped(parameters, scalings)
         matrices = self._of_matrices(others)
         adamw = optax.chain(
@@ -83,10 +95,18 @@ class MuonConfig(OptimizerConfig):
             learning_rate=schedule,
         )
 
-    def rule_of(self, leaf, groups: Groups) -> tuple[str, float, Groups]:
-        if matrix_axes(leaf) is None:
+    def rule_of(self, leaf, names: Sequence[str], groups: Groups) -> tuple[str, float, Groups]:
+        if self._sides(leaf, names) is None:
             return ADAMW, self._adamw_peak, groups
         return MUON, self.learning_rate, self._of_matrices(groups)
+
+    def _sides(self, leaf, names: Sequence[str]) -> MatrixAxes | None:
+        """Return the sides of a parameter that Muon changes; None for one of AdamW."""
+        given = [name for name in names if self.adamw is not None and has_name(self.adamw, name)]
+        if 0 < len(given) < len(names):
+            reason = f", which has {given[0]}, and not the same array of all layers. Give them in full, with `layer.*`."
+            raise KeyedError("adamw", f"is {self.adamw!r}", reason)
+        return None if given else matrix_axes(leaf)
 
     @property
     def _adamw_peak(self) -> float:
@@ -97,19 +117,24 @@ class MuonConfig(OptimizerConfig):
 
     def transfers(self, parameters, layout: Layout) -> list[Transfer]:
         """Return the transfers that gather every matrix inside a replica and spread its update again."""
-        matrices = _matrices(parameters)
+        matrices = self._matrices(parameters)
         return [transfer for leaf, sides in matrices for transfer in exchanges(leaf, sides, layout)]
 
     def update_bytes(self, parameters, layout: Layout) -> int:
         """Return the bytes of all matrices' updates, in shards, and of the iterations on the largest parameter."""
-        matrices = _matrices(parameters)
+        matrices = self._matrices(parameters)
         shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
         return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
 
     def update_flops(self, parameters, layout: Layout) -> int:
         """Return the FLOPs of the iterations on the whole matrices of a device; every replica repeats them all."""
-        matrices = _matrices(parameters)
+        matrices = self._matrices(parameters)
         return self.iterations * sum(iteration_flops(leaf, sides, layout) for leaf, sides in matrices)
+
+    def _matrices(self, parameters) -> list[tuple[NamedArray, MatrixAxes]]:
+        """Return the named matrices of Muon, which a mesh splits, with their sides."""
+        arrays = [(leaf, names) for leaf, names in names_of_arrays(trainable(parameters)) if is_named(leaf)]
+        return [(leaf, sides) for leaf, names in arrays if (sides := self._sides(leaf, names)) is not None]
 
     def orthogonal(self, leaf: NamedArray | jax.Array, layout: Layout | None):
         """Return `scale * orthogonal(leaf)` for every matrix of a stack."""
@@ -121,12 +146,6 @@ class MuonConfig(OptimizerConfig):
         scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
         result = orthogonalise(leaf, sides, layout, self.iterations, self.epsilon)
         return jax.tree.map(lambda array: array * scale, result)
-
-
-def _matrices(parameters) -> list[tuple[NamedArray, MatrixAxes]]:
-    """Return the named matrices, which a mesh splits, with their sides."""
-    leaves = [leaf for leaf in jax.tree.leaves(parameters, is_leaf=is_named) if isinstance(leaf, NamedArray)]
-    return [(leaf, sides) for leaf in leaves if (sides := matrix_axes(leaf)) is not None]
 
 
 def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:

@@ -25,6 +25,7 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.island.saving import CheckpointStagger, IslandSaving, rounds_of
 from gregale.programs.island.steps import IslandResources, IslandSteps, LeasedBatches, without_nonfinite
 from gregale.programs.runtime.batches import Placement
+from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.runs.history import ROUNDS
@@ -248,12 +249,16 @@ def test_an_island_that_a_callback_ends_leaves_complete_with_the_outer_parameter
 
 
 def test_steps_end_with_the_round_after_which_the_fleet_is_in_another_stage(island_steps):
-    """The commands after that are of the next stage."""
-    steps, controller = island_steps([])
+    """The commands after that are of the next stage, whose programs are compiled after the first step of this one."""
+    steps, controller = island_steps([0])
+    compiled: list[int] = []
+    steps._next = NextPrograms([lambda: compiled.append(steps.batches)])
+    steps.take({})
     controller.orders = [ApplyRound(3, 0.0), ApplyRound(4, 0.0), SendMessage(5)]
     steps.between()
     assert (steps.arrived, steps.ended_stage, steps.ended, controller.orders) == (4, True, False, [SendMessage(5)])
     assert steps.next_batch() is None
+    assert compiled == [1]
 
 
 def test_only_the_wait_for_a_command_has_no_time_limit(island_steps):

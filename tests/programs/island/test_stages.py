@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import haliax as hax
 import jax
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ from gregale.errors import UserError
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.programs.island.stages import moved
+from gregale.programs.island.stages import compile_programs, moved
+from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.setup import Setup, set_up
+from gregale.programs.train.stages import PreparedStage
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.programs.tiny import CONFIG
 
+nothing: Any = None
 FLEET = {
     "islands": {"lighthouse": "host:1"},
     "mesh": {"data": 4},
@@ -50,6 +54,7 @@ def test_a_stage_begins_with_a_round_of_its_own_and_keeps_the_shards():
 
 
 def test_a_state_goes_to_the_next_stage_and_its_mesh():
+    """There it finds its programs, which were compiled from shapes."""
     spikes = {"skip_spikes": {"window": 4}}
     _, (before, setup) = staged({"from": 4, "mesh": {"data": 2, "context": 2}, **spikes})
     assert isinstance(before.method, Island)
@@ -66,3 +71,23 @@ def test_a_state_goes_to_the_next_stage_and_its_mesh():
     assert outer.digest == digest
     theta = outer.theta(0)
     assert {array.sharding.mesh.shape["context"] for array in jax.tree.leaves(theta)} == {2}
+
+    stage, compiled = PreparedStage(setup, nothing, 12), []
+    compile_programs(stage)
+    batch = {
+        key: hax.named(jax.device_put(np.ones(each.array.shape, each.array.dtype), each.array.sharding), each.axes)
+        for key, each in abstract_batch(setup).items()
+    }
+
+    def listen(event: str, _: float, **about: str | int) -> None:
+        compiled.extend([about["fun_name"]] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    new, _ = stage.stepper(setup.method)(new, batch, 5)
+    for index in range(2):
+        theta, fragment = outer.theta(index), setup.method.fragment(index)
+        _, error = setup.method.depart(new.method, theta, fragment)
+        setup.method.norm(new.method, theta, fragment)
+        new = new._replace(method=setup.method.arrive(new.method, theta, fragment, 0.5, error))
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []

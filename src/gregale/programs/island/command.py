@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,15 +35,19 @@ from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.server import Server
-from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
-from gregale.programs.island.stages import agreement, check_mixtures, next_start
+from gregale.programs.island.stages import (
+    agreement,
+    check_mixtures,
+    compilations,
+    compile_programs,
+    island_of,
+    next_start,
+)
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.steps import IslandResources, IslandSteps
-from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.command import PreparedRun, prepared
 from gregale.programs.train.evaluation import Evaluation
 from gregale.programs.train.loop import Loop
@@ -57,8 +62,6 @@ from gregale.storage import StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.tracking.callback import Callbacks, RunInfo
 from gregale.tracking.choices import open_trackers
-from gregale.training.state import TrainState
-from gregale.training.stepper import Stepper
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
@@ -143,11 +146,6 @@ def rules_of(run: PreparedRun) -> Rules:
     )
 
 
-def island_of(setup: Setup) -> Island:
-    assert isinstance(setup.method, Island)
-    return setup.method
-
-
 def train_stage(
     run: PreparedRun, start: Start, info: RunInfo, resources: IslandResources, status: StatusTracker, stop: StopRequest
 ) -> tuple[IslandSteps, Evaluation, tuple[Traffic, DataPosition]]:
@@ -159,14 +157,15 @@ def train_stage(
         callbacks = Callbacks([status], flush=status.callbacks.flush)
         examples = corpus.training(fleet_mixtures(run.config, resources.firsts))
         observers = Observers(callbacks, console.message, run.progress)
-        steps = IslandSteps(setup, resources, examples, start, stop, observers)
+        following = chain.from_iterable(map(compilations, run.stages[run.number + 1 :][:1]))
+        steps = IslandSteps(setup, resources, examples, start, stop, observers, following)
         counts = (
             Traffic(setup, start.step, start.replica_bytes),
             DataPosition(config.batch, start.step, start.examples, start.mixtures),
         )
-        evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
+        evaluation = Evaluation(run.stage, run.directory, observers, steps)
         saving = IslandSaving(setup, corpus, run.checkpoints, observers, steps, counts, resources)
-        Loop(setup, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
+        Loop(run.stage, steps, StepLog(setup, observers, *counts), observers, evaluation, saving).run()
     return steps, evaluation, counts
 
 
@@ -184,20 +183,24 @@ def next_stage(
     run.progress.at(steps.step, Phase.PREPARING)
     run.checkpoints.wait()
     before, (number, firsts) = run.setup, steps.coming
-    setup = run.stages[number].setup
-    run = replace(run, number=number, checkpoints=run.open_checkpoints(setup))
+    stage = run.stages[number]
+    setup, run = stage.setup, replace(run, number=number, checkpoints=run.open_checkpoints(stage.setup))
     start = next_start(start, steps, counts, before, setup)
     resources.outer.follow(island_of(setup))
     if resources.leases is not None and number != resources.stage:
         resources.leases.begin_stage(number, setup.config.batch.size)
-    stepper = setup.stepper()
-    compile_programs(setup, stepper, start.state, resources.outer)
+    compile_programs(stage)
     changed = changes(before.config, setup.config)
     assert steps.arrived is not None
     begins = f"Stage {number + 1} of {len(run.stages)} begins after round {steps.arrived + 1}, step {start.step}"
     run.console.message(f"{begins}: {'; '.join(map(str, changed)) or 'no change'}.")
     info = run.record_start(start, changed)
-    return run, start, info, replace(resources, step=stepper, seen=steps.seen(), stage=number, firsts=firsts)
+    return (
+        run,
+        start,
+        info,
+        replace(resources, step=run.stage.stepper(setup.method), seen=steps.seen(), stage=number, firsts=firsts),
+    )
 
 
 def join(
@@ -235,8 +238,9 @@ def join(
     agreed = agreement(stages, rules.stages, messages_of_all(shards_of(outer)), start.base)
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
-    stepper = setup.stepper()
-    compile_programs(setup, stepper, start.state, outer)
+    outer.compile()
+    compile_programs(run.stage)
+    stepper = run.stage.stepper(island)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     stage = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
     if host > 0:
@@ -313,17 +317,6 @@ def check_stage(number: int, record: OuterRecord) -> None:
             f"stages: the fleet is in stage {begun + 1} after round {record.round}, but by this configuration in stage "
             f"{number + 1}. Stages that have begun cannot change: put them back, others may change."
         )
-
-
-def compile_programs(setup: Setup, stepper: Stepper, state: TrainState, outer: HostOuter) -> None:
-    """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
-    island = island_of(setup)
-    outer.compile()
-    stepper.program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
-    for index in range(island.schedule.fragments):
-        theta, fragment = outer.theta(index), island.fragment(index)
-        jax.block_until_ready(island.depart(state.method, theta, fragment))
-        jax.block_until_ready(island.norm(state.method, theta, fragment))
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

@@ -34,10 +34,11 @@ class IslandSaving(Saving):
     ):
         super().__init__(setup, corpus, checkpoints, observers, steps, counts)
         self._island, self._resources = steps, resources
-        config = setup.config.checkpoint
-        self._stagger = CheckpointStagger(config.steps, resources.controller.pace.schedule)
-        # The clocks of all sites count from the same time, so that offsets keep their turns apart.
-        self._elapsed = None if config.seconds is None else Elapsed(config.seconds, time.time, begin=0.0)
+        self._stagger = CheckpointStagger(setup.config.checkpoint.steps, resources.controller.pace.schedule)
+
+    def turns(self, seconds: float) -> Elapsed:
+        """Return turns by clocks that count from the same time at all sites, so that offsets keep them apart."""
+        return Elapsed(seconds, time.time, begin=0.0)
 
     def _is_due(self, step: int) -> bool:
         island = self._island

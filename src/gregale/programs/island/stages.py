@@ -1,6 +1,6 @@
 """What the stages of an island change in one process, while the fleet's rounds go on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import jax
@@ -12,10 +12,13 @@ from gregale.errors import UserError
 from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.settings import timing_of
 from gregale.islands.stages import fleet_mixtures
+from gregale.methods.island import Island
+from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.checkpointed import spike_window
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import DataPosition, Traffic
 from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
@@ -33,6 +36,11 @@ MUST_AGREE = (
     *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
     *("islands.outlier_factor", "islands.network"),
 )
+
+
+def island_of(setup: Setup) -> Island:
+    assert isinstance(setup.method, Island)
+    return setup.method
 
 
 def agreement(
@@ -100,3 +108,23 @@ def moved(state: TrainState, before: Setup, setup: Setup, step: int) -> TrainSta
     if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
     return state
+
+
+def compile_programs(stage: PreparedStage) -> None:
+    """Compile the programs of steps and rounds, so that no island waits for a compiler later."""
+    for program in programs_of(stage):
+        program()
+
+
+def programs_of(stage: PreparedStage) -> Iterator[Callable[[], object]]:
+    """Yield functions that compile the programs of steps and rounds of a stage, from shapes alone."""
+    setup, island = stage.setup, island_of(stage.setup)
+    state = setup.abstract_state()
+    yield from stage.stepper(island).compilations(state, abstract_batch(setup), [1])
+    yield from island.compilations(state.method)
+
+
+def compilations(stage: PreparedStage) -> Iterator[Callable[[], object]]:
+    """Yield those of `programs_of`, and those of the loss on text."""
+    yield from programs_of(stage)
+    yield from stage.evaluations(island_of(stage.setup), range(1, stage.setup.config.steps + 1))

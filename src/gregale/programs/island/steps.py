@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import Observers
 from gregale.programs.train.steps import Batch, Steps
@@ -97,6 +98,7 @@ class IslandSteps(Steps):
     - `stage`, `firsts`: as in `IslandResources`
     - `coming`: the same two of the fleet with that round
     - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
+    - `following`: functions that compile the programs of the next stage
     """
 
     compiled = -1  # the programs are compiled before the island joins
@@ -109,8 +111,10 @@ class IslandSteps(Steps):
         start: Start,
         stop: StopRequest,
         observers: Observers,
+        following: Iterable[Callable[[], object]] = (),
     ):
         assert isinstance(setup.method, Island)
+        self._next = NextPrograms(following)
         self.method = self._island = setup.method
         self._take, self._outer, self._controller = resources.step, resources.outer, resources.controller
         self.stop, self._observers = stop, observers
@@ -152,6 +156,9 @@ class IslandSteps(Steps):
             if batch is not None:
                 return batch
             self.between(starved=True)
+        if self.ended_stage:
+            self._observers.progress.at(self.step, Phase.COMPILING)
+            self._next.wait()
         if self.complete:
             self.state = self._with_outer_parameters(self.state)
         return None
@@ -161,6 +168,7 @@ class IslandSteps(Steps):
         self.state, self._report = self._take(self.state, batch, self.step)
         self._seen = _add(self._seen, self._report.metrics.weight)
         self.batches += 1
+        self._next.start()
         self._controller.stepped()
         if before is not None:  # read one step late, as the log does, so that a step is queued on the device
             self._check(before)
@@ -209,6 +217,7 @@ class IslandSteps(Steps):
 
     def __exit__(self, *_: object) -> None:
         self._examples.close()
+        self._next.end()
 
     def _with_outer_parameters(self, state: TrainState, inner: InnerOptimizerState | None = None) -> TrainState:
         """Return the state with the outer parameters, a peer's inner optimizer and step if given, and all finite."""

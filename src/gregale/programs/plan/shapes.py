@@ -18,7 +18,7 @@ from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
-from gregale.axes.layout import MODEL, REPLICA, is_named
+from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
 from gregale.axes.parameters import trainable
 from gregale.axes.quantised_weight import is_quantised
 from gregale.errors import UserError
@@ -54,7 +54,7 @@ def parameter_shape(setup: Setup, method: Method | None = None) -> ParameterShap
     config, method = setup.config, method or setup.method
     return ParameterShape(
         layout=method.step_layout,
-        weights=[leaf for leaf in jax.tree.leaves(trainable(setup.model), is_leaf=is_named) if is_named(leaf)],
+        weights=named_arrays(trainable(setup.model)),
         rows=config.batch.size,
         positions=config.batch.sequence_length,
         microbatches=config.batch.microbatches,
@@ -180,7 +180,7 @@ def estimate(setup: Setup, backend: Backend, trees: Bytes | None = None) -> Esti
     - `trees`: the sizes of the setup's trees, if they are known
     """
     step, arguments = step_shape(setup), (trees or tree_bytes(setup)).arguments
-    update = setup.config.optimizer.update_bytes(step.weights, step.layout)
+    update = setup.config.optimizer.update_bytes(trainable(setup.model), step.layout)
     if step.pipeline is not None:
         return estimate_pipeline(step, step.pipeline, arguments, backend, update)
     return estimate_memory(step, arguments, backend, update)
@@ -197,7 +197,7 @@ def step_transfers(setup: Setup, backend: Backend, method: Method | None = None)
     traffic = (method or setup.method).traffic(step)
     averages = None if traffic is None else traffic.averages
     stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
-    own = kept(step, setup.config.optimizer.transfers(step.weights, step.layout))
+    own = kept(step, setup.config.optimizer.transfers(trainable(setup.model), step.layout))
     return [*expected_transfers(step, backend, averages, stack), *own]
 
 
@@ -226,7 +226,7 @@ def sent_by_link(transfers: list[Transfer], step: ParameterShape) -> dict[str, f
 def estimated_work(setup: Setup, link_bytes: dict[str, float], trees: Bytes | None = None) -> Work:
     """Return a device's work in a step, including the optimizer's matrix products; `trees` as for `estimate`."""
     step = step_shape(setup)
-    update = setup.config.optimizer.update_flops(step.weights, step.layout)
+    update = setup.config.optimizer.update_flops(trainable(setup.model), step.layout)
     return work_of(step, (trees or tree_bytes(setup)).optimizer, link_bytes, update)
 
 

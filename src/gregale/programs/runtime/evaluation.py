@@ -1,7 +1,7 @@
 """Provides the loss of a model on held-out and validation text, in nats per token and bits per byte."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class Evaluator:
     """
 
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
-        self._setup, self._text = setup, text
+        self._setup, self.text = setup, text
         objective, first = setup.config.objective, text.first
         if first is not None and first.rows_together != objective.rows_together:
             objective = NEXT_TOKEN  # text beside the run's pairs
@@ -113,29 +113,37 @@ class Evaluator:
         tokens from position P of their document on, up to the next P, in the longest sequences. `eval_METRIC` is a
         metric of the objective, such as `eval_reward_accuracy`.
         """
-        validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
-        if self._text.held_out is None:
+        validation = {name: self._total(model, text, batches, at_batch) for name, text in self.text.validation.items()}
+        if self.text.held_out is None:
             whole = np.sum(list(validation.values()), axis=0)
         else:
-            whole = self._total(model, self._text.held_out, batches, at_batch)
+            whole = self._total(model, self.text.held_out, batches, at_batch)
         metrics = self._metrics(whole)
         lengths = {self._setup.config.batch.sequence_length: whole}
-        for length, text in self._text.lengths.items():
+        for length, text in self.text.lengths.items():
             lengths[length] = self._total(model, text, batches, at_batch)
             metrics[f"eval_loss_length.{length}"] = metrics_of(lengths[length])["eval_loss"]
         longest = max(lengths)
         metrics |= losses_by_position(lengths[longest], longest) if self._in_bytes else {}
         for name, total in validation.items():
             metrics |= {f"{metric}.{name}": value for metric, value in self._metrics(total).items()}
-        own = {name: self._total(model, text, batches, at_batch) for name, text in self._text.held_out_by.items()}
+        own = {name: self._total(model, text, batches, at_batch) for name, text in self.text.held_out_by.items()}
         return metrics | self._by_tag({**validation, **own})
+
+    def compilations(self, model) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of a call with an abstract model, whose leaves have shardings."""
+        text = self.text
+        for each in (text.held_out, *text.validation.values(), *text.lengths.values(), *text.held_out_by.values()):
+            if each is not None:
+                with closing(self._batches(each)) as read:
+                    yield self._sums.lower(model, next(read)).compile
 
     def _by_tag(self, totals: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the metrics of all text with each tag, `eval_loss_tag.TAG`, and of the tags together.
 
         `eval_loss_macro` is the mean of the tags' losses, `eval_loss_micro` the mean over the tokens of their texts.
         """
-        tags, metrics, losses = self._text.tags, {}, []
+        tags, metrics, losses = self.text.tags, {}, []
         for tag in sorted({tag for own in tags.values() for tag in own}):
             found = self._metrics(np.sum([totals[name] for name, own in tags.items() if tag in own], axis=0))
             metrics |= {f"{metric}_tag.{tag}": value for metric, value in found.items()}
@@ -158,20 +166,22 @@ class Evaluator:
         By position, losses and targets of each range of `bounds` follow; for an objective, the sums of its metrics.
         """
         totals = 0.0
-        axes = self._axes(text.sequence_length, text.rows_together)
-        with closing(GlobalBatches(text, axes, self._setup.layout)) as read:
+        with closing(self._batches(text)) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = totals + self._sums(model, batch)
         return np.asarray(totals, np.float64)
 
-    def _axes(self, length: int, together: int) -> tuple[Axis, Axis]:
-        """Return the axes of batches of this length, with about as many tokens as those of the run."""
+    def _batches(self, text: Examples) -> GlobalBatches:
+        """Return the batches of a text, of about as many tokens as those of the run."""
+        length, together = text.sequence_length, text.rows_together
         Batch, Position = self._setup.batch_axes
         layout = self._setup.layout
         parts = layout.devices((Batch,), layout.compute) * together
         rows = max(1, Batch.size * Position.size // (length * parts)) * parts
-        return (Batch, Position) if length == Position.size else (Axis(Batch.name, rows), Axis(Position.name, length))
+        own = length == Position.size
+        axes = (Batch, Position) if own else (Axis(Batch.name, rows), Axis(Position.name, length))
+        return GlobalBatches(text, axes, layout)
 
 
 def token_losses(setup: Setup, execution: Execution) -> Callable[[Any, dict[str, NamedArray]], jax.Array]:

@@ -329,10 +329,10 @@ def train_stage(
             Traffic(setup, first_step, start.replica_bytes),
             DataPosition(config.batch, first_step, start.examples, start.mixtures),
         )
-        evaluation = Evaluation(setup, corpus, run.directory, observers, steps)
+        evaluation = Evaluation(run.stage, run.directory, observers, steps)
         saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
         log = StepLog(setup, observers, *counts)
-        step = Loop(setup, steps, log, observers, evaluation, saving, [profile]).run()
+        step = Loop(run.stage, steps, log, observers, evaluation, saving, [profile]).run()
     run.checkpoints.wait()
     if steps.ended_stage and not run.checkpoints.failure:
         run.progress.at(step, Phase.PREPARING)

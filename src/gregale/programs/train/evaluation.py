@@ -14,12 +14,13 @@ from gregale.errors import UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
 from gregale.inference.token_sampling import Sampling
 from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.runtime.evaluation import Evaluator, evaluation_text, format_losses
+from gregale.programs.runtime.evaluation import format_losses
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.tasks import format_tasks, tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.exports import Exports
 from gregale.programs.train.inspection import QuantisationFigures, is_due
+from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import DataPosition, Observers, Traffic
 from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
@@ -38,11 +39,12 @@ class Evaluation(Callback):
 
     seconds: ClassVar[str] = "evaluation_seconds"
 
-    def __init__(self, setup: Setup, corpus: Corpus, run: RunDirectory, observers: Observers, steps: Steps):
-        self._setup, self._run, self._observers, self._steps = setup, run, observers, steps
-        text, config = evaluation_text(corpus, setup.config), setup.config
-        self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
-        self._measure = QuantisationFigures(setup, text.first) if text.first and config.reduce.measure else None
+    def __init__(self, stage: PreparedStage, run: RunDirectory, observers: Observers, steps: Steps):
+        self._run, self._observers, self._steps = run, observers, steps
+        setup, corpus, self._evaluate = stage.setup, stage.corpus, stage.evaluator
+        self._setup, config = setup, setup.config
+        first = None if self._evaluate is None else self._evaluate.text.first
+        self._measure = QuantisationFigures(setup, first) if first and config.reduce.measure else None
         self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
         self._sampler = training_sampler(setup, corpus.tokenizer) if config.samples.prompts else None
         self.latest: dict[str, float] = {}
@@ -97,7 +99,11 @@ class Saving(Callback):
         self._observers, self._steps = observers, steps
         self._traffic, self._consumed = counts
         seconds = setup.config.checkpoint.seconds
-        self._elapsed = None if seconds is None else Elapsed(seconds)
+        self._elapsed = None if seconds is None else self.turns(seconds)
+
+    def turns(self, seconds: float) -> Elapsed:
+        """Return the turns of checkpoints that come once in so many seconds."""
+        return Elapsed(seconds)
 
     def waits_after(self, step: int) -> bool:
         due = self._is_due(step)

@@ -10,9 +10,9 @@ from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
 from gregale.formatting import listed
-from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.evaluation import Evaluation, Saving
 from gregale.programs.train.inspection import Inspection
+from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers, StepLog, TooManySkipped
 from gregale.programs.train.steps import Batch, Steps
 from gregale.tracking.callback import Callback, Pause, own_metrics
@@ -32,7 +32,7 @@ class Loop:
 
     def __init__(
         self,
-        setup: Setup,
+        stage: PreparedStage,
         steps: Steps,
         log: StepLog,
         observers: Observers,
@@ -42,12 +42,8 @@ class Loop:
     ):
         self._steps, self._log, self._observers = steps, log, observers
         self._evaluation, self._saving = evaluation, saving
-        self._own = setup.callbacks
-        self._waiting = (*profile, Inspection(setup, observers.progress), evaluation, *setup.callbacks, saving)
-        self._trained = {
-            method.name: jax.jit(method.eval_model, compiler_options=setup.compiler_options)
-            for method in (setup.psdp, setup.method)
-        }
+        self._stage, self._own = stage, stage.setup.callbacks
+        self._waiting = (*profile, Inspection(stage.setup, observers.progress), evaluation, *self._own, saving)
 
     def run(self) -> int:
         """Train to the end, or until a request to stop; return the number of steps done.
@@ -115,7 +111,7 @@ class Loop:
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
         method = self._steps.method
-        state, program = self._steps.state, self._trained[method.name]
+        state, program = self._steps.state, self._stage.trained(method)
 
         def trained(of_method: Any) -> Any:
             return with_arrays(program(of_method), state.frozen)

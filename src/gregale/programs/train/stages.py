@@ -1,14 +1,16 @@
 """Provides the stages of a run, checked and with their data, before the run begins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 
+from gregale.axes.layout import with_shardings
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import frozen_of, parameter_count
+from gregale.axes.parameters import frozen_of, parameter_count, with_arrays
 from gregale.axes.quantised_weight import is_quantised
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
@@ -19,11 +21,17 @@ from gregale.evaluation.tasks.files import read_tasks
 from gregale.islands.stages import stage_rounds
 from gregale.methods.island import Island
 from gregale.methods.method import Method
+from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
 from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.programs.train.inspection import is_due
 from gregale.runs.config import TrainConfig
 from gregale.runs.process_agreement import agree_on_text
 from gregale.tracking.choices import check_installed
+from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper
+
+FIRST_STEPS = 10_000  # of a stage, in which its programs are looked for
 
 
 @dataclass(frozen=True)
@@ -38,14 +46,52 @@ class PreparedStage:
     last: int
 
     @cached_property
-    def _steppers(self) -> dict[str, Stepper]:
+    def _programs(self) -> dict[str, tuple[Stepper, Callable[..., Any]]]:
         return {}
+
+    def _of(self, method: Method) -> tuple[Stepper, Callable[..., Any]]:
+        if method.name not in self._programs:
+            trained = jax.jit(method.eval_model, compiler_options=self.setup.compiler_options)
+            self._programs[method.name] = self.setup.stepper(method), trained
+        return self._programs[method.name]
 
     def stepper(self, method: Method) -> Stepper:
         """Return the programs of the steps of a method, the same ones for every call."""
-        if method.name not in self._steppers:
-            self._steppers[method.name] = self.setup.stepper(method)
-        return self._steppers[method.name]
+        return self._of(method)[0]
+
+    def trained(self, method: Method) -> Callable[..., Any]:
+        """Return the program from a state of the method to the model to evaluate, the same one for every call."""
+        return self._of(method)[1]
+
+    @cached_property
+    def evaluator(self) -> Evaluator | None:
+        """Return the programs of the loss on text; None without text to evaluate on."""
+        text = evaluation_text(self.corpus, self.setup.config)
+        return Evaluator(self.setup, text, self.corpus.tokenizer.token_bytes) if text.first else None
+
+    def compilations(self, first: int) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of a stage that begins after `first` steps, from shapes alone."""
+        setup, warm = self.setup, self.setup.config.sync.warm_up()
+        begin, end = first + 1, self.last + 1
+        parts = (setup.psdp, range(begin, min(end, warm + 1))), (setup.method, range(max(begin, warm + 1), end))
+        for method, steps in parts:
+            if steps:
+                state, batch = abstract_state(method, setup.model), abstract_batch(setup)
+                yield from self.stepper(method).compilations(state, batch, steps[:FIRST_STEPS])
+                yield from self.evaluations(method, steps)
+
+    def evaluations(self, method: Method, steps: range) -> Iterator[Callable[[], Any]]:
+        """Yield functions that compile the programs of the loss on text after these steps, as `compilations`."""
+        every = self.setup.config.evaluation.every
+        ends = bool(steps) and steps[-1] == self.setup.config.steps
+        if self.evaluator is None or not (ends or any(is_due(step, every) for step in steps)):
+            return
+        state, program = abstract_state(method, self.setup.model), self.trained(method)
+        lowered = program.lower(state.method)
+        yield lowered.compile
+        model = jax.eval_shape(program, state.method)
+        model = with_arrays(with_shardings(model, lowered.compile().output_shardings), state.frozen)
+        yield from self.evaluator.compilations(model)
 
 
 def naming_stage(number: int) -> AbstractContextManager[None]:

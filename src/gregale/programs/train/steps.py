@@ -90,7 +90,8 @@ class MeshSteps(Steps):
     ):
         setup = stage.setup
         self._stage, self._setup, self._last, self.stop, self._observers = stage, setup, stage.last, stop, observers
-        self._first, self._next = start.step, None if following is None else NextPrograms(following, stage.last)
+        self._first = start.step
+        self._next = NextPrograms(() if following is None else following.compilations(stage.last))
         self.ended_stage = False
         examples = stage.corpus.training(start.mixtures)
         self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
@@ -114,9 +115,8 @@ class MeshSteps(Steps):
             return None
         if self.step >= self._last:
             self.ended_stage = True
-            if self._next is not None:
-                self._observers.progress.at(self.step, Phase.COMPILING)
-                self._next.wait()
+            self._observers.progress.at(self.step, Phase.COMPILING)
+            self._next.wait()
             return None
         if (method := self._setup.method_after(self.step)) is not self.method:
             self._observers.progress.at(self.step + 1, Phase.COMPILING)
@@ -128,11 +128,10 @@ class MeshSteps(Steps):
     def take(self, batch: Batch) -> StepReport:
         self.state, report = self._take(self.state, batch, self.step + 1)
         self.step += 1
-        if self._next is not None and self.step == self._first + 1:  # the programs of this stage come first
+        if self.step > self._first:  # the programs of this stage come first
             self._next.start()
         return report
 
     def __exit__(self, *_: object) -> None:
         self._batches.close()
-        if self._next is not None:
-            self._next.end()
+        self._next.end()

@@ -54,7 +54,7 @@ def seconds_a_step(metrics: Figures) -> float | None:
     It is that since the newest start, or since an island took over the step count of a peer.
     """
     elapsed = metrics.get("elapsed_seconds")
-    if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
+    if elapsed is not None and len(elapsed.steps) > 1 and np.isfinite(elapsed.values[-WINDOW:]).all():
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
         gaps = np.diff(steps)
         breaks = ((np.diff(values) < 0) | (gaps > 2 * np.median(gaps))).nonzero()[0]  # each start begins at 0
