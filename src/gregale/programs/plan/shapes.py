@@ -116,6 +116,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str | None:
     """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
     config = setup.config
+    if config.adapter is not None and config.pipeline is not None:
+        return "there are adapters and a pipeline, and the closed forms of memory and time are for one of them"
     if config.adapter is not None and config.model.experts is not None:
         return "there are adapters and experts, and the closed forms of memory and time are for one of them"
     if not isinstance(config.objective, NextTokenConfig):

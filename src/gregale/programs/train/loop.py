@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from gregale.axes.parameters import with_arrays
 from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
@@ -40,7 +39,7 @@ class Loop:
         saving: Saving,
         profile: Sequence[Callback] = (),
     ):
-        self._steps, self._log, self._observers = steps, log, observers
+        self._setup, self._steps, self._log, self._observers = setup, steps, log, observers
         self._evaluation, self._saving = evaluation, saving
         self._own = setup.callbacks
         self._waiting = (*profile, Inspection(setup, observers.progress), evaluation, *setup.callbacks, saving)
@@ -115,10 +114,10 @@ class Loop:
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
         method = self._steps.method
-        state, program = self._steps.state, self._trained[method.name]
+        state, program, setup = self._steps.state, self._trained[method.name], self._setup
 
         def trained(of_method: Any) -> Any:
-            return with_arrays(program(of_method), state.frozen)
+            return setup.holding(program(of_method), state.frozen)[0]
 
         return Pause(step, state, method, batch, trained, self._steps.stop.ask)
 
