@@ -114,6 +114,8 @@ class StepShape(ParameterShape):
     - `z_loss`: the loss has a z-loss
     - `frozen`: weights beside adapters, which `weights` then are: in the compute dtype, without gradients
     - `quantised`: further weights beside adapters, which are held and gathered in `blocks`
+    - `compares`: the loss compares log-likelihoods with those of frozen weights (DPO), beside adapters or in a copy
+    - `copied`: the weights of this copy
     """
 
     layers: int
@@ -140,11 +142,18 @@ class StepShape(ParameterShape):
     frozen: Sequence[NamedArray] = ()
     quantised: Sequence[NamedArray] = ()
     blocks: WireFormat | None = None
+    compares: bool = False
+    copied: Sequence[NamedArray] = ()
 
     @property
     def computed(self) -> list[NamedArray]:
         """Return all weights of the computation, trained and frozen."""
         return [*self.weights, *self.frozen, *self.quantised]
+
+    @property
+    def reference(self) -> list[NamedArray]:
+        """Return the weights of the pass with which the loss compares; none if it compares nothing."""
+        return [*self.copied, *self.frozen, *self.quantised] if self.compares else []
 
     @property
     def adapts(self) -> bool:
@@ -222,7 +231,7 @@ class StepShape(ParameterShape):
 
     @property
     def layers_with_experts(self) -> int:
-        return max((layers_of(each) for each in self.weights if is_of_experts(each)), default=0)
+        return max((layers_of(each) for each in self.computed if is_of_experts(each)), default=0)
 
     @property
     def pairs(self) -> int:
@@ -232,7 +241,7 @@ class StepShape(ParameterShape):
     @property
     def expert_width(self) -> int:
         """Return the width of an expert on one device; 0 without experts."""
-        widths = [each.resolve_axis("mlp").size for each in self.weights if is_of_experts(each)]
+        widths = [each.resolve_axis("mlp").size for each in self.computed if is_of_experts(each)]
         return max(widths, default=0) // self.mesh["model"]
 
     @property

@@ -31,6 +31,7 @@ STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
 SHARDS = (STAGE, CONTEXT, DATA)
 INTEGER, FLOAT32 = 4, 4
+METRICS = 4  # of DPO
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
 RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
@@ -49,9 +50,41 @@ def expected_transfers(
     terms = FLOAT32 * (1 + step.z_loss)
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
+    found += _compared(step, backend) if step.compares else []
     if step.z_loss and REPLICA in step.layout.params:
         found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
+
+
+def _compared(step: StepShape, backend: Backend) -> list[Transfer]:
+    """Return the transfers of the forward pass with which a loss compares, and of the loss's metrics.
+
+    With adapters the devices exchange rows of the embedding once for both passes.
+    """
+    forward, width, times = (
+        replace(step, remat="none"),
+        max(step.compute_bytes, backend.narrowest_bytes),
+        step.microbatches,
+    )
+    block = min(step.loss_block, step.tokens)
+    filled = -(-step.tokens // block) * block
+    # Both passes send the numbers of the loss; the gradients, which send theirs again, do not need that of the target.
+    softmax = FLOAT32 * (2 * SOFTMAX_NUMBERS * filled - step.loss_blocks.tokens)
+    rows = activation_bytes(step, backend) * (bool(step.copied) and step.exchanges_rows and not step.per_step)
+    keys = [2 * step.shared_keys(reach) * width for reach in step.reaches]
+    return [
+        *([] if step.per_step and step.adapts else _weights(forward, step.reference, backend)),
+        *_activations(step, backend, 2, 2, times * step.layers),
+        *_activations(step, backend, 1, 1, times),
+        Transfer("keys and values", "all-gather", (CONTEXT,), sum(keys) // len(keys), times * step.layers),
+        Transfer(
+            "norms over heads", "all-reduce", (MODEL,), head_norm_sums(forward) // 2 * FLOAT32 * step.tokens, times
+        ),
+        Transfer("loss", "all-reduce", (MODEL,), softmax, times),
+        Transfer("rows of the embedding", "all-to-all", SHARDS, rows, times),
+        Transfer("metrics", "all-reduce", SHARDS, METRICS * FLOAT32, times),
+        Transfer("metrics", "all-reduce", (REPLICA,) if REPLICA in step.layout.params else (), METRICS * FLOAT32),
+    ]
 
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
