@@ -61,25 +61,18 @@ def _compared(step: StepShape, backend: Backend) -> list[Transfer]:
 
     With adapters the devices exchange rows of the embedding once for both passes.
     """
-    forward, width, times = (
-        replace(step, remat="none"),
-        max(step.compute_bytes, backend.narrowest_bytes),
-        step.microbatches,
-    )
+    forward, times, layers = replace(step, remat="none"), step.microbatches, step.microbatches * step.layers
     block = min(step.loss_block, step.tokens)
     filled = -(-step.tokens // block) * block
     # Both passes send the numbers of the loss; the gradients, which send theirs again, do not need that of the target.
     softmax = FLOAT32 * (2 * SOFTMAX_NUMBERS * filled - step.loss_blocks.tokens)
     rows = activation_bytes(step, backend) * (bool(step.copied) and step.exchanges_rows and not step.per_step)
-    keys = [2 * step.shared_keys(reach) * width for reach in step.reaches]
+    norms = head_norm_sums(forward) // 2 * FLOAT32 * step.tokens
     return [
         *([] if step.per_step and step.adapts else _weights(forward, step.reference, backend)),
-        *_activations(step, backend, 2, 2, times * step.layers),
+        *_activations(step, backend, 2, 2, layers),
         *_activations(step, backend, 1, 1, times),
-        Transfer("keys and values", "all-gather", (CONTEXT,), sum(keys) // len(keys), times * step.layers),
-        Transfer(
-            "norms over heads", "all-reduce", (MODEL,), head_norm_sums(forward) // 2 * FLOAT32 * step.tokens, times
-        ),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, layers),
         Transfer("loss", "all-reduce", (MODEL,), softmax, times),
         Transfer("rows of the embedding", "all-to-all", SHARDS, rows, times),
         Transfer("metrics", "all-reduce", SHARDS, METRICS * FLOAT32, times),

@@ -127,8 +127,9 @@ def lacking(setup: Setup) -> str | None:
         kind = config.objective.get_choice_name(type(config.objective))
         if not isinstance(config.objective, DpoConfig):
             return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
-        if config.model.experts is not None:
-            return "there are experts, and the closed forms of memory and time of objective.type dpo are for others"
+        if config.model.experts is not None or setup.layout.context > 1:
+            there = "experts" if config.model.experts is not None else "devices that share sequences (mesh.context)"
+            return f"objective.type is dpo, and its closed forms of memory and time are not for {there}"
     if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     if config.model.closed_form_sizes() is not None:
