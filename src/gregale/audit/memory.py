@@ -109,8 +109,9 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     buffers = FLOAT32 * sum(step.gradient_values(weight, backend.lanes) for weight in step.weights)
     uses = [each for each in step.single() if step.uses(each)]
     gathered = step.computed if step.per_step else uses if backend.hoists_gathers else []
-    of_copy = [each for each in step.copied if step.per_step or (not is_stacked(each) and step.uses(each))]
-    gathered = [*gathered, *(of_copy if step.per_step or backend.hoists_gathers else [])]
+    if (step.per_step or backend.hoists_gathers) and not step.adapts:
+        of_copy = [each for each in step.reference if step.per_step or (not is_stacked(each) and step.uses(each))]
+        gathered = [*gathered, *of_copy]
     # A compiler that widens bfloat16 keeps both forms of weights that it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(

@@ -84,7 +84,7 @@ def model_flops_per_token(step: StepShape, full: bool = False) -> float:
     """
     keys, count = step.positions if full else _visible_keys(step), _multiplied(step)
     own = (FORWARD + BACKWARD) * keys * _for_a_key(step) + _products(step, count)
-    return own + step.compares * FORWARD * (keys * _for_a_key(step) + sum(_compared(step)))
+    return own + bool(step.reference) * FORWARD * (keys * _for_a_key(step) + sum(_compared(step)))
 
 
 def _visible_keys(step: StepShape) -> float:
@@ -105,7 +105,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     every, stacked = (_products(step, count) for count in (_multiplied(step), _stacked(step)))
     layers = stacked + (1 + backward) * attention + _again(step, attention)
     single = (every - stacked) * step.loss_blocks.tokens / step.tokens
-    if step.compares:
+    if step.reference:
         of_layers, of_head = _compared(step)
         layers += FORWARD * of_layers + attention
         single += 2 * FORWARD * of_head  # the model's own, too: gradients compute the logits again

@@ -114,8 +114,7 @@ class StepShape(ParameterShape):
     - `z_loss`: the loss has a z-loss
     - `frozen`: weights beside adapters, which `weights` then are: in the compute dtype, without gradients
     - `quantised`: further weights beside adapters, which are held and gathered in `blocks`
-    - `compares`: the loss compares log-likelihoods with those of frozen weights (DPO), beside adapters or in a copy
-    - `copied`: the weights of this copy
+    - `reference`: frozen weights with whose log-likelihoods the loss compares (DPO): beside adapters, or a copy
     """
 
     layers: int
@@ -142,18 +141,12 @@ class StepShape(ParameterShape):
     frozen: Sequence[NamedArray] = ()
     quantised: Sequence[NamedArray] = ()
     blocks: WireFormat | None = None
-    compares: bool = False
-    copied: Sequence[NamedArray] = ()
+    reference: Sequence[NamedArray] = ()
 
     @property
     def computed(self) -> list[NamedArray]:
         """Return all weights of the computation, trained and frozen."""
         return [*self.weights, *self.frozen, *self.quantised]
-
-    @property
-    def reference(self) -> list[NamedArray]:
-        """Return the weights of the pass with which the loss compares; none if it compares nothing."""
-        return [*self.copied, *self.frozen, *self.quantised] if self.compares else []
 
     @property
     def adapts(self) -> bool:

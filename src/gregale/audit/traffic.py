@@ -13,6 +13,7 @@ from math import prod
 from haliax import NamedArray
 
 from gregale.audit.expert_traffic import exchanges, sums_of_experts, sums_of_loads
+from gregale.audit.preference_traffic import log_likelihoods
 from gregale.audit.step import (
     Backend,
     ParameterShape,
@@ -31,7 +32,6 @@ STAGE, DATA, MODEL = "stage", "data", "model"
 # Mesh axes that split tokens and parameters inside a replica; layers have stages of their own.
 SHARDS = (STAGE, CONTEXT, DATA)
 INTEGER, FLOAT32 = 4, 4
-METRICS = 4  # of DPO
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The backward pass recomputes the attention's output projection.
 RECOMPUTED_SUMS = {"full", "context", "context_offload", "attention", "offload"}
@@ -50,33 +50,22 @@ def expected_transfers(
     terms = FLOAT32 * (1 + step.z_loss)
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
-    found += _compared(step, backend) if step.compares else []
+    found += _compared(step, backend) if step.reference else []
     if step.z_loss and REPLICA in step.layout.params:
         found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
 def _compared(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the transfers of the forward pass with which a loss compares, and of the loss's metrics.
-
-    With adapters the devices exchange rows of the embedding once for both passes.
-    """
-    forward, times, layers = replace(step, remat="none"), step.microbatches, step.microbatches * step.layers
-    block = min(step.loss_block, step.tokens)
-    filled = -(-step.tokens // block) * block
-    # Both passes send the numbers of the loss; the gradients, which send theirs again, do not need that of the target.
-    softmax = FLOAT32 * (2 * SOFTMAX_NUMBERS * filled - step.loss_blocks.tokens)
-    rows = activation_bytes(step, backend) * (bool(step.copied) and step.exchanges_rows and not step.per_step)
+    """Return the transfers of the forward pass with which a loss compares, and of the loss's metrics."""
+    forward, times = replace(step, remat="none"), step.microbatches
     norms = head_norm_sums(forward) // 2 * FLOAT32 * step.tokens
     return [
-        *([] if step.per_step and step.adapts else _weights(forward, step.reference, backend)),
-        *_activations(step, backend, 2, 2, layers),
+        *([] if step.per_step and step.adapts else _weights(forward, list(step.reference), backend)),
+        *_activations(step, backend, 2, 2, times * step.layers),
         *_activations(step, backend, 1, 1, times),
-        Transfer("norms over heads", "all-reduce", (MODEL,), norms, layers),
-        Transfer("loss", "all-reduce", (MODEL,), softmax, times),
-        Transfer("rows of the embedding", "all-to-all", SHARDS, rows, times),
-        Transfer("metrics", "all-reduce", SHARDS, METRICS * FLOAT32, times),
-        Transfer("metrics", "all-reduce", (REPLICA,) if REPLICA in step.layout.params else (), METRICS * FLOAT32),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, times * step.layers),
+        *log_likelihoods(step, activation_bytes(step, backend)),
     ]
 
 

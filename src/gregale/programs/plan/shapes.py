@@ -69,9 +69,8 @@ def has_closed_forms(setup: Setup) -> bool:
 
 def frozen_shapes(setup: Setup) -> dict[str, Any]:
     """Return the fields of a `StepShape` for weights that nothing trains: those beside adapters, or a copy."""
-    compares: dict[str, Any] = {"compares": setup.config.objective.needs_reference}
     if setup.config.adapter is None:
-        return compares | {"copied": jax.tree.leaves(setup.frozen, is_leaf=is_named)}
+        return {"reference": jax.tree.leaves(setup.frozen, is_leaf=is_named)}
 
     def parameters(model):
         leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf) or is_buffer(leaf))
@@ -82,7 +81,8 @@ def frozen_shapes(setup: Setup) -> dict[str, Any]:
     for leaf, form in zip(leaves, stored, strict=True):
         parts[is_quantised(form)].append(leaf)
     blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
-    return compares | {"frozen": parts[False], "quantised": parts[True], "blocks": blocks}
+    reference = parts[False] + parts[True] if setup.config.objective.needs_reference else []
+    return {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
