@@ -143,15 +143,6 @@ def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
     return sums
 
 
-def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
-    """Return the bytes that one device sends for a transfer in a step, in a ring; of a permutation all."""
-    if transfer.kind == "collective-permute":
-        return transfer.bytes * transfer.times
-    devices = prod(sizes[axis] for axis in transfer.axes)
-    share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
-    return transfer.bytes * transfer.times * share
-
-
 def trained_in(step: StepShape, weights: list[NamedArray]) -> list[NamedArray]:
     """Return those of some weights that have gradients."""
     return [each for each in weights if any(each is other for other in step.weights)]

@@ -17,7 +17,8 @@ from gregale.audit.pipeline_shape import PipelineShape
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, StepShape
-from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
+from gregale.audit.traffic import expected_transfers, kept
+from gregale.audit.transfer import Transfer, sent_bytes
 from gregale.axes.layout import MODEL, REPLICA, is_named
 from gregale.axes.parameters import is_buffer, trainable
 from gregale.axes.quantised_weight import is_quantised
