@@ -24,6 +24,7 @@ from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.objectives import DpoConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import abstract_batch, estimate, step_shape, tree_bytes
 from gregale.programs.runtime.setup import Setup
@@ -247,6 +248,18 @@ def test_frozen_weights_take_their_bits_and_have_no_gradients(base):
     if base == "dtype":  # XLA:CPU keeps several forms of the weights that it decodes
         low, high = CPU.range(found.peak)
         assert low < compiler_memory(lowered_step(setup).compile(compiler_options=FAST)).peak < high
+
+
+def test_a_copy_takes_its_bytes_once():
+    others = {"objective": DpoConfig(), "start_from": "a model", "batch": BatchConfig(8, 256)}
+    compute = {"remat": "full", "loss_block": 256}
+    setup, plain = (small_setup((1, 2, 1), 1, compute, WIDE, each) for each in (others, {"batch": others["batch"]}))
+    copy, found = tree_bytes(setup).frozen, estimate(setup, CPU)
+    assert copy == tree_bytes(setup).parameters
+    assert found.peak - estimate(plain, CPU).peak == copy + 4 * (4096 + 1) * 256, "and what it gathers at once"
+    assert found.peak == pytest.approx(
+        compiler_memory(lowered_step(setup).compile(compiler_options=FAST)).peak, rel=0.05
+    )
 
 
 def test_muon_takes_what_its_matrices_take():

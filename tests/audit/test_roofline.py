@@ -6,10 +6,11 @@ import pytest
 
 from gregale.audit.chips import chip
 from gregale.audit.roofline import Work, model_flops_per_token, roofline, work_of
-from gregale.axes.parameters import frozen_of, trainable
+from gregale.axes.parameters import trainable
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.execution import execution
 from gregale.model.experts_config import ExpertsConfig
+from gregale.objectives import DpoConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
 from gregale.runs.config import BatchConfig
 from tests.audit.steps import flops_of, small_setup, small_step
@@ -128,10 +129,12 @@ def traced_loss(setup, **changes):
     run = replace(execution(setup.config.compute, setup.layout, setup.config.model), **changes)
 
     def loss(parameters, frozen, batch):
-        return setup.psdp.holding(frozen).model_with(parameters).loss(batch, run)[0]
+        held = setup.psdp.holding(frozen)
+        model = held.model_with(parameters)
+        return model.loss(batch, run)[0] if held.reference is None else held.loss(model, batch, frozen)[0]
 
     with hax.axis_mapping({}):
-        arguments = trainable(setup.model), frozen_of(setup.model), abstract_batch(setup)
+        arguments = trainable(setup.model), setup.frozen, abstract_batch(setup)
         return jax.make_jaxpr(jax.grad(loss))(*arguments).jaxpr
 
 
@@ -190,6 +193,13 @@ def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
     assert model_flops_per_token(step_shape(beside), full=True) == pytest.approx(by_hand, rel=1e-3)
     untaken = 2 * head  # the trace has the head's gradient, which no result needs
     assert flops_of(traced_loss(beside)) == pytest.approx((by_hand + untaken) * tokens, rel=0.01)
+    others = {"objective": DpoConfig(), "start_from": "a model"}
+    compute = {"remat": "none", "autodiff_rules": "plain", "loss_block": 512}
+    step = step_shape(pairs := small_setup((1, 1, 1), 1, compute, {"layers": 2}, others))
+    assert model_flops_per_token(step, full=True) == pytest.approx(counted * 4 / 3, rel=1e-3), "a pass more"
+    again = 2 * head * tokens  # gradients of log-likelihoods compute the logits again
+    assert flops_of(traced_loss(pairs)) == pytest.approx(counted * 4 / 3 * tokens + again, rel=0.01)
+    assert work_of(step, 0, {}).flops == pytest.approx(counted * 4 / 3 * tokens + again, rel=0.01)
     tied = small_setup((1, 1, 1), 1, model={"layers": 2, "tied_head": True})
     assert model_flops_per_token(step_shape(tied), full=True) == counted, "a tied table is multiplied, too"
 

@@ -11,13 +11,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gregale.audit.step import ACCELERATOR, CPU
-from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.audit.traffic import bytes_by_axes, expected_transfers
+from gregale.audit.transfer import Transfer, sent_bytes
 from gregale.axes.mapping import MappingConfig
 from gregale.axes.mesh import MeshConfig
 from gregale.methods.config import DilocoConfig
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.config import GptOssConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.objectives import DpoConfig
 from gregale.optim import AdamWConfig, GroupConfig, MuonConfig
 from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import set_up
@@ -76,9 +78,14 @@ SPREAD = {
         *((4, 1, 2), 1, {"remat": "projections"}, {"z_loss": 0.01}),
         {"optimizer": AdamWConfig(clip_update_norm=1.0, groups=(GroupConfig("layer.1.*", learning_rate=0.5),))},
     ),
-    "adapters beside weights in 4 bits": (
-        *((2, 2, 1), 2, {"dtype": "bfloat16", "remat": "full"}, {"hidden": 128, "head_size": 32, "heads": 4}),
-        {"adapter": LoraConfig(rank=8, targets=("query", "down"), base="nf4"), "start_from": "a model"},
+    "adapters beside weights in 4 bits, and experts": (
+        *((2, 2, 1), 2, {"dtype": "bfloat16", "remat": "full"}),
+        {"hidden": 128, "head_size": 32, "heads": 4, "experts": replace(EXPERTS, balance=BalanceConfig(loss=0.1))},
+        {"adapter": LoraConfig(rank=8, targets=("query", "out"), base="nf4"), "start_from": "a model"},
+    ),
+    "DPO beside a copy": (
+        *((2, 2, 2), 1, {"remat": "context"}, {}),
+        {"objective": DpoConfig(), "start_from": "a model"},
     ),
     "Muon, but for a matrix of AdamW, biases, norms of heads, replicas that DiLoCo joins": (
         *((2, 2, 2), 1, {}, {"layers": 5, **BIASES}),

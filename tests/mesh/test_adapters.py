@@ -120,11 +120,17 @@ def test_replicas_send_adapters_only():
     assert sum(moments) == 2 * LAYERS * (QUERY + DOWN)
 
 
-@pytest.mark.parametrize("gather", ["per_layer", "per_step"])
-def test_loss_and_gradients_equal_those_of_one_device(gather):
+PIPELINE = {"mesh__stage": 2, "pipeline": "{microbatches: 2}"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [((2, 2, 2), {}), ((2, 2, 2), {"compute__gather": "per_step"}), ((1, 2, 2), PIPELINE)],
+)
+def test_loss_and_gradients_equal_those_of_one_device(mesh, changes):
     norms, trees = [], []
-    for mesh in ((1, 1, 1), (2, 2, 2)):
-        setup = setup_of(mesh, compute__gather=gather, batch__microbatches=2)
+    for shape, own in (((1, 1, 1), {}), (mesh, changes)):
+        setup = setup_of(shape, batch__microbatches=2 if own.get("pipeline") is None else 1, **own)
         state, step = first_state(setup), setup.stepper()
         for number in (1, 2):
             state, report = step(state, batch_of(setup, number), number)

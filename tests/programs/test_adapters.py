@@ -198,7 +198,7 @@ def test_other_frozen_weights_are_refused(tuned, inputs, refused):
     content[-2] ^= 1
     weights.write_bytes(content)
     line = refused("train", "tuned.yaml", "--name", "tuned", "--start_from", "other", "--steps", "6")
-    assert "are not those that the adapters were trained with" in line
+    assert "are not those that this run began with" in line
 
 
 def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):

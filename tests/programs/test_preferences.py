@@ -1,7 +1,10 @@
 """DPO against plain torch, on one device and on a mesh; a run on pairs."""
 
+import copy
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +14,26 @@ import numpy as np
 import pytest
 import yaml
 
+from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
+from gregale.communication.accumulate import Accumulated
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.peft import adapter_slots
-from gregale.huggingface.tensor_names import parameters_of, slots_of
+from gregale.huggingface.tensor_names import parameters_of, path_of, slots_of
 from gregale.programs.runtime.adapters import family_of
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from gregale.runs.run_directory import RunDirectory
+from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
-from tests.programs.tiny import lines
+from tests.programs.tiny import assert_same_state, lines
 
 torch, safetensors = Package("torch"), Package("safetensors.torch")
 PAIRS, POSITIONS, BETA, RANK, ALPHA = 4, 32, 0.3, 4, 8.0
@@ -78,9 +85,9 @@ class Twin:
         for factor in self.factors.values():
             factor.requires_grad_()
 
-    def log_probs(self, scale: float) -> Any:
+    def log_probs(self, scale: float, model: Any = None) -> Any:
         self.scale = scale
-        logs = torch.log_softmax(self.model(torch.tensor(BATCH["tokens"]).long()).logits, -1)
+        logs = torch.log_softmax((model or self.model)(torch.tensor(BATCH["tokens"]).long()).logits, -1)
         at_target = torch.gather(logs, 2, torch.tensor(BATCH["targets"]).long()[..., None])[..., 0]
         return (at_target * torch.tensor(MASK)).sum(1)
 
@@ -108,12 +115,8 @@ def twins(tmp_path_factory) -> tuple[Twin, Path]:
 ONE = "--mesh={replica: 1, data: 1, model: 1}"
 
 
-@pytest.mark.parametrize("options", [[ONE], [ONE, "--batch.microbatches=2"], []])
-def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
-    theirs, imported = twins
-    setup = setup_of(imported, f"--adapter.start_from={imported.parent / 'peft'}", *options)
-    base = Base.of(setup.config)
-    state = started_state(setup, load_tokenizer(imported), base)
+def sums_of(setup: Setup, state: TrainState) -> Accumulated:
+    """The sums of BATCH over all replicas."""
     batch = {name: hax.named(array, setup.batch_axes) for name, array in BATCH.items()}
 
     @jax.jit
@@ -122,10 +125,20 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
         return method.sums(method.ready(state.method), batch)
 
     sums = jax.device_get(summed(state, placed(batch, setup.layout, setup.layout.compute)))
+    assert sums.weight.array.sum() == PAIRS
+    return sums
+
+
+@pytest.mark.parametrize("options", [[ONE, "--batch.microbatches=2"], []])
+def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
+    theirs, imported = twins
+    setup = setup_of(imported, f"--adapter.start_from={imported.parent / 'peft'}", *options)
+    base = Base.of(setup.config)
+    state = started_state(setup, load_tokenizer(imported), base)
+    sums = sums_of(setup, state)
     expected, rewards, gradients = theirs.dpo()
     margins, chosen, rejected = rewards[::2] - rewards[1::2], rewards[::2], rewards[1::2]
     assert np.abs(margins).max() > 0.1
-    assert sums.weight.array.sum() == PAIRS
     figures = {"margin": margins, "accuracy": margins > 0, "chosen": chosen, "rejected": rejected}
     wanted = {f"reward_{name}": each.mean() for name, each in figures.items()} | {"loss": expected}
     for name, array in {**sums.named, "loss": sums.loss}.items():
@@ -139,10 +152,51 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
     assert not wanted | gradients
 
 
+@pytest.mark.parametrize("options", [[ONE, "--batch.microbatches=2", "--compute.gather=per_step"], []])
+def test_whole_models_compare_with_the_one_before_the_first_step(twins, options):
+    theirs, imported = twins
+    setup = setup_of(imported, "--adapter=null", *options)
+    base, family = Base.of(setup.config), family_of(setup, RunDirectory(imported))
+    state = started_state(setup, load_tokenizer(imported), base)
+    parameters = parameters_of(jax.device_get(state.method.parameters))
+    twin = copy.deepcopy(theirs.model).requires_grad_()
+    moved, named = dict(parameters), dict(twin.named_parameters())
+    slots = [slot.cut_to(VOCABULARY) for slot in slots_of(setup.base, family)]
+    for slot in slots:
+        array = parameters[slot.path].array.copy()
+        for key, place in slot.tensors().items():
+            with torch.no_grad():
+                named[key] += torch.randn(named[key].shape) / 50
+            value = slot.as_parameter(named[key].detach().numpy())
+            array[place][real(value)] = value
+        moved[slot.path] = hax.named(array, parameters[slot.path].axes)
+    trained = jax.tree_util.tree_map_with_path(
+        lambda path, _: moved[path_of(path)], state.method.parameters, is_leaf=is_named
+    )
+    here = placed(trained, setup.layout, setup.layout.params)
+    sums = sums_of(setup, state._replace(method=state.method._replace(parameters=here)))
+    rewards = BETA * (theirs.log_probs(0.0, twin) - theirs.log_probs(0.0).detach())
+    loss = -torch.nn.functional.logsigmoid(rewards[::2] - rewards[1::2]).mean()
+    gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    assert rewards.abs().max() > 0.1
+    assert sums.loss.array.sum() / PAIRS == pytest.approx(loss.item(), abs=1e-5)
+    for slot in slots:
+        found = parameters_of(sums.gradients)[slot.path].array.sum(0) / PAIRS
+        for key, place in slot.tensors().items():
+            value = slot.as_parameter(gradients.pop(key).numpy())
+            np.testing.assert_allclose(found[place][real(value)], value, atol=1e-5, err_msg=key)
+    assert not gradients
+
+
+def real(value: np.ndarray) -> tuple[slice, ...]:
+    """The part of a table that is no padding."""
+    return tuple(slice(size) for size in value.shape)
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--adapter=null", "Set adapter.type to lora"),
+        ("--start_from=null --adapter=null", "Set start_from to the run"),
         ("--objective={type: next_token}", "has pairs, but objective.type is next_token"),
         ("--data.sources.pairs.form=prompt", "has no pairs"),
         ("--data.sources.pairs.packing=concat", "set it to pad"),
@@ -153,7 +207,7 @@ def test_loss_rewards_and_gradients_equal_those_of_torch(twins, options):
 )
 def test_what_a_run_cannot_compute_is_refused(twins, option, words):
     with pytest.raises(UserError, match=words):
-        setup_of(twins[1], option)
+        setup_of(twins[1], *re.split(" (?=--)", option))
 
 
 def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypatch, capsys):
@@ -161,8 +215,14 @@ def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypa
     rows = [{"prompt": "a" * (n % 3 + 1), "chosen": "yes" + "!" * (n % 4), "rejected": "no"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "other.txt").write_text("plain text " * 20)
-    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(config_of(twins[1])))
+    whole = config_of(twins[1]) | {"adapter": None, "checkpoint": {"every": 6, "keep_last": 2}}
+    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(whole))
     assert main(["train", "dpo.yaml"]) == 0
+    run = tmp_path / "runs" / "tuned"
+    shutil.copytree(run, run.parent / "again")
+    shutil.rmtree(run.parent / "again" / "checkpoints" / "step-00000012")
+    assert main(["train", "dpo.yaml", "--name", "again"]) == 0
+    assert_same_state(run.parent / "again", run, 12)
     logged = lines(tmp_path / "runs" / "tuned")
     first, *_, step = (line for line in logged if "loss" in line)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -40,7 +40,7 @@ def sums_of_loads(step: StepShape) -> list[Transfer]:
 
 def _counts(step: StepShape) -> int:
     """Return the number of loads: experts of all layers."""
-    return sum(layers_of(each) * each.axes[-1].size for each in step.weights if is_of_choice(each))
+    return sum(layers_of(each) * each.axes[-1].size for each in step.computed if is_of_choice(each))
 
 
 def sums_of_experts(step: StepShape, backend: Backend, activations: int, recomputes: bool) -> list[Transfer]:
@@ -82,8 +82,8 @@ def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
     The rule of the experts adds the gradients by gate and up on a device. A shared MLP has sums of its own; if it is
     weighed or normalised, the backward pass needs its output.
     """
-    stack = {weight.axes[0] for weight in step.weights if is_of_experts(weight)}
-    beside = [each for each in step.weights if each.axes[0] in stack and not is_of_experts(each)]
+    stack = {weight.axes[0] for weight in step.computed if is_of_experts(weight)}
+    beside = [each for each in step.computed if each.axes[0] in stack and not is_of_experts(each)]
     names = {axis.name for weight in beside for axis in weight.axes}
     backward = 0 if backend.merges_sums else -1
     if "mlp" not in names:

@@ -109,6 +109,9 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     buffers = FLOAT32 * sum(step.gradient_values(weight, backend.lanes) for weight in step.weights)
     uses = [each for each in step.single() if step.uses(each)]
     gathered = step.computed if step.per_step else uses if backend.hoists_gathers else []
+    if (step.per_step or backend.hoists_gathers) and not step.adapts:
+        of_copy = [each for each in step.reference if step.per_step or (not is_stacked(each) and step.uses(each))]
+        gathered = [*gathered, *of_copy]
     # A compiler that widens bfloat16 keeps both forms of weights that it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
@@ -188,7 +191,7 @@ def _layer(step: StepShape, backend: Backend) -> int:
     """Return the bytes of one layer's backward pass: weights, their gradients, and activations."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     gathered = 0 if step.per_step else _gathered_weights(step, width)
-    experts = sum(step.on_device(each, step.layout.compute) for each in step.stacked() if is_of_experts(each))
+    experts = sum(step.on_device(each, step.layout.compute) for each in step.weights if is_of_experts(each))
     of_experts = int((1 - EXPERT_GRADIENTS) * experts) // step.layers
     gradients = width * (values_of_a_layer(step, trained=True) - of_experts)
     return gathered + gradients + layer_activations(step, backend)

@@ -7,7 +7,7 @@ from gregale.audit.chips import EIGHT_BIT, Chip
 from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.pallas_cost import visible
-from gregale.audit.step import StepShape, has_vocabulary, is_of_experts, values
+from gregale.audit.step import StepShape, has_vocabulary, is_of_experts, is_stacked, values
 
 FLOAT32 = 4
 FORWARD, BACKWARD = 2, 4  # FLOPs for a weight and a token: a multiply-add, and two of them for both gradients
@@ -78,12 +78,13 @@ def model_flops_per_token(step: StepShape, full: bool = False) -> float:
 
     N are the weights of products, so without the embedding unless it is also the head, and with a token's own experts
     alone. Frozen ones count 4 instead of 6: they have no gradients. `keys` are those that the mask leaves a query on
-    average: about half of the positions for a causal mask.
+    average: about half of the positions for a causal mask. A loss that compares has a forward pass more.
 
     - `full`: count all positions as keys
     """
     keys, count = step.positions if full else _visible_keys(step), _multiplied(step)
-    return (FORWARD + BACKWARD) * keys * _for_a_key(step) + _products(step, count)
+    own = (FORWARD + BACKWARD) * keys * _for_a_key(step) + _products(step, count)
+    return own + bool(step.reference) * FORWARD * (keys * _for_a_key(step) + sum(_compared(step)))
 
 
 def _visible_keys(step: StepShape) -> float:
@@ -104,6 +105,10 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     every, stacked = (_products(step, count) for count in (_multiplied(step), _stacked(step)))
     layers = stacked + (1 + backward) * attention + _again(step, attention)
     single = (every - stacked) * step.loss_blocks.tokens / step.tokens
+    if step.reference:
+        of_layers, of_head = _compared(step)
+        layers += FORWARD * of_layers + attention
+        single += 2 * FORWARD * of_head  # the model's own, too: gradients compute the logits again
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
     return Work(
         model_flops=model_flops_per_token(step) * tokens,
@@ -120,7 +125,7 @@ def _in_eight_bits(step: StepShape) -> float:
     """Return the FLOPs per token of the layers' products of 8-bit numbers: none gives gradients of experts' weights."""
     if step.matmul == "dtype":
         return 0
-    products = _products(step, _stacked(step)) + _again(step, attention=0)
+    products = _products(step, _stacked(step)) + _again(step, attention=0) + FORWARD * _compared(step)[0]
     experts = sum(step.active_values(each) for each in step.stacked() if is_of_experts(each))
     if step.matmul != "int8":
         return products * (1 - experts / _stacked(step))
@@ -131,6 +136,12 @@ def _multiplied(step: StepShape) -> int:
     """Return the number of weights in products: without an embedding that is not the head."""
     tables = [weight for weight in step.single() if has_vocabulary(weight)]
     return step.active_parameters - (values(tables[0].axes) if len(tables) > 1 else 0)
+
+
+def _compared(step: StepShape) -> tuple[int, int]:
+    """Return the values that the pass of the reference multiplies a token with: of layers, and of the head."""
+    layers = sum(step.active_values(each) for each in step.reference if is_stacked(each))
+    return layers, step.embed * step.vocabulary * step.mesh["model"]
 
 
 def _products(step: StepShape, count: int) -> int:
@@ -180,7 +191,8 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     passes = 3 if step.remat in ("none", "projections") else 4
     inputs = 2 * step.layers * step.stream * step.compute_bytes
-    weights = (passes * gathered + (passes - 1) * fixed) * step.compute_bytes
+    compared = sum(step.on_device(each, step.layout.compute) for each in step.reference)
+    weights = (passes * gathered + (passes - 1) * fixed + compared) * step.compute_bytes
     microbatch = weights + 2 * shard * FLOAT32 + inputs
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 

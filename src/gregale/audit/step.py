@@ -114,6 +114,7 @@ class StepShape(ParameterShape):
     - `z_loss`: the loss has a z-loss
     - `frozen`: weights beside adapters, which `weights` then are: in the compute dtype, without gradients
     - `quantised`: further weights beside adapters, which are held and gathered in `blocks`
+    - `reference`: frozen weights with whose log-likelihoods the loss compares (DPO): beside adapters, or a copy
     """
 
     layers: int
@@ -140,6 +141,7 @@ class StepShape(ParameterShape):
     frozen: Sequence[NamedArray] = ()
     quantised: Sequence[NamedArray] = ()
     blocks: WireFormat | None = None
+    reference: Sequence[NamedArray] = ()
 
     @property
     def computed(self) -> list[NamedArray]:
@@ -222,7 +224,7 @@ class StepShape(ParameterShape):
 
     @property
     def layers_with_experts(self) -> int:
-        return max((layers_of(each) for each in self.weights if is_of_experts(each)), default=0)
+        return max((layers_of(each) for each in self.computed if is_of_experts(each)), default=0)
 
     @property
     def pairs(self) -> int:
@@ -232,7 +234,7 @@ class StepShape(ParameterShape):
     @property
     def expert_width(self) -> int:
         """Return the width of an expert on one device; 0 without experts."""
-        widths = [each.resolve_axis("mlp").size for each in self.weights if is_of_experts(each)]
+        widths = [each.resolve_axis("mlp").size for each in self.computed if is_of_experts(each)]
         return max(widths, default=0) // self.mesh["model"]
 
     @property

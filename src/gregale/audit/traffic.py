@@ -13,6 +13,7 @@ from math import prod
 from haliax import NamedArray
 
 from gregale.audit.expert_traffic import exchanges, sums_of_experts, sums_of_loads
+from gregale.audit.preference_traffic import log_likelihoods
 from gregale.audit.step import (
     Backend,
     ParameterShape,
@@ -49,9 +50,23 @@ def expected_transfers(
     terms = FLOAT32 * (1 + step.z_loss)
     found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
     found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
+    found += _compared(step, backend) if step.reference else []
     if step.z_loss and REPLICA in step.layout.params:
         found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
+
+
+def _compared(step: StepShape, backend: Backend) -> list[Transfer]:
+    """Return the transfers of the forward pass with which a loss compares, and of the loss's metrics."""
+    forward, times = replace(step, remat="none"), step.microbatches
+    norms = head_norm_sums(forward) // 2 * FLOAT32 * step.tokens
+    return [
+        *([] if step.per_step and step.adapts else _weights(forward, list(step.reference), backend)),
+        *_activations(step, backend, 2, 2, times * step.layers),
+        *_activations(step, backend, 1, 1, times),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, times * step.layers),
+        *log_likelihoods(step, activation_bytes(step, backend)),
+    ]
 
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
@@ -126,15 +141,6 @@ def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
     for transfer in transfers:
         sums[transfer.axes] = sums.get(transfer.axes, 0) + transfer.bytes * transfer.times
     return sums
-
-
-def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
-    """Return the bytes that one device sends for a transfer in a step, in a ring; of a permutation all."""
-    if transfer.kind == "collective-permute":
-        return transfer.bytes * transfer.times
-    devices = prod(sizes[axis] for axis in transfer.axes)
-    share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
-    return transfer.bytes * transfer.times * share
 
 
 def trained_in(step: StepShape, weights: list[NamedArray]) -> list[NamedArray]:

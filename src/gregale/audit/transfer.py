@@ -1,6 +1,7 @@
-"""Provides the record of a collective of the closed forms of traffic."""
+"""Provides the record of a collective of the closed forms of traffic, and the bytes that a device sends for it."""
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,12 @@ class Transfer:
     axes: tuple[str, ...]
     bytes: int
     times: int = 1
+
+
+def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:
+    """Return the bytes that one device sends for a transfer in a step, in a ring; of a permutation all."""
+    if transfer.kind == "collective-permute":
+        return transfer.bytes * transfer.times
+    devices = prod(sizes[axis] for axis in transfer.axes)
+    share = (devices - 1) / devices * (2 if transfer.kind == "all-reduce" else 1)
+    return transfer.bytes * transfer.times * share

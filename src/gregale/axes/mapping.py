@@ -13,6 +13,7 @@ from gregale.axes.layout import (
     EMBED,
     EXPERTS,
     ISLAND,
+    LORA_RANK,
     MODEL,
     POSITION,
     REPLICA,
@@ -220,7 +221,7 @@ def _check_once(layout: Layout, mapping: str, names: Sequence[str]) -> None:
     owner: dict[str, str] = {}
     for name in names:
         for axis in layout.mesh_axes((name,), getattr(layout, mapping)):
-            if axis in owner and EXPERTS not in (name, owner[axis]):
+            if axis in owner and not {EXPERTS, LORA_RANK} & {name, owner[axis]}:  # the first has it
                 raise UserError(
                     f"mapping.{mapping} splits both {owner[axis]} and {name} over {axis}, and an array has both "
                     f"({', '.join(names)}); one mesh axis splits an array once."

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from gregale.axes.quantised_weight import QuantisedWeight
+
 
 class Buffer(eqx.Module):
     """Marks an array of a model as state that gradients do not train: a running mean, a router's bias.
@@ -88,4 +90,4 @@ def parameter_count(model) -> int:
 
 
 def _is_whole(leaf) -> bool:
-    return leaf is None or isinstance(leaf, Buffer | Frozen | NamedArray)
+    return leaf is None or isinstance(leaf, Buffer | Frozen | NamedArray | QuantisedWeight)

@@ -78,8 +78,15 @@ class Method(ABC):
         """Return the axes of the step's metrics: none, or the one whose indices make their own steps."""
         return ()
 
+    def frozen(self, model: Tree) -> Tree:
+        """Return the weights of a model before the first step that nothing trains; None: it has none.
+
+        They are those beside adapters, or the copy with which an objective compares.
+        """
+        return self.inner.frozen(model)  # type: ignore
+
     def holding(self, frozen: Tree) -> Self:
-        """Return the method whose model has these frozen weights, under `params`; None: it has none.
+        """Return the method with these values of the frozen weights, under `params`; None: it has none.
 
         The weights are shared by all replicas, and belong to no state of a method.
         """

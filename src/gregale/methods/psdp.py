@@ -59,6 +59,8 @@ class Psdp(Method):
     - `update_buffers`: update_buffers(model, statistics, weight) -> the model with new buffers; default: its own
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
+    - `reference`: abstract parameters of a frozen copy of the model, which a state holds beside that of the method;
+      `loss` gets their values as a third argument. None: there is no copy
     - `microbatches`: parts of a replica's batch, computed in sequence
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
@@ -69,9 +71,10 @@ class Psdp(Method):
     """
 
     model: Tree
-    loss: Callable[[Any, Tree], Losses | tuple[jax.Array, jax.Array]]
+    loss: Callable[..., Losses | tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
     layout: Layout
+    reference: Tree = None
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
@@ -104,7 +107,18 @@ class Psdp(Method):
         """Return the mapping of the parameters between steps: `opt_state` if a step begins with their gather."""
         return self.layout.opt_state if self.first_layers and self.optimizer.only_shards else self.layout.params
 
+    def frozen(self, model: Tree) -> Tree:
+        if self.reference is None:
+            return frozen_of(model)
+
+        def copied(leaf, like):
+            return like if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(like.dtype)
+
+        return jax.tree.map(copied, trainable(model), self.reference)
+
     def holding(self, frozen: Tree) -> "Psdp":
+        if self.reference is not None:
+            return replace(self, reference=frozen)
         return replace(self, model=holding(self.model, frozen))
 
     def reset_error(self, state: PsdpState) -> PsdpState:
@@ -170,10 +184,11 @@ class Psdp(Method):
         return jax.jit(self._sums, inline=True)
 
     def _sums(self, ready: Tree, batch: Tree, buffers: Tree) -> Accumulated:
-        held = self.holding(self.prepare(frozen_of(self.model)))
+        copy = () if self.reference is None else (self.prepare(self.reference),)
+        held = self if copy else self.holding(self.prepare(frozen_of(self.model)))
 
         def loss(parameters: Tree, batch: Tree):
-            return self.loss(held.model_with(joined_layers(parameters), buffers), batch)
+            return self.loss(held.model_with(joined_layers(parameters), buffers), batch, *copy)
 
         return accumulate(loss, ready, batch, self.layout, self.microbatches, self.prepare)
 

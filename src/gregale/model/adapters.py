@@ -129,6 +129,18 @@ def without_adapters(model: Any) -> Any:
     return jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
 
 
+def factors_or_all(weights: Any) -> Any:
+    """Return the factors of adapters among weights that compute, and None for others; all weights without adapters."""
+    layers = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Lora))
+    if not any(isinstance(layer, Lora) for layer in layers):
+        return weights
+
+    def one(path, leaf):
+        return leaf if {"lora_a", "lora_b"} & set(_words(path)) else None
+
+    return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_named)
+
+
 def merged_weight(weight: NamedArray, a: NamedArray, b: NamedArray, scale: float) -> NamedArray:
     """Return W + scale * A B in float32, [*axes of W]."""
     update = hax.dot(a.astype(jnp.float32), b.astype(jnp.float32), axis=LORA_RANK)

@@ -9,6 +9,7 @@ import jax
 from haliax import NamedArray
 
 from gregale.axes.layout import BATCH, POSITION
+from gregale.axes.parameters import with_arrays
 from gregale.inference.logits import scores
 from gregale.model.adapters import without_adapters
 from gregale.model.base import Batch
@@ -24,17 +25,19 @@ class Passes:
     - `model`: the model that is trained; its `loss` and `logits` are another way to a pass
     - `batch`: `tokens`, `targets`, `loss_mask`, `positions` and `segment_ids`: [batch, position] each
     - `vocabulary`: first columns of the head that are tokens; None: all
+    - `frozen`: the parameters of the reference; None: those beside the model's adapters
     """
 
     model: Any
     batch: Batch
     execution: Execution
     vocabulary: int | None = None
+    frozen: Any = None
 
     @property
     def reference(self) -> Any:
-        """Return the model with its frozen weights alone; without an adapter it is `model`."""
-        return without_adapters(self.model)
+        """Return the model with its frozen weights alone: those beside adapters, or those before the first step."""
+        return without_adapters(self.model) if self.frozen is None else with_arrays(self.model, self.frozen)
 
     @property
     def supervised(self) -> NamedArray:
@@ -61,7 +64,7 @@ class ObjectiveConfig(Settings, draccus.ChoiceRegistry):
     """The choice of an objective by `type`."""
 
     rows_together: ClassVar[int] = 1  # 2: rows 2k and 2k + 1 of a batch are a pair, of sources with `form: pairs`
-    needs_reference: ClassVar[bool] = False  # it computes with `Passes.reference`
+    needs_reference: ClassVar[bool] = False  # it computes with `Passes.reference`; without an adapter a second copy
 
     @classmethod
     def default_choice_name(cls) -> str:

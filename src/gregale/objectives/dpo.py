@@ -16,7 +16,7 @@ class DpoConfig(ObjectiveConfig):
     """DPO (arXiv 2305.18290): -log sigmoid(reward of chosen - reward of rejected), a mean over pairs.
 
     The reward of an answer is beta * (log p(answer) - log p_reference(answer)), with sums over its tokens. The
-    reference is the model without its adapters.
+    reference is the model without its adapters, or without adapters the model of `start_from`.
     """
 
     rows_together = 2

@@ -159,7 +159,9 @@ def text_metrics(
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches
     windows = text.windows()
-    metrics = Evaluator(trained.setup, windows, tokenizer.token_bytes)(trained.model, batches)
+    evaluator = Evaluator(trained.setup, windows, tokenizer.token_bytes)
+    frozen = trained.frozen() if evaluator.objective.needs_reference else None
+    metrics = evaluator(trained.model, batches, frozen=frozen)
     return metrics, format_losses(metrics, held_out=windows.held_out is not None, bits_digits=4)
 
 

@@ -213,7 +213,13 @@ class TrainConfig(Settings):
         if self.export.every is not None and is_url(self.runs):
             reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
             raise KeyedError("export.every", f"is {self.export.every}", reason)
-        _ = self.each_stage  # rejects invalid ones
+        first, *later = (each.config.objective.needs_reference for each in self.each_stage)  # rejects invalid stages
+        if self.adapter is None and any(later) and not first:
+            raise UserError(
+                "stages: the reference of a later stage's objective is the model before the run's first step, so the "
+                "first stage needs this objective too. Make the stages before it a run of their own, and name it in "
+                "start_from."
+            )
 
     @cached_property
     def each_stage(self) -> tuple[Stage, ...]:
@@ -265,9 +271,10 @@ class TrainConfig(Settings):
             raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
         if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
-        if self.pipeline is not None:
-            raise UserError("adapter and pipeline exclude one another: stages compute gradients of all weights.")
         base = getattr(self.adapter, "base", "dtype")
+        if self.pipeline is not None and (base != "dtype" or getattr(self.adapter, "dropout", 0)):
+            key, value = ("base", "dtype") if base != "dtype" else ("dropout", 0)
+            raise UserError(f"adapter.{key} is {getattr(self.adapter, key)}; with a pipeline it has to be {value}.")
         for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
             if base != "dtype" and getattr(self.compute, key) == value:
                 raise UserError(
@@ -279,10 +286,10 @@ class TrainConfig(Settings):
         """Raise `UserError` if the objective lacks pairs or a reference, or the run computes something else."""
         objective, together = self.objective, self.objective.rows_together
         kind = objective.get_choice_name(type(objective))
-        if objective.needs_reference and self.adapter is None:
+        if objective.needs_reference and self.start_from is None:
             raise UserError(
-                f"objective.type {kind} compares the model with its frozen weights, and without `adapter` none are "
-                "frozen. Set adapter.type to lora, and start_from to the model to tune."
+                f"objective.type {kind} compares the model with the one before the first step, which is read again at "
+                "a resume. Set start_from to the run, or the imported model, to tune."
             )
         for group in (SOURCES, VALIDATION):
             for name, source in getattr(self.data, group).items():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import Tree, with_shardings
-from gregale.axes.parameters import frozen_of
 from gregale.methods.method import Method, StepMetrics
 from gregale.methods.spikes import SpikeWindow
 from gregale.model.compute_config import CompilerOptions
@@ -50,7 +49,7 @@ def initial_state(
 
     def make(*given: Tree) -> TrainState:
         model = make_model(*given)
-        return new_train_state(method, method.init(model), 0)._replace(frozen=frozen_of(model))
+        return new_train_state(method, method.init(model), 0)._replace(frozen=method.frozen(model))
 
     shardings = state_shardings(method, jax.eval_shape(make, *given))
     options = {**(fast_compile_options(method.layout.mesh) or {}), **(options or {})}
@@ -100,5 +99,6 @@ def state_shardings(method: Method, state: TrainState) -> TrainState:
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
     """Return the state of a run as `jax.ShapeDtypeStruct`s with shardings, without allocating arrays."""
-    state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))._replace(frozen=frozen_of(model))
+    state = jax.eval_shape(lambda: new_train_state(method, method.init(model), 0))
+    state = state._replace(frozen=method.frozen(model))
     return with_shardings(state, state_shardings(method, state))

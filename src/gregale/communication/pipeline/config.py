@@ -9,6 +9,7 @@ from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline, pipelined
 from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GATHER_LEVELS
+from gregale.model.adapters import factors_or_all
 from gregale.model.execution import Execution, LayerFunction
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.remat import PROJECTIONS
@@ -45,7 +46,7 @@ def pipelined_execution(config: PipelineConfig, execution: Execution) -> Executi
     """Return the execution that runs a model's stack of layers through the pipeline, otherwise unchanged."""
     layout = execution.layout
     schedule = config.schedule(layout.mesh.shape[STAGE])
-    pipeline = Pipeline(schedule, layout, config.gather, SAVED[config.remat], execution.dtype)
+    pipeline = Pipeline(schedule, layout, config.gather, SAVED[config.remat], execution.dtype, factors_or_all)
     execution = replace(execution, splits_stream=False)
     inside = replace(execution, layout=pipeline.inside, weights_ready=True)
 

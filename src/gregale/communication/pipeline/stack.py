@@ -1,6 +1,7 @@
 """The pipelined layer stack: a scan over layers, computed by stages that all work at the same time."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import equinox as eqx
@@ -43,6 +44,8 @@ class Pipeline:
     gather: GatherLevel = "per_repeat"  # of weights over `data`: also `per_iteration`, or `once` for the whole pass
     saved: tuple[str, ...] = ()
     dtype: jnp.dtype = jnp.float32  # of gathered weights
+    # the weights of a tree of layers that have gradients, None in place of the others, which are gathered alone
+    trained: Callable[[Tree], Tree] = field(default=lambda weights: weights)
 
     @property
     def inside(self) -> Layout:
@@ -76,7 +79,7 @@ def pipelined(
     parts = _in_parts(inputs, schedule, layout)
     run = _Run(
         schedule=schedule,
-        stages=Stages(layer, schedule, layout, pipeline.saved),
+        stages=Stages(layer, schedule, layout, pipeline.saved, pipeline.trained),
         window=Window(pipeline.gather, schedule, layout, pipeline.dtype),
         names=(STAGE, *parts.axis_names[1:]),
     )
@@ -129,7 +132,7 @@ class _Run:
         return (finished(loop, schedule), sums), (ready, fixed, last, kept, kept_in_drain)
 
     def backward(self, residuals, cts: tuple[jax.Array, Tree]):
-        """Return cotangents of the weights and the inputs; fixed values have none.
+        """Return cotangents of trained weights and the inputs; frozen weights and fixed values have none.
 
         In reverse, the use of repeat r's weights as `now` ends with repeat r + 1; they leave as `next` of repeat r. So
         each repeat gathers one slot, of repeat r - 1, and reduces one, of repeat r.
@@ -152,12 +155,12 @@ class _Run:
         def repeat(carry, at):
             (next_slot, ct_next, ct_loop), (r, kept) = carry, at
             slots = Slots(window.filled(ready, jnp.maximum(r - 1, 0)), next_slot)
-            sums = Slots(window.no_cotangent(slots.now), ct_next)
+            sums = Slots(window.no_cotangent(self.stages.trained(slots.now)), ct_next)
             times = r * M + jnp.arange(M)
             (ct_loop, sums), _ = jax.lax.scan(partial(iteration, slots), (ct_loop, sums), (times, kept), reverse=True)
             return (slots.now, sums.now, ct_loop), window.reduced("per_repeat", sums.next)
 
-        none = window.no_cotangent(last)
+        none = window.no_cotangent(self.stages.trained(last))
         start = (unfinished(ct_outputs, schedule), Slots(none, none))
         drain = (self._drain(), kept_in_drain)
         (ct_loop, sums), _ = jax.lax.scan(partial(iteration, Slots(last, last)), start, drain, reverse=True)

@@ -47,6 +47,7 @@ class Stages:
     schedule: Schedule
     layout: Layout  # see `loop_layout`
     saved: tuple[str, ...]  # names of the values that the forward pass keeps for the backward pass
+    trained: Callable[[Tree], Tree]  # the weights of a tree that have gradients, None in place of the others
 
     def forward(
         self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array
@@ -65,7 +66,7 @@ class Stages:
         return self.layout.constrain(y, self.layout.compute), self.layout.constrain(sums, self.layout.compute), kept
 
     def backward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array, kept: list[jax.Array], cts: tuple):
-        """Return cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`).
+        """Return cotangents (of trained weights, float32 [stage, data, layer, ...]; of `x`).
 
         - `cts`: those of the outputs, and of the sums [stage, layer, ...]
 
@@ -77,7 +78,7 @@ class Stages:
             _, pullback = jax.vjp(self._stage(), weights, x, fixed)
             pullback.opaque_residuals = kept
             ct_weights, ct_x, _ = pullback(cts)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), ct_weights), ct_x
+            return jax.tree.map(lambda g: g.astype(jnp.float32), self.trained(ct_weights)), ct_x
 
         ct_weights, ct_x = self._everywhere(one)(weights, x, self._at(fixed, t), kept, cts)
         return self.layout.constrain(ct_weights, self.layout.compute), self.layout.constrain(ct_x, self.layout.compute)
@@ -90,6 +91,7 @@ class Stages:
                 y, sums = self.layer(x, weights, fixed.extras)
                 return y.rearrange(x.axes), sums
 
+            weights = eqx.combine(self.trained(weights), jax.lax.stop_gradient(weights), is_leaf=is_named)
             return hax.scan(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_named))
 
         policy = jax.checkpoint_policies.save_only_these_names(*self.saved)

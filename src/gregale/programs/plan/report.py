@@ -68,7 +68,7 @@ def report_of(
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": parameter_count(setup.model),
-        "frozen_parameters": parameter_count(setup.base) if config.adapter is not None else 0,
+        "frozen_parameters": parameter_count(setup.base) if setup.frozen is not None else 0,
         "active_parameters": step_shape(setup).active_parameters if in_closed_form else None,
         "tokens_per_step": config.batch.tokens,
         "flops_per_token": per_token,

@@ -17,15 +17,16 @@ from gregale.audit.pipeline_shape import PipelineShape
 from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, ParameterShape, StepShape
-from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
+from gregale.audit.traffic import expected_transfers, kept
+from gregale.audit.transfer import Transfer, sent_bytes
 from gregale.axes.layout import MODEL, REPLICA, is_named, named_arrays
-from gregale.axes.parameters import trainable
+from gregale.axes.parameters import is_buffer, trainable
 from gregale.axes.quantised_weight import is_quantised
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
-from gregale.objectives import NextTokenConfig
+from gregale.objectives import DpoConfig, NextTokenConfig
 from gregale.training.compiler_options import compiler_options, sums_behind
 
 if TYPE_CHECKING:
@@ -68,16 +69,21 @@ def has_closed_forms(setup: Setup) -> bool:
 
 
 def frozen_shapes(setup: Setup) -> dict[str, Any]:
-    """Return the fields of a `StepShape` for the weights beside adapters; none without an adapter."""
+    """Return the fields of a `StepShape` for weights that nothing trains: those beside adapters, or a copy."""
     if setup.config.adapter is None:
-        return {}
-    leaves = jax.tree.leaves(setup.base, is_leaf=is_named)
-    stored = jax.tree.leaves(setup.stored_base, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
+        return {"reference": jax.tree.leaves(setup.frozen, is_leaf=is_named)}
+
+    def parameters(model):
+        leaves = jax.tree.leaves(model, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf) or is_buffer(leaf))
+        return [leaf for leaf in leaves if not is_buffer(leaf)]
+
+    leaves, stored = parameters(setup.base), parameters(setup.stored_base)
     parts: dict[bool, list] = {True: [], False: []}
     for leaf, form in zip(leaves, stored, strict=True):
         parts[is_quantised(form)].append(leaf)
     blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
-    return {"frozen": parts[False], "quantised": parts[True], "blocks": blocks}
+    reference = parts[False] + parts[True] if setup.config.objective.needs_reference else []
+    return {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -116,11 +122,15 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str | None:
     """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
     config = setup.config
-    if config.adapter is not None and config.model.experts is not None:
-        return "there are adapters and experts, and the closed forms of memory and time are for one of them"
+    if config.adapter is not None and config.pipeline is not None:
+        return "there are adapters and a pipeline, and the closed forms of memory and time are for one of them"
     if not isinstance(config.objective, NextTokenConfig):
         kind = config.objective.get_choice_name(type(config.objective))
-        return f"objective.type is {kind}, and the closed forms of memory and time are for next_token"
+        if not isinstance(config.objective, DpoConfig):
+            return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
+        if config.model.experts is not None or setup.layout.context > 1:
+            there = "experts" if config.model.experts is not None else "devices that share sequences (mesh.context)"
+            return f"objective.type is dpo, and its closed forms of memory and time are not for {there}"
     if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     if config.model.closed_form_sizes() is not None:
@@ -134,7 +144,7 @@ class Bytes:
     """Bytes of a run's trees on one device, exactly, from their shardings.
 
     - `parameters`, `optimizer`: for DiLoCo the replica's own
-    - `frozen`: weights beside adapters
+    - `frozen`: weights beside adapters, or a copy
     - `outer_parameters`, `outer_optimizer`: of DiLoCo; 0 for PSDP
     - `counters`: all else in the state, such as counts of steps and tokens, and other trees of a method
     - `gradients`: the buffers that sum microbatches

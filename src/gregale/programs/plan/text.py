@@ -85,7 +85,8 @@ def _head(report: dict[str, Any], console: Console) -> None:
     others = "; ".join([kernels["rules"], *(f"{key}: {form}" for key, form in kernels.items() if key != "rules")])
     active, frozen = report["active_parameters"], report["frozen_parameters"]
     of_a_token = f", of which a token uses {active:,}," if active not in (None, report["parameters"]) else ""
-    of_a_token = f" of adapters beside {frozen:,} frozen ones" if frozen else of_a_token
+    if frozen:
+        of_a_token = f"{' of adapters' * (frozen > report['parameters'])} beside {frozen:,} frozen ones"
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters{of_a_token} on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "

@@ -1,4 +1,7 @@
-"""Calls of a model's methods, which refuse what a run cannot use."""
+"""Calls of the methods of models and callbacks, which refuse what a run cannot use."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +14,26 @@ from gregale.model.base import ModelConfig
 from gregale.model.execution import Execution
 from gregale.model.losses import Losses, losses_of
 from gregale.objectives import NextTokenConfig, ObjectiveConfig, Passes
+from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
 from gregale.tracking.metrics import metric_of
 
 NEXT_TOKEN = NextTokenConfig()
 
 
-def checked_loss(config: ModelConfig, model, batch, run: Execution, objective: ObjectiveConfig = NEXT_TOKEN) -> Losses:
-    """Return the loss of a model; raise `UserError` if a plugin's model or objective does not return scalars."""
+def checked_loss(
+    config: ModelConfig, model, batch, run: Execution, objective: ObjectiveConfig = NEXT_TOKEN, frozen: Any = None
+) -> Losses:
+    """Return the loss of a model; raise `UserError` if a plugin's model or objective does not return scalars.
+
+    - `frozen`: as in `Passes`
+    """
     what, owner = f"model.type {config.get_choice_name(type(config))}: {type(model).__name__}.loss", type(model)
     if not isinstance(objective, NextTokenConfig):
         owner = type(objective)
         what = f"objective.type {objective.get_choice_name(owner)}: {owner.__name__}.loss"
     rows = getattr(getattr(config, "logits", None), "rows", None)
     with plugin_errors(what, owner):
-        found = objective.loss(Passes(model, batch, run, rows))
+        found = objective.loss(Passes(model, batch, run, rows, frozen))
     pair = isinstance(found, tuple) and [jnp.shape(each) for each in found[:2] if is_array(each)] == [(), ()]
     if not pair or not (isinstance(found, Losses) or len(found) == 2):
         raise UserError(
@@ -51,3 +60,24 @@ def updated_buffers(config: ModelConfig, model, statistics: dict[str, NamedArray
     if before != after:
         raise UserError(f"{what} has to return the model with buffers of the axes and dtypes that they had.")
     return updated
+
+
+def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
+    """Return the metrics of callbacks as float32 scalars; raise `UserError` for a name that two of them give."""
+    found: dict[str, jax.Array] = {}
+    for callback in callbacks:
+        for name, value in own_metrics(callback, "metrics", model, batch, run).items():
+            if name in found:
+                raise UserError(f"callbacks: two callbacks give the metric {name!r}; rename one of them.")
+            found[name] = jnp.asarray(value, jnp.float32)
+    return found
+
+
+def built(config: CallbackConfig) -> Callback:
+    """Return the callback of a configuration; raise `UserError` if a plugin's `build` fails."""
+    what = f"callbacks: {type(config).__name__}.build"
+    with plugin_errors(what, type(config)):
+        callback = config.build()
+    if not isinstance(callback, Callback):
+        raise UserError(f"{what} returns {type(callback).__name__}; it has to return a Callback.")
+    return callback

@@ -78,20 +78,21 @@ class Evaluator:
         objective, first = setup.config.objective, text.first
         if first is not None and first.rows_together != objective.rows_together:
             objective = NEXT_TOKEN  # text beside the run's pairs
-        self._in_bytes = isinstance(objective, NextTokenConfig)
+        self._in_bytes, self.objective = isinstance(objective, NextTokenConfig), objective
         self._named: list[str] = []  # the objective's metrics, whose sums follow; known once the program is traced
         execution = setup.evaluation_execution()
         by_token = token_losses(setup, execution) if setup.config.evaluation.by_position else None
         sizes = np.zeros(setup.Vocab.size, np.float32)
         sizes[: len(token_bytes)] = token_bytes
 
-        def sums(model, batch):
+        def sums(models, batch):
+            model, frozen = models
             more_bytes = batch[MORE_BYTES].array if MORE_BYTES in batch else 0
             batch = {key: batch[key] for key in batch if key != MORE_BYTES}
             mask = batch["loss_mask"].array
             scored = ((jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * mask).sum()
             if by_token is None:
-                found = checked_loss(setup.config.model, model, batch, execution, objective)
+                found = checked_loss(setup.config.model, model, batch, execution, objective, frozen)
                 self._named[:] = [] if self._in_bytes else found.metrics
                 return jnp.stack([found.loss, found.weight, scored, *(found.metrics[name] for name in self._named)])
             losses = by_token(model, batch) * mask
@@ -104,39 +105,42 @@ class Evaluator:
             sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
         )
 
-    def __call__(self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def __call__(
+        self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None, frozen: Any = None
+    ) -> dict[str, float]:
         """Return the metrics over the first `batches` batches of each text, or over all; call `at_batch` for each.
 
         `eval_loss` (nats per token, or the run's objective) and `bits_per_byte` (of tokens alone) are over the held-out
         text or, without held-out text, over all validation sources. `eval_loss.NAME` and `bits_per_byte.NAME` are over
         one source, `eval_loss_length.N` over sequences of N tokens. `eval_loss_position.P` is over the targets of
         tokens from position P of their document on, up to the next P, in the longest sequences. `eval_METRIC` is a
-        metric of the objective, such as `eval_reward_accuracy`.
+        metric of the objective, such as `eval_reward_accuracy`, with `Passes.frozen`.
         """
-        validation = {name: self._total(model, text, batches, at_batch) for name, text in self.text.validation.items()}
+        models, sources = (model, frozen), self.text.validation
+        validation = {name: self._total(models, text, batches, at_batch) for name, text in sources.items()}
         if self.text.held_out is None:
             whole = np.sum(list(validation.values()), axis=0)
         else:
-            whole = self._total(model, self.text.held_out, batches, at_batch)
+            whole = self._total(models, self.text.held_out, batches, at_batch)
         metrics = self._metrics(whole)
         lengths = {self._setup.config.batch.sequence_length: whole}
         for length, text in self.text.lengths.items():
-            lengths[length] = self._total(model, text, batches, at_batch)
+            lengths[length] = self._total(models, text, batches, at_batch)
             metrics[f"eval_loss_length.{length}"] = metrics_of(lengths[length])["eval_loss"]
         longest = max(lengths)
         metrics |= losses_by_position(lengths[longest], longest) if self._in_bytes else {}
         for name, total in validation.items():
             metrics |= {f"{metric}.{name}": value for metric, value in self._metrics(total).items()}
-        own = {name: self._total(model, text, batches, at_batch) for name, text in self.text.held_out_by.items()}
+        own = {name: self._total(models, text, batches, at_batch) for name, text in self.text.held_out_by.items()}
         return metrics | self._by_tag({**validation, **own})
 
-    def compilations(self, model) -> Iterator[Callable[[], Any]]:
+    def compilations(self, model, frozen: Any = None) -> Iterator[Callable[[], Any]]:
         """Yield functions that compile the programs of a call with an abstract model, whose leaves have shardings."""
         text = self.text
         for each in (text.held_out, *text.validation.values(), *text.lengths.values(), *text.held_out_by.values()):
             if each is not None:
                 with closing(self._batches(each)) as read:
-                    yield self._sums.lower(model, next(read)).compile
+                    yield self._sums.lower((model, frozen), next(read)).compile
 
     def _by_tag(self, totals: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the metrics of all text with each tag, `eval_loss_tag.TAG`, and of the tags together.
@@ -160,7 +164,7 @@ class Evaluator:
         figures = {f"eval_{name}": one / total[1] for name, one in zip(self._named, total[3:].tolist(), strict=True)}
         return {"eval_loss": found["eval_loss"], **(figures if total[1] else {})}
 
-    def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
+    def _total(self, models, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Return sums over a text: loss in nats, targets, bytes of the targets' text, float64 [3].
 
         By position, losses and targets of each range of `bounds` follow; for an objective, the sums of its metrics.
@@ -169,7 +173,7 @@ class Evaluator:
         with closing(self._batches(text)) as read:
             for batch in islice(read, batches):
                 at_batch()
-                totals = totals + self._sums(model, batch)
+                totals = totals + self._sums(models, batch)
         return np.asarray(totals, np.float64)
 
     def _batches(self, text: Examples) -> GlobalBatches:

@@ -7,7 +7,7 @@ import jax
 from haliax import Axis
 
 from gregale.axes.layout import is_named
-from gregale.axes.parameters import is_buffer, is_parameter
+from gregale.axes.parameters import is_buffer, is_parameter, trainable
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import adapted, hashed, quantised
 from gregale.model.compute_config import DTYPES
@@ -43,6 +43,14 @@ def with_adapters(config: TrainConfig, model: Any, key: jax.Array) -> Any:
     """Return a model with new adapters, and with marks on its own weights."""
     assert isinstance(config.adapter, LoraConfig)
     return adapted(model, config.adapter, jax.random.fold_in(key, 1))
+
+
+def reference(config: TrainConfig, model: Any) -> Any:
+    """Return the abstract parameters of the objective's frozen copy of a model; None: it needs none."""
+    if config.adapter is not None or not config.objective.needs_reference:
+        return None
+    dtype = DTYPES[config.compute.dtype]
+    return jax.eval_shape(lambda own: jax.tree.map(lambda leaf: leaf.astype(dtype), own), trainable(model))
 
 
 def dropping(config: TrainConfig, run: Execution, batch) -> Execution:

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh
@@ -25,13 +24,20 @@ from gregale.model.compute_config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.layer_kinds import labels_of, layers_apart
 from gregale.objectives import NextTokenConfig
-from gregale.programs.runtime.checked_model import checked_loss, updated_buffers
-from gregale.programs.runtime.initial_model import base_model, dropping, initial_model, stored_base, with_adapters
+from gregale.programs.runtime.checked_model import built, callback_metrics, checked_loss, updated_buffers
+from gregale.programs.runtime.initial_model import (
+    base_model,
+    dropping,
+    initial_model,
+    reference,
+    stored_base,
+    with_adapters,
+)
 from gregale.programs.runtime.placement import choice_of
 from gregale.programs.runtime.run_layout import check_axes, checked_layout
 from gregale.runs.config import TrainConfig
 from gregale.runs.plugins import code_digests
-from gregale.tracking.callback import Callback, CallbackConfig, own_metrics
+from gregale.tracking.callback import Callback
 from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state, new_spikes, state_shardings
 from gregale.training.stepper import Stepper
@@ -103,6 +109,15 @@ class Setup:
     def stored_base(self) -> Any:
         """Return the abstract model without adapters as devices hold it, see `initial_model.stored_base`."""
         return jax.eval_shape(partial(stored_base, self.config, self.Vocab), jax.random.key(0))
+
+    @cached_property
+    def frozen(self) -> Any:
+        """Return the abstract weights that nothing trains, see `Method.frozen`; None if there are none."""
+        return self.psdp.frozen(self.model)
+
+    def holding(self, model: Any, frozen: Any) -> tuple[Any, Any]:
+        """Return a model to evaluate that has the frozen weights of a state, and `Passes.frozen`."""
+        return (with_arrays(model, frozen), None) if self.psdp.reference is None else (model, frozen)
 
     def abstract_state(self) -> TrainState:
         return abstract_state(self.method, self.model)
@@ -295,14 +310,15 @@ def psdp_on(config: TrainConfig, model, callbacks: Sequence[Callback], layout: L
     in_loop = replace(run, weights_ready=per_step, first_layers=first)
     of_model = isinstance(config.objective, NextTokenConfig)
 
-    def loss(model, batch):
-        return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective)
+    def loss(model, batch, frozen=None):
+        return checked_loss(config.model, model, batch, dropping(config, in_loop, batch), config.objective, frozen)
 
     return Psdp(
         model=model,
         loss=loss,
         optimizer=config.build_optimizer(model, layout),
         layout=layout,
+        reference=reference(config, model),
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else identity,
         first_layers=first,
@@ -324,24 +340,3 @@ def first_layers(config: TrainConfig, model, layout: Layout) -> int:
     tpus = layout.mesh.devices.flat[0].platform == "tpu" and layout.replicas > 1
     labels = labels_of(getattr(model, "blocks", None), config.model.kind_numbers)
     return layers_apart(labels) if tpus and joined and scanned else 0
-
-
-def callback_metrics(callbacks: Sequence[Callback], model, batch, run: Execution) -> dict[str, jax.Array]:
-    """Return the metrics of callbacks as float32 scalars; raise `UserError` for a name that two of them give."""
-    found: dict[str, jax.Array] = {}
-    for callback in callbacks:
-        for name, value in own_metrics(callback, "metrics", model, batch, run).items():
-            if name in found:
-                raise UserError(f"callbacks: two callbacks give the metric {name!r}; rename one of them.")
-            found[name] = jnp.asarray(value, jnp.float32)
-    return found
-
-
-def built(config: CallbackConfig) -> Callback:
-    """Return the callback of a configuration; raise `UserError` if a plugin's `build` fails."""
-    what = f"callbacks: {type(config).__name__}.build"
-    with plugin_errors(what, type(config)):
-        callback = config.build()
-    if not isinstance(callback, Callback):
-        raise UserError(f"{what} returns {type(callback).__name__}; it has to return a Callback.")
-    return callback

@@ -15,7 +15,7 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH, is_named
 from gregale.axes.mapping import MappingConfig, mapped_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.axes.parameters import buffers_of, frozen_of, trainable, with_arrays
+from gregale.axes.parameters import buffers_of, trainable, with_arrays
 from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.checkpoint.manifest import MANIFEST, digest_of, measured
 from gregale.checkpoint.multihost import by_first_process, messages_of_all
@@ -51,6 +51,13 @@ class Trained:
     model: object
     step: int
     metadata: dict
+
+    def frozen(self) -> Any:
+        """Return `Passes.frozen`, read from its origin; None: the model has the weights of its reference."""
+        setup = self.setup
+        if setup.psdp.reference is None:
+            return None
+        return weights_of(Base.recorded(setup, self.metadata), setup, setup.frozen)
 
 
 def find_run(name: str) -> RunDirectory:
@@ -128,8 +135,7 @@ def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[o
         raise no_checkpoint(run, setup)
     model = evaluated_model(setup, restored.metadata, restored.tree)
     if setup.config.adapter is not None:
-        base = Base.of(setup.config, recorded(restored.metadata, "base"))
-        model = with_arrays(model, weights_of(base, setup, frozen_of(setup.model)))
+        model = with_arrays(model, weights_of(Base.recorded(setup, restored.metadata), setup, setup.frozen))
     return model, restored.step, restored.metadata
 
 
@@ -176,7 +182,7 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
             checkpoints.check(step)
         read, metadata = partial(_read, checkpoints, setup, found), checkpoints.metadata(found)
         if setup.config.adapter is not None:
-            base = Base.of(setup.config, recorded(metadata, "base"))
+            base = Base.recorded(setup, metadata)
             read = merging(setup, read, stack.enter_context(base.opened(setup)).read)
         yield Opened(found, read, metadata)
 
@@ -217,12 +223,12 @@ def _read(checkpoints: Checkpoints, setup: Setup, step: int, path: str) -> Named
     return parameters_of(evaluated_model(setup, restored.metadata, restored.tree))[path]
 
 
-# The frozen weights of runs with adapters.
+# The frozen weights of runs: those beside adapters, and copies with which an objective compares.
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model whose weights a run with adapters freezes: the one that the run starts from.
+    """The model whose weights a run freezes: the one that the run starts from.
 
     - `step`: of its checkpoint; 0 for an imported model
     - `digest`: of its files; for a checkpoint that of its manifest, which has those of its files
@@ -251,11 +257,23 @@ class Base:
         found = json.loads(messages_of_all(text)[0])
         if record is not None and found["digest"] != record["digest"]:
             raise UserError(
-                f"start_from: the weights of {found['origin']} are not those that the adapters were trained with "
+                f"start_from: the weights of {found['origin']} are not those that this run began with "
                 f"(digest {found['digest'][:12]}, and the checkpoint names {record['digest'][:12]}). Put the old "
                 "files back, or name a copy of them in start_from."
             )
         return Base(RunDirectory(storage_path(found["origin"])), found["step"], found["digest"])
+
+    @staticmethod
+    def recorded(setup: Setup, metadata: Mapping[str, Any]) -> "Base":
+        """Return the base of a checkpoint, see `of`; raise `UserError` if the run began without frozen weights."""
+        objective = setup.config.objective
+        if setup.config.adapter is None and "base" not in metadata:
+            raise UserError(
+                f"objective.type is {objective.get_choice_name(type(objective))}, which compares the model with the "
+                "one before the first step, and the run began with another objective. Start another run, with this one "
+                "as its start_from."
+            )
+        return Base.of(setup.config, recorded(metadata, "base"))
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[Opened]:

@@ -64,8 +64,9 @@ def _first_step(config: TrainConfig, stage: int) -> int:
         raise UserError(
             f"--stage is {stage}, but start_from is not given. It names the run whose state stage {stage} begins with."
         )
-    if config.adapter is not None:
-        raise UserError("--stage: `adapter` is set, and start_from names the model that it adapts. Leave --stage out.")
+    if config.adapter is not None or config.each_stage[stage - 1].config.objective.needs_reference:
+        key = "objective" if config.adapter is None else "adapter"
+        raise UserError(f"--stage: `{key}` freezes the model that start_from names. Leave --stage out.")
     return config.each_stage[stage - 1].first
 
 

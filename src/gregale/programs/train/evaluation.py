@@ -58,7 +58,8 @@ class Evaluation(Callback):
         progress.at(pause.step, Phase.EVALUATING)
         found: dict[str, float] = {}
         if self._evaluate is not None:
-            found = self._evaluate(pause.model, config.evaluation.batches, progress.still)
+            frozen = self._setup.holding(None, pause.state.frozen)[1]
+            found = self._evaluate(pause.model, config.evaluation.batches, progress.still, frozen)
         if self._tasks is not None:
             found |= self._tasks(pause.model, lambda done, total: progress.still())
         if self._measure is not None and pause.method is self._setup.method:

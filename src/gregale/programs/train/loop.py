@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from gregale.axes.parameters import with_arrays
 from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
 from gregale.errors import UserError
@@ -111,10 +110,10 @@ class Loop:
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
         method = self._steps.method
-        state, program = self._steps.state, self._stage.trained(method)
+        state, program, setup = self._steps.state, self._stage.trained(method), self._stage.setup
 
         def trained(of_method: Any) -> Any:
-            return with_arrays(program(of_method), state.frozen)
+            return setup.holding(program(of_method), state.frozen)[0]
 
         return Pause(step, state, method, batch, trained, self._steps.stop.ask)
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 
-from gregale.axes.parameters import frozen_of
 from gregale.checkpoint.store import Checkpoints, Restored
 from gregale.data.preparation import Corpus
 from gregale.data.staged import Mixtures, sources_of, with_mixture
@@ -53,7 +52,7 @@ def starting_point(
         mixtures, base = with_mixture((), 0, *mixture), None
         if setup.config.start_from is None:
             return Start(setup.initial_state(), 0, 0, 0, mixtures)
-        if setup.config.adapter is not None:
+        if setup.frozen is not None:
             base = Base.of(setup.config)
         return Start(started_state(setup, corpus.tokenizer, base), 0, 0, 0, mixtures, base)
     saved = setup
@@ -68,9 +67,9 @@ def starting_point(
     mixtures = mixtures_of(restored.metadata, before or setup.config)
     check_text(restored, mixtures, corpus)
     state, base = restored.tree, None
-    if setup.config.adapter is not None:
-        base = Base.of(setup.config, recorded(restored.metadata, "base"))
-        state = state._replace(frozen=weights_of(base, setup, frozen_of(setup.model)))
+    if setup.frozen is not None:
+        base = Base.recorded(setup, restored.metadata)
+        state = state._replace(frozen=weights_of(base, setup, setup.frozen))
     state = converted(setup, state, step, saved_by(saved, restored.metadata))
     if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
@@ -155,7 +154,7 @@ def started_state(setup: Setup, tokenizer: Tokenizer, base: Base | None = None) 
 
     Adapters that it has are merged into its weights.
 
-    - `base`: the weights to freeze, in a run with adapters
+    - `base`: the weights to freeze, if there are any: those beside adapters, or a copy
 
     Raises `UserError` if the tokenizers differ.
     """

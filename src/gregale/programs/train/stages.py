@@ -10,7 +10,7 @@ import jax
 
 from gregale.axes.layout import with_shardings
 from gregale.axes.mesh import make_mesh
-from gregale.axes.parameters import frozen_of, parameter_count, with_arrays
+from gregale.axes.parameters import parameter_count
 from gregale.axes.quantised_weight import is_quantised
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.progress import Report
@@ -90,8 +90,8 @@ class PreparedStage:
         lowered = program.lower(state.method)
         yield lowered.compile
         model = jax.eval_shape(program, state.method)
-        model = with_arrays(with_shardings(model, lowered.compile().output_shardings), state.frozen)
-        yield from self.evaluator.compilations(model)
+        model = with_shardings(model, lowered.compile().output_shardings)
+        yield from self.evaluator.compilations(*self.setup.holding(model, state.frozen))
 
 
 def naming_stage(number: int) -> AbstractContextManager[None]:
@@ -162,8 +162,8 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
-    frozen = sum(leaf.size for leaf in jax.tree.leaves(frozen_of(setup.model), is_leaf=is_quantised))
-    beside = f" of adapters, {frozen:,} frozen ones," if frozen else ""
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(setup.frozen, is_leaf=is_quantised))
+    beside = f"{' of adapters' if config.adapter is not None else ''}, {frozen:,} frozen ones," if frozen else ""
     rows = sum(len(each) * each.rows_together for each in corpus.train_rows.values())
     epochs = config.steps * config.batch.size / rows
     held_out = f"{corpus.held_out_tokens:,} tokens held out" if corpus.held_out_tokens else "nothing held out"
