@@ -59,8 +59,6 @@ class Psdp(Method):
     - `update_buffers`: update_buffers(model, statistics, weight) -> the model with new buffers; default: its own
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
-    - `reference`: abstract parameters of a frozen copy of the model, which a state holds beside that of the method;
-      `loss` gets their values as a third argument. None: there is no copy
     - `microbatches`: parts of a replica's batch, computed in sequence
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
     - `measure`: measure(model, batch) -> scalars by name, logged with the step
@@ -68,13 +66,14 @@ class Psdp(Method):
     - `spikes`: steps that are left out as spikes; None: none
     - `first_layers`: number n of layers for whose passes the transfers over `replica` of all later layers do not wait:
       the loss scans the first n apart (`Execution.first_layers`), and `reduce` is exact. 0: transfers follow the passes
+    - `reference`: abstract parameters of a frozen copy of the model, which a state holds beside that of the method;
+      `loss` gets their values as a third argument. None: there is no copy
     """
 
     model: Tree
     loss: Callable[..., Losses | tuple[jax.Array, jax.Array]]
     optimizer: Optimizer
     layout: Layout
-    reference: Tree = None
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=identity)
     reduce: ReduceConfig = field(default=ReduceConfig())
@@ -84,6 +83,7 @@ class Psdp(Method):
     update_buffers: Callable[[Any, dict, jax.Array], Any] = field(
         default=lambda model, statistics, weight: model.update_buffers(statistics, weight)
     )
+    reference: Tree = None
 
     name: ClassVar[str] = "psdp"
 
