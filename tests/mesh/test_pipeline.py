@@ -124,7 +124,7 @@ def test_an_iteration_keeps_what_is_named_and_no_weights(saved):
     weights = {"matrix": hax.zeros((Stage, Layer, Embed, Out)), "bias": hax.zeros((Stage, Layer, Embed))}
     of_rows = hax.zeros((Axis("microbatch", 2), Data, Rows, Position))
     fixed = Fixed({"positions": of_rows, "segment_ids": of_rows}, dict.fromkeys(weights))
-    stages = Stages(toy_layer, Schedule(2, 2), layout, saved)
+    stages = Stages(toy_layer, Schedule(2, 2), layout, saved, trained=lambda weights: weights)
     *_, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), fixed, 0)
     shape = tuple(axis.size for axis in (Stage, Data, Layer, Rows, Position, Embed))
     assert [leaf.shape for leaf in kept] == [shape for _ in saved]

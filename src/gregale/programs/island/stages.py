@@ -30,7 +30,7 @@ from gregale.training.state import TrainState, state_shardings
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     *("adapter", "adapter.type", "adapter.rank", "adapter.alpha", "adapter.scaling", "adapter.targets", "adapter.base"),
-    *("objective", "objective.*"),
+    "objective.*",
     "batch.sequence_length",
     *("data.sources", "data.held_out", "data.shuffle", "data.cross_documents"),
     *(f"data.sources.*.{key}" for key in ("weight", "packing", "long_documents")),
