@@ -20,7 +20,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
-from gregale.model.adapter_config import MLP_TARGETS
+from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
 from gregale.model.adapters import Lora, quantised
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.plan.step import known_trips
@@ -96,6 +96,12 @@ def gradients_of_frozen(text: str) -> set[int]:
     """The numbers of values of products that are those of a frozen weight."""
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(", text)
     return {prod(map(int, shape.split(","))) for shape in shapes} & {values // n for values in FROZEN for n in (1, 2)}
+
+
+@pytest.mark.quick
+def test_the_scale_of_an_adapter_is_that_of_lora_or_of_rank_stabilised_lora():
+    assert LoraConfig(rank=4, alpha=8).scale == 2
+    assert LoraConfig(rank=4, alpha=8, scaling="rank_stabilised").scale == 4
 
 
 def test_no_product_and_no_sum_has_the_size_of_a_frozen_gradient():

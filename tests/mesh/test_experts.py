@@ -21,7 +21,7 @@ from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
-from gregale.model.experts import Experts
+from gregale.model.experts import Experts, next_bias
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.model.kernels.grouped import BLOCKED
 from gregale.model.routing import choose, router_logits
@@ -182,6 +182,13 @@ def test_steps_log_and_leave_what_a_loop_over_all_experts_does(method):
     np.testing.assert_array_equal(mine.bias.value.array, right.bias.value.array)
     assert np.abs(mine.bias.value.array.mean(-1)).max() < 1e-8, "biases are centred"
     assert np.abs(mine.bias.value.array).max() > 0.01
+
+
+@pytest.mark.quick
+def test_the_bias_of_a_busy_expert_falls_and_biases_are_centred():
+    """By hand: the mean load is 2, the moves are -0.1, 0.1, 0.1 and 0, and their mean is 0.025."""
+    bias, load = (NamedArray(jnp.asarray(each), ("router",)) for each in (np.zeros(4), np.array([4.0, 1.0, 1.0, 2.0])))
+    np.testing.assert_allclose(next_bias(bias, load, 0.1).array, [-0.125, 0.075, 0.075, -0.025], atol=1e-7)
 
 
 @cache

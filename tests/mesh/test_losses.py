@@ -134,6 +134,7 @@ def test_buffers_are_updated_once_a_step_by_the_sums_of_its_microbatches():
     np.testing.assert_array_equal(buffers.seen.value.array, counts)
 
 
+@pytest.mark.quick
 def test_the_gradient_is_that_of_loss_and_z_loss_and_evaluation_is_of_the_loss():
     config, batch, run = z_config(), token_batch(ROWS, POSITIONS, VOCABULARY), one_device()
     model = jax.jit(lambda key: config.init(Axis("vocab", VOCABULARY), key))(jax.random.key(0))
