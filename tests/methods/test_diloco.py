@@ -57,7 +57,8 @@ def rows(step: int, uneven: bool = False) -> dict[str, np.ndarray]:
     y = (x.sum(1) + random.normal(size=ROWS)).astype(np.float32)
     mask = np.ones(ROWS, np.float32)
     if uneven:
-        mask[[0, 1, 2, 5, 6, 12]] = 0  # 1, 2, 4 and 3 rows that count for four replicas
+        mask[[0, 1, 2, 5, 6, 12]] = 0  # 1, 2, 4 and 3 rows that count for four replicas, and others in the next step
+        mask = np.roll(mask, step * ROWS // 4)
     return {"x": x, "y": y, "mask": mask}
 
 

@@ -117,6 +117,8 @@ class Psdp(Method):
         return jax.tree.map(copied, trainable(model), self.reference)
 
     def holding(self, frozen: Tree) -> "Psdp":
+        if frozen is None:
+            return self
         if self.reference is not None:
             return replace(self, reference=frozen)
         return replace(self, model=holding(self.model, frozen))
@@ -180,7 +182,10 @@ class Psdp(Method):
 
     @cached_property
     def _traced_sums(self) -> Callable[[Tree, Tree, Tree], Accumulated]:
-        """Return `_sums`, which is traced once for all programs of a method, because its trace takes the most time."""
+        """Return `_sums`, whose trace takes the most time, once for all programs of a method without frozen weights.
+
+        With frozen weights each program has a method of its own, see `holding`.
+        """
         return jax.jit(self._sums, inline=True)
 
     def _sums(self, ready: Tree, batch: Tree, buffers: Tree) -> Accumulated:

@@ -213,12 +213,12 @@ class TrainConfig(Settings):
         if self.export.every is not None and is_url(self.runs):
             reason = ", but the run is in a store. Leave it out: `gregale export` writes a checkpoint to a disk."
             raise KeyedError("export.every", f"is {self.export.every}", reason)
-        first, *later = (each.config.objective.needs_reference for each in self.each_stage)  # rejects invalid stages
-        if self.adapter is None and any(later) and not first:
+        needs = {each.config.objective.needs_reference for each in self.each_stage}  # rejects invalid stages
+        if self.adapter is None and len(needs) > 1:
             raise UserError(
-                "stages: the reference of a later stage's objective is the model before the run's first step, so the "
-                "first stage needs this objective too. Make the stages before it a run of their own, and name it in "
-                "start_from."
+                "stages: only some have an objective with a reference, which is the model before the run's first step "
+                "and is kept for all stages. Make the others a run of their own, and name the first run in start_from "
+                "of the second."
             )
 
     @cached_property

@@ -156,7 +156,7 @@ class IslandSteps(Steps):
             if batch is not None:
                 return batch
             self.between(starved=True)
-        if self.ended_stage:
+        if self.ended_stage and not (self.ended or self._is_leaving):
             self._observers.progress.at(self.step, Phase.COMPILING)
             self._next.wait()
         if self.complete:

@@ -140,7 +140,8 @@ class Evaluator:
         for each in (text.held_out, *text.validation.values(), *text.lengths.values(), *text.held_out_by.values()):
             if each is not None:
                 with closing(self._batches(each)) as read:
-                    yield self._sums.lower((model, frozen), next(read)).compile
+                    lowered = self._sums.lower((model, frozen), next(read))
+                yield lowered.compile
 
     def _by_tag(self, totals: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the metrics of all text with each tag, `eval_loss_tag.TAG`, and of the tags together.
