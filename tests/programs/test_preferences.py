@@ -33,6 +33,7 @@ from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
 from tests.packages import Package
+from tests.plugins import EXAMPLES, plugins_from
 from tests.programs.tiny import assert_same_state, lines
 
 torch, safetensors = Package("torch"), Package("safetensors.torch")
@@ -208,6 +209,11 @@ def real(value: np.ndarray) -> tuple[slice, ...]:
 def test_what_a_run_cannot_compute_is_refused(twins, option, words):
     with pytest.raises(UserError, match=words):
         setup_of(twins[1], *re.split(" (?=--)", option))
+
+
+def test_all_stages_have_a_reference_or_none(twins):
+    with plugins_from(EXAMPLES), pytest.raises(UserError, match="only some have an objective with a reference"):
+        setup_of(twins[1], "--adapter=null", "--plugins=[orpo]", "--stages=[{from: 3, objective: {type: orpo}}]")
 
 
 def test_a_run_on_pairs_evaluates_pairs_and_other_text(twins, tmp_path, monkeypatch, capsys):
