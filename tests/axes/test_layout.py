@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, check_divides, check_used, vmap_over
+from gregale.axes.layout import BATCH, EMBED, POSITION, REPLICA, check_divides, check_used, named_arrays, vmap_over
 from gregale.errors import UserError
-from tests.mesh.support import bare_layout, layout_of, named_leaves, placed, small_model
+from tests.mesh.support import bare_layout, layout_of, placed, small_model
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 2, 4)])
@@ -24,7 +24,7 @@ def test_a_shard_of_the_optimizer_state_is_a_slice_of_the_device_own_parameter_s
     model = small_model()
     parameters = placed(model, layout, layout.params)
     state = placed(model, layout, layout.opt_state)
-    for whole, cut in zip(named_leaves(parameters), named_leaves(state), strict=True):
+    for whole, cut in zip(named_arrays(parameters), named_arrays(state), strict=True):
         own = {shard.device: shard.index for shard in whole.array.addressable_shards}
         factor = sizes[0] if any(axis.name == EMBED for axis in whole.axes) else 1
         for shard in cut.array.addressable_shards:

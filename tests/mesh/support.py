@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, Layout, is_named
+from gregale.axes.layout import BATCH, Layout
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.position_order import position_order
@@ -116,7 +116,3 @@ def assert_trees_close(actual, expected, atol: float, rtol: float = 0.0) -> None
             atol=atol,
             err_msg=jax.tree_util.keystr(path),
         )
-
-
-def named_leaves(tree) -> list[NamedArray]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_named) if is_named(leaf)]

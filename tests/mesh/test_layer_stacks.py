@@ -13,7 +13,7 @@ import pytest
 from haliax import Axis
 
 from gregale.axes.layer_stacks import in_layer_order
-from gregale.axes.layout import is_named
+from gregale.axes.layout import is_named, named_arrays
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.layer_groups import LayerGroups, cut_layers, joined_layers
 from gregale.communication.pipeline.config import PipelineConfig
@@ -26,7 +26,7 @@ from gregale.huggingface.writing import Writer, plan_files, slots_by_name
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import LlamaConfig
 from gregale.programs.runtime.setup import set_up
-from tests.mesh.support import layout_of, named_leaves, one_device, placed, token_batch
+from tests.mesh.support import layout_of, one_device, placed, token_batch
 from tests.mesh.test_pipelined_llama import PLAIN, assert_sends_its_closed_form, assert_states_close, trained
 from tests.plugins import plugins_from
 
@@ -104,8 +104,8 @@ def test_streaming_sends_the_same_fragments_of_structures_with_equal_shapes_as_o
     own, own_losses, found = streamed(widths(wide=PLAIN.model.mlp))
     np.testing.assert_allclose(own_losses, losses, rtol=1e-6)
     for one, other in ((found.inner, expected.inner), (found.outer, expected.outer)):
-        mine = named_leaves(in_layer_order(one.parameters.blocks))
-        for leaf, right in zip(mine, named_leaves(other.parameters.blocks), strict=True):
+        mine = named_arrays(in_layer_order(one.parameters.blocks))
+        for leaf, right in zip(mine, named_arrays(other.parameters.blocks), strict=True):
             difference = leaf.rearrange(right.axes).array - right.array
             assert np.abs(difference).max() <= 1e-5 * np.abs(right.array).max()
     assert own.method.bytes_sent(3) == plain.method.bytes_sent(3)

@@ -15,13 +15,13 @@ import optax
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.axes.layout import EMBED, REPLICA, Layout
+from gregale.axes.layout import EMBED, REPLICA, Layout, named_arrays
 from gregale.axes.mapping import TENSOR_PARALLEL
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
 from tests.audit.warnings import captured_compiler_warnings
 from tests.conventional import conventional_step
-from tests.mesh.support import SMALL, executed, layout_of, named_leaves, placed, small_model, token_batch
+from tests.mesh.support import SMALL, executed, layout_of, placed, small_model, token_batch
 from tests.model import oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
@@ -203,8 +203,8 @@ def movement(outcome: Outcome) -> oracle.Weights:
 def assert_state_is_split(trainer: Trainer, replica: int, data: int, model: int) -> None:
     """A shard of the optimizer's state is one of replica x data, and of `model` where its array is split by that."""
     state = trainer.init()
-    moments = [leaf for leaf in named_leaves(state.sharded) if leaf.ndim]
-    assert len(moments) == 2 * len(named_leaves(trainer.method.model))
+    moments = [leaf for leaf in named_arrays(state.sharded) if leaf.ndim]
+    assert len(moments) == 2 * len(named_arrays(trainer.method.model))
     for leaf in moments:
         over_model = prod(model for name in leaf.axis_names if name in TENSOR_PARALLEL)
         for shard in leaf.array.addressable_shards:
@@ -261,7 +261,7 @@ def expected_bytes() -> Counter:
     """Bytes of a parameter's shard under `params`, a float32 each: what one reduce-scatter or all-gather carries."""
     split = dict.fromkeys((EMBED, "heads", "kv_heads", "mlp", "vocab"), 2)
     return Counter(
-        4 * prod(axis.size // split.get(axis.name, 1) for axis in leaf.axes) for leaf in named_leaves(small_model())
+        4 * prod(axis.size // split.get(axis.name, 1) for axis in leaf.axes) for leaf in named_arrays(small_model())
     )
 
 
@@ -310,7 +310,7 @@ def test_bytes_over_replica_are_the_closed_form(program):
 
 def test_what_passes_hide_crosses_replica_once_too():
     """With the arrays of the first layer apart."""
-    program, leaves = trainer((8, 1, 1), 1, 1).step, named_leaves(small_model())
+    program, leaves = trainer((8, 1, 1), 1, 1).step, named_arrays(small_model())
     assert over_replica_in_loops(program) == []
     for kind in ("reduce-scatter", "all-gather"):
         found = [each.bytes for each in program.audit.over(REPLICA) if each.kind == kind]

@@ -10,7 +10,7 @@ import jax
 from gregale.audit.step import ParameterShape
 from gregale.audit.traffic import agreement, apply_transfers, gathers, kept, reduced, send_transfers
 from gregale.audit.transfer import Transfer, sent_bytes
-from gregale.axes.layout import Layout, Tree, is_named
+from gregale.axes.layout import Layout, Tree, named_arrays
 from gregale.axes.parameters import trainable
 from gregale.communication.quantised import QuantisedReducer, Reducer
 from gregale.methods.fragments import Fragment, sizes_of
@@ -156,6 +156,6 @@ class DilocoTraffic:
             key = sizes_of(fragment.rows or {})
             if key not in found:
                 part = jax.eval_shape(fragment.take, list(self.step.weights))
-                weights = [leaf for leaf in jax.tree.leaves(part, is_leaf=is_named) if is_named(leaf)]
+                weights = named_arrays(part)
                 found[key] = replace(self.step, layout=self.layout, weights=weights)
         return found

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 LARGEST_BLOCK = 128
+FUSED = 2048  # contracted values, all of which a kernel has in its memory
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class GroupedProducts:
     - `product(rows, weights, sizes, transposed)`: [rows, a], [groups, a, b] (with `transposed` [groups, b, a]) ->
       [rows, b]. Rows after the last group give anything, also NaN
     - `weight_gradients(rows, cotangents, sizes)`: [rows, a], [rows, b] -> [groups, a, b], zeros for an empty group
-    - `fused`: a kernel for `sum_of_turned`
+    - `fused`: a kernel for `sum_of_turned` of at most `FUSED` contracted values; None: there is none
     """
 
     product: Callable[..., jax.Array]
@@ -32,7 +33,7 @@ class GroupedProducts:
 
     def sum_of_turned(self, rows: Sequence[jax.Array], weights: Sequence[Any], sizes: jax.Array) -> jax.Array:
         """Return the sum over i of rows[i] . weights[i]^T."""
-        if self.fused is not None:
+        if self.fused is not None and rows[0].shape[1] <= FUSED:
             return self.fused(rows, weights, sizes)
         one, two = (self.product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
         return one + two

@@ -9,7 +9,7 @@ from time import perf_counter
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gregale.axes.layout import BATCH, POSITION, Layout, is_named
+from gregale.axes.layout import BATCH, POSITION, Layout, named_arrays
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
@@ -50,7 +50,7 @@ def beside_training(setup: Setup) -> SamplerPlacement:
     first = layout.mesh.local_devices[0]
     if first.platform == "cpu":
         layout = standard_layout(make_mesh(MeshConfig(data=1), [first]))
-    weights = (leaf.axes for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf))
+    weights = (leaf.axes for leaf in named_arrays(setup.model))
     whole = setup.config.compute.gather == "per_step" or not any(map(layout.gathers, weights))
     return SamplerPlacement(unsplit(layout, BATCH), whole)
 

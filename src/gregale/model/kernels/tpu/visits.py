@@ -10,10 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from gregale.model.kernels.tpu.eight_bits import MEMORY
-from gregale.model.kernels.tpu.grouped import LANES, ROWS, filled, product, tile
+from gregale.model.kernels.tpu.grouped import LANES, ROWS, filled, tile
 
 BLOCK = 3 * 2**20  # bytes of a block of weights at most: v4 has 16 MiB, and two terms have four blocks
-LONGEST = 2048  # contracted values of `sum_of_turned`: all of a block of rows are in the kernel's memory
 
 Operand = tuple[jax.Array, int | None]
 
@@ -76,9 +75,6 @@ def visited(
 @partial(jax.jit, static_argnames="cores")
 def sum_of_turned(rows: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, cores: int) -> jax.Array:
     """Return the sum over i of rows[i] . weights[i]^T, added before it is rounded: no product of its own is written."""
-    if rows[0].shape[1] > LONGEST:
-        one, two = (product(*each, sizes, transposed=True) for each in zip(rows, weights, strict=True))
-        return one + two
 
     def term(x, weight) -> jax.Array:
         return jax.lax.dot_general(x[...], weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
