@@ -25,6 +25,12 @@ from gregale.programs.runtime.sliding_window import SlidingEvaluation
 END = BytesTokenizer.end_of_document
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SYSTEM = {"role": "system", "content": "s"}
+CALLED = {"name": "f", "arguments": {"x": 1}}
+PARTS = [{**TALK[0], "content": "ab"}, TALK[1]]
+
+
+def text_part(text: str) -> dict:
+    return {"type": "text", "text": text}
 
 
 def messages_of(source) -> list:
@@ -42,6 +48,12 @@ def write_lines(path, rows) -> str:
         ("messages", {"messages": TALK}, TALK),
         ("messages", {"messages": json.dumps(TALK), "tools": "[]"}, TALK),
         ("sharegpt", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, TALK),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
+            [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]}],
+        ),
+        ("messages", {"messages": [{"role": "user", "content": [text_part("a"), text_part("b")]}, TALK[1]]}, PARTS),
         ("prompt", {"prompt": "a", "completion": "b", "system": "s"}, [SYSTEM, *TALK]),
         ("prompt", {"prompt": [SYSTEM, TALK[0]], "completion": TALK[1:]}, [SYSTEM, *TALK]),
         ("instruction", {"instruction": "a", "input": "", "output": "b"}, TALK),
@@ -90,7 +102,8 @@ BAD = {
     "`messages` is empty, expected a list of objects": {"messages": []},
     "`messages` is text, and no JSON": {"messages": "hello"},
     "no `role`; there are: content": {"messages": [{"content": "a"}]},
-    "`content` is list, expected text": {"messages": [{"role": "assistant", "content": [1]}]},
+    "`content` has a part of type 'image'": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "`content` has a part of type int": {"messages": [{"role": "assistant", "content": [1]}]},
     "half a surrogate pair": {"messages": [{"role": "user", "content": "\ud800"}]},
     "the chat template rejects the conversation (the built-in chat template has no tools)": {
         "messages": TALK,
@@ -112,7 +125,8 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         source = ChatSource(files=(file,), packing="concat")
         with pytest.raises(UserError, match="line 41"):
             prepare(DataConfig({"x": source}, cache=f"{tmp_path}/c", workers=1), 8, 0)
-    for role, said in (("cat", "`from` is 'cat', and none of human, user, gpt"), (["user"], "`from` is list")):
+    wrong = {"cat": "`from` is 'cat', and none of human, user, gpt", "function_call": "a function_call is no JSON"}
+    for role, said in (*wrong.items(), (["user"], "`from` is list")):
         file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
         with pytest.raises(UserError, match=said):
             list(ChatSource(files=(file,), form="sharegpt").documents())

@@ -11,6 +11,7 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+CALL = "function_call"  # a turn of ShareGPT's in which the assistant calls tools
 COLUMNS = {  # by form, the columns of a row and the fields of a message
     MESSAGES: ("messages", "tools", "documents", "role", "content"),
     SHAREGPT: ("conversations", "system", "tools", "from", "value"),
@@ -59,9 +60,18 @@ class Row:
         own = {self.name("role"): "role", self.name("content"): "content"}
         message = {own.get(name, name): value for name, value in self.values.items()}
         self.text("role")
+        if isinstance(parts := message.get("content"), list):
+            return {**message, "content": "".join(self._text_of(each) for each in parts)}
         if message.get("content") is not None or not message.get("tool_calls"):
             self.text("content")
         return message
+
+    def _text_of(self, part: Any) -> str:
+        """Return the text of a part of a message's content."""
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            return part["text"]
+        kind = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        raise Malformed(f"`{self.name('content')}` has a part of type {kind}; models here read parts of type 'text'")
 
     def _wrong(self, usual: str, expected: str) -> Malformed:
         found, names = type(self.get(usual)).__name__, ", ".join(map(str, self.values)) or "none"
@@ -76,9 +86,26 @@ def from_messages(row: Row) -> Messages:
 
 def from_sharegpt(row: Row) -> Messages:
     turns = [(each.text("from"), each.text("value")) for each in row.rows("conversations")]
-    if wrong := next((role for role, _ in turns if role not in ROLES), None):
-        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join(ROLES)}")
-    return [*system_of(row), *({"role": ROLES[role], "content": text} for role, text in turns)]
+    if wrong := next((role for role, _ in turns if role not in (*ROLES, CALL)), None):
+        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join((*ROLES, CALL))}")
+    made = [calls_of(text) if role == CALL else {"role": ROLES[role], "content": text} for role, text in turns]
+    return [*system_of(row), *made]
+
+
+def calls_of(text: str) -> dict[str, Any]:
+    """Return the message of an assistant that calls tools: JSON of `name` and `arguments`, or a list of such."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise Malformed(f"a {CALL} is no JSON ({error})") from None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
+        raise Malformed(f"a {CALL} is no JSON object with `name`, and no list of such")
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": each} for each in calls],
+    }
 
 
 def from_prompt(row: Row) -> Messages:
