@@ -149,13 +149,13 @@ def _attend_forward(blocks: Blocks, cap, q, k, v, ids, pairs, sinks):
 
     def add(sums, pair):
         row, key = pair[0], pair[1]
-        scores = heads.seen(heads.scores(queries[row], keys[key]), pair)
-        top, total, output = (x[row] for x in sums)
+        scores = heads.seen(heads.scores(_block(queries, row), _block(keys, key)), pair)
+        top, total, output = (_block(x, row) for x in sums)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         total = total * shrink + jnp.sum(weights, axis=-1)
-        output = output * shrink[..., None] + _float32_einsum("bkgst,bktd->bkgsd", weights, values[key])
-        return tuple(x.at[row].set(new) for x, new in zip(sums, (higher, total, output), strict=True)), None
+        output = output * shrink[..., None] + _float32_einsum("bkgst,bktd->bkgsd", weights, _block(values, key))
+        return tuple(_with_block(x, row, new) for x, new in zip(sums, (higher, total, output), strict=True)), None
 
     rows = queries.shape[:-1]
     start = jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros(queries.shape)
@@ -181,16 +181,19 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
 
     def add(sums, pair):
         row, key = pair[0], pair[1]
-        scores = heads.scores(queries[row], keys[key])
-        weights = jnp.exp(heads.seen(scores, pair) - exponent[row][..., None])
-        by_weights = _float32_einsum("bkgsd,bktd->bkgst", by_output[row], values[key])
-        by_scores = weights * (by_weights - along[row][..., None]) * heads.scale
+        own, out = _block(queries, row), _block(by_output, row)
+        theirs, value = _block(keys, key), _block(values, key)
+        scores = heads.scores(own, theirs)
+        weights = jnp.exp(heads.seen(scores, pair) - _block(exponent, row)[..., None])
+        by_weights = _float32_einsum("bkgsd,bktd->bkgst", out, value)
+        by_scores = weights * (by_weights - _block(along, row)[..., None]) * heads.scale
         by_scores = by_scores if cap is None else by_scores * (1 - jnp.square(scores / cap))
-        by_q, by_k, by_v = sums
-        by_q = by_q.at[row].add(_float32_einsum("bkgst,bktd->bkgsd", by_scores, keys[key]))
-        by_k = by_k.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", queries[row], by_scores))
-        by_v = by_v.at[key].add(_float32_einsum("bkgsd,bkgst->bkdt", by_output[row], weights))
-        return (by_q, by_k, by_v), None
+        addends = (
+            (row, _float32_einsum("bkgst,bktd->bkgsd", by_scores, theirs)),
+            (key, _float32_einsum("bkgsd,bkgst->bkdt", own, by_scores)),
+            (key, _float32_einsum("bkgsd,bkgst->bkdt", out, weights)),
+        )
+        return tuple(_with_block(x, at, _block(x, at) + more) for x, (at, more) in zip(sums, addends, strict=True)), None
 
     start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
     (by_q, by_k, by_v), _ = jax.lax.scan(add, start, pairs)
@@ -237,9 +240,18 @@ class _Heads:
             seen &= back < self._blocks.window
         if self._ids is not None:
             own, others = self._ids
-            theirs = others[pair[3] // self._blocks.size]
-            seen = seen & (own[pair[0]][:, :, None] == theirs[:, None, :])[:, None, None]
+            theirs = _block(others, pair[3] // self._blocks.size)
+            seen = seen & (_block(own, pair[0])[:, :, None] == theirs[:, None, :])[:, None, None]
         return jnp.where(seen, scores, HIDDEN)
+
+
+def _block(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Return a block of [block, ...]; `x[number]` would add operations for numbers below zero."""
+    return jax.lax.dynamic_index_in_dim(x, number, keepdims=False, allow_negative_indices=False)
+
+
+def _with_block(x: jax.Array, number: jax.Array, block: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, block, number, 0, allow_negative_indices=False)
 
 
 def _float32_einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
