@@ -1,5 +1,6 @@
 """Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, Layout
+from gregale.audit import Audit
+from gregale.audit.step import CPU
+from gregale.axes.layout import BATCH, REPLICA, Layout
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.position_order import position_order
@@ -20,6 +23,8 @@ from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.llama import Llama
+from gregale.programs.plan.shapes import step_transfers
+from gregale.programs.runtime.setup import Setup
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
@@ -116,3 +121,14 @@ def assert_trees_close(actual, expected, atol: float, rtol: float = 0.0) -> None
             atol=atol,
             err_msg=jax.tree_util.keystr(path),
         )
+
+
+def assert_sends_its_closed_form(setup: Setup, found: Audit) -> None:
+    """What an audited step sends equals its closed form, by collective and mesh axes."""
+    assert [each for each in found.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
+    sent, closed_form = Counter(), Counter()
+    for each in found.collectives:
+        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
+    for each in step_transfers(setup, CPU):
+        closed_form[each.kind, each.axes] += each.bytes * each.times
+    assert +sent == closed_form

@@ -1,6 +1,5 @@
 """A pipelined Llama trains as its unpipelined twin does, with whatever else a run has."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -9,18 +8,15 @@ import numpy as np
 import pytest
 
 from gregale.audit import Audit, audit
-from gregale.audit.step import CPU
-from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import AXES, MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.plan.shapes import step_transfers
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig
-from tests.mesh.support import POSITIONS, ROWS, placed, token_batch
+from tests.mesh.support import POSITIONS, ROWS, assert_sends_its_closed_form, placed, token_batch
 
 STEPS = 2
 # Of a tensor's norm. AdamW's moments after the first step are the gradients and their squares. Later gradients are
@@ -80,16 +76,6 @@ def assert_states_close(found, exact) -> None:
         assert np.linalg.norm(left - right) <= TOLERANCE * np.linalg.norm(right)
 
 
-def assert_sends_its_closed_form(found: Outcome) -> None:
-    assert [each for each in found.audit.over(REPLICA) if each.loop] == [], "nothing crosses replica but once a step"
-    sent, closed_form = Counter(), Counter()
-    for each in found.audit.collectives:
-        sent[each.kind, each.axes] += each.bytes * (each.times or 0) if each.axes else 0
-    for each in step_transfers(found.setup, CPU):
-        closed_form[each.kind, each.axes] += each.bytes * each.times
-    assert +sent == closed_form
-
-
 @pytest.fixture(scope="module")
 def exact() -> Outcome:
     return trained(PLAIN)
@@ -109,7 +95,7 @@ def test_a_pipelined_llama_trains_as_its_twin(mesh, pipeline, exact):
     np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
     np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-5)
     assert_states_close(found.states[0], exact.states[0])
-    assert_sends_its_closed_form(found)
+    assert_sends_its_closed_form(found.setup, found.audit)
 
 
 def test_a_pipeline_of_experts_sends_its_closed_form():
@@ -117,4 +103,4 @@ def test_a_pipeline_of_experts_sends_its_closed_form():
     experts = ExpertsConfig(8, 2, width=16, shared=24, shared_gate=True, balance=balance)
     pipeline, model = PipelineConfig(microbatches=4, remat="projections"), replace(PLAIN.model, experts=experts)
     found = trained(replace(PLAIN, steps=1, mesh=MeshConfig(stage=2, data=2, model=2), pipeline=pipeline, model=model))
-    assert_sends_its_closed_form(found)
+    assert_sends_its_closed_form(found.setup, found.audit)

@@ -12,7 +12,8 @@ from gregale.audit.memory import (
     values_of_a_layer,
 )
 from gregale.audit.pipeline_shape import PipelineShape
-from gregale.audit.step import Backend, StepShape
+from gregale.audit.step import Backend, StepShape, is_stacked
+from gregale.axes.layout import AxisMapping
 
 SLOTS = 2  # of the window
 COPIES = 4  # of the rows in the pipeline, if a stage holds several microbatches: inputs, outputs and both gradients
@@ -48,9 +49,18 @@ def layers_of_a_stage(step: StepShape, pipeline: PipelineShape) -> int:
     return step.layers // (step.mesh["stage"] * pipeline.repeats)
 
 
-def _slot(step: StepShape, pipeline: PipelineShape) -> int:
-    """Return the values of the gathered weights of one repeat."""
-    return layers_of_a_stage(step, pipeline) * values_of_a_layer(step)
+def _slot(step: StepShape, pipeline: PipelineShape, width: int) -> int:
+    """Return the bytes of the gathered weights of one repeat, of a width unless they are in blocks."""
+    return layers_of_a_stage(step, pipeline) * _held(step, step.layout.compute, width) // step.layers
+
+
+def _held(step: StepShape, mapping: AxisMapping, width: int) -> int:
+    """Return a device's bytes of the weights of all layers under a mapping, of a width unless they are in blocks."""
+    found = 0.0
+    for weight in step.stacked():
+        held = step.format_of(weight)
+        found += step.on_device(weight, mapping) * (width if held is None else held.bytes_per_parameter)
+    return int(found)
 
 
 def _kept(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
@@ -75,43 +85,50 @@ def _named(one: StepShape, backend: Backend) -> int:
 
 def _weights(step: StepShape, pipeline: PipelineShape) -> int:
     """Return the bytes of the weights of a stage's layers in all repeats, and of their gradients."""
-    if pipeline.gather == "once" and pipeline.repeats > 1:
-        values = pipeline.repeats * _slot(step, pipeline)
-    else:
-        values = sum(step.on_device(weight, step.layout.params) for weight in step.stacked())
-    return 2 * step.compute_bytes * values
+    whole, width = pipeline.gather == "once" and pipeline.repeats > 1, step.compute_bytes
+    mapping = step.layout.compute if whole else step.layout.params
+    gradients = width * sum(step.on_device(weight, mapping) for weight in step.weights if is_stacked(weight))
+    return (_held(step, mapping, width) + gradients) // (step.mesh["stage"] if whole else 1)
 
 
 def _iteration(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
     """Return the bytes of an iteration's backward pass: slots, their gradients, activations, and the head's gradient.
 
-    The backward pass of one of several layers reads gate and up where they are saved.
+    The backward pass of one of several layers reads gate and up where they are saved. Layers that decode weights save
+    what `projections` names.
     """
+    width = max(step.compute_bytes, backend.narrowest_bytes)
     one, several = of_an_iteration(step, pipeline), layers_of_a_stage(step, pipeline) > 1
     rows = _stream(step) * (COPIES if pipeline.microbatches > step.mesh["stage"] else 1)
-    own = saved_by_layer(replace(one, remat="none"), backend) - _named(one, backend)
+    inner = replace(one, remat="projections" if step.quantised else "none")
+    own = saved_by_layer(inner, backend) - _named(one, backend)
     saved = layers_of_a_stage(step, pipeline) * own
     activations = layer_activations(one, backend)
     if several or step.remat == "projections":
-        activations -= 2 * max(step.compute_bytes, backend.narrowest_bytes) * one.tokens * one.mlp
+        activations -= 2 * width * one.tokens * one.mlp
     inside = saved + activations if several else max(saved, activations)
-    return _value_bytes(step, pipeline, backend) * _slot(step, pipeline) + rows + inside + unsummed_head(step)
+    decoded = width * sum(step.on_device(weight, step.layout.compute) for weight in step.quantised) // step.layers
+    return _in_use(step, pipeline, width) + decoded + rows + inside + unsummed_head(step)
 
 
-def _value_bytes(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
-    """Return the bytes of a value of the weights in use: its slots, their gradients, and that of the iteration.
+def _in_use(step: StepShape, pipeline: PipelineShape, width: int) -> int:
+    """Return the bytes of the weights in use: the slots, their gradients, and that of the iteration.
 
-    The gradient of a single layer is added at once. With one repeat one slot is used.
+    The gradient of a single layer is added at once. With one repeat one slot is used. The weights that stages choose
+    from the slots are a copy, which counts beside frozen weights; those of trained ones take less than gradients.
     """
-    width = max(step.compute_bytes, backend.narrowest_bytes)
-    apart = FLOAT32 if layers_of_a_stage(step, pipeline) > 1 else 0
+    slot, layers = _slot(step, pipeline, width), layers_of_a_stage(step, pipeline)
+    gradient = FLOAT32 * layers * values_of_a_layer(step, trained=True)
+    apart = gradient if layers > 1 else 0
     if pipeline.gather == "per_iteration":
-        return width + apart
-    return width + FLOAT32 if pipeline.repeats == 1 else SLOTS * (width + FLOAT32) + apart
+        return slot + apart
+    chosen = slot if step.adapts else 0
+    return chosen + (slot + gradient if pipeline.repeats == 1 else SLOTS * (slot + gradient) + apart)
 
 
 def _loss(step: StepShape, pipeline: PipelineShape, backend: Backend) -> int:
     """Return the bytes of the loss, with the last slot, which the backward pass begins with."""
-    single = step.compute_bytes * sum(step.on_device(weight, step.layout.params) for weight in step.single())
-    slot = 0 if pipeline.gather == "per_iteration" else step.compute_bytes * _slot(step, pipeline)
+    cast = [] if step.adapts else step.single()
+    single = step.compute_bytes * sum(step.on_device(weight, step.layout.params) for weight in cast)
+    slot = 0 if pipeline.gather == "per_iteration" else _slot(step, pipeline, step.compute_bytes)
     return loss_bytes(step, backend) + slot + single

@@ -25,7 +25,7 @@ from gregale.audit.step import (
     layers_of,
     values,
 )
-from gregale.audit.transfer import Transfer
+from gregale.audit.transfer import Transfer, bytes_by_part
 from gregale.axes.layout import CONTEXT, EMBED, REPLICA, ROUTER, Layout, is_layers
 
 STAGE, DATA, MODEL = "stage", "data", "model"
@@ -176,9 +176,8 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else step.uses(weight)
         if held is not None:
-            scales = size // held.block * max(held.scale_bits // 8, backend.narrowest_bytes)
-            found.append(Transfer("weights", "all-gather", over, size * held.bits // 8, times))
-            found.append(Transfer("scales", "all-gather", over, scales, times))
+            parts = bytes_by_part(held, size, backend.narrowest_bytes).items()
+            found += [Transfer(part, "all-gather", over, count, times) for part, count in parts]
             continue
         found.append(Transfer("weights", "all-gather", over, size * (1 if eight_bits else width), times))
         if eight_bits:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import prod
 
+from gregale.codecs.formats import WireFormat
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -20,6 +22,16 @@ class Transfer:
     axes: tuple[str, ...]
     bytes: int
     times: int = 1
+
+
+def bytes_by_part(held: WireFormat | None, values: int, width: int) -> dict[str, int]:
+    """Return the bytes of values of a weight: of floats of a width, or of codes and of scales of at least this width.
+
+    - `held`: the format of the weight's blocks; None: it is an array of floats
+    """
+    if held is None:
+        return {"weights": values * width}
+    return {"weights": values * held.bits // 8, "scales": values // held.block * max(held.scale_bits // 8, width)}
 
 
 def sent_bytes(transfer: Transfer, sizes: dict[str, int]) -> float:

@@ -21,14 +21,14 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
     way: it is scattered to the `params` mapping first and then cast to the parameter's dtype. Quantised weights, which
-    have no gradient, are gathered in their bits.
+    have no gradient, are gathered in their bits, and stay in them until they are `decoded`.
     """
 
     summed_over = layout.mesh_axes((BATCH, POSITION), layout.compute)
 
     def one(leaf):
         if is_quantised(leaf):
-            return leaf.gathered(layout, dtype)
+            return leaf.gathered(layout)
         if is_buffer(leaf) or not is_parameter(leaf.array if is_named(leaf) else leaf):
             return leaf
         if not is_named(leaf):

@@ -82,12 +82,17 @@ class QuantisedWeight(eqx.Module):
         shape = tuple(axis.size for axis in self.axes)
         return NamedArray(scaled.astype(dtype).reshape(shape), self.scales.axis_names)
 
-    def gathered(self, layout: Layout, dtype: jnp.dtype) -> NamedArray:
-        """Return the weight under `compute`; codes and scales are gathered, and then decoded."""
+    def gathered(self, layout: Layout) -> Self:
+        """Return the weight under `compute`; codes and scales are gathered."""
         held = layout.constrain((self.codes, self.scales), layout.params)
         codes, scales = layout.constrain(held, layout.compute)
-        return type(self)(codes, scales, self.codec, self.along, self.dtype).decoded(dtype)
+        return type(self)(codes, scales, self.codec, self.along, self.dtype)
 
 
 def is_quantised(node: Any) -> bool:
     return isinstance(node, QuantisedWeight)
+
+
+def decoded(tree: Any, dtype: jnp.dtype) -> Any:
+    """Return a tree with arrays in place of its quantised weights."""
+    return jax.tree.map(lambda leaf: leaf.decoded(dtype) if is_quantised(leaf) else leaf, tree, is_leaf=is_quantised)

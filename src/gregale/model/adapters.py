@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from haliax.nn import Linear
 
-from gregale.axes.layout import LORA_RANK, is_layers, is_named
+from gregale.axes.layout import BATCH, LORA_RANK, is_layers, is_named
 from gregale.axes.parameters import Frozen, is_buffer, is_parameter
 from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.codecs.blocks import UniformCodec
@@ -41,12 +41,20 @@ class Lora(Linear):
         """Return the layer without its adapter."""
         return Linear(self.weight, self.bias, self.In, self.Out)
 
-    def dropped(self, x: NamedArray, key: jax.Array) -> NamedArray:
-        """Return x for A in training, zero with the probability `dropout`; bits of A are part of each layer's key."""
+    def dropped(self, x: NamedArray, keys: NamedArray) -> NamedArray:
+        """Return x for A in training, zero with the probability `dropout`; `keys`: of its rows, [batch].
+
+        Bits of A, which differ by layer and step, are part of each key: of bfloat16, which another mesh seldom rounds
+        differently.
+        """
         row = jax.lax.stop_gradient(self.lora_a.weight.array).reshape(-1, self.lora_a.weight.array.shape[-1])[0]
-        bits = jax.lax.bitcast_convert_type(row.astype(jnp.float32), jnp.uint32)
-        own = jax.random.fold_in(key, hashed(bits))
-        kept = jax.random.bernoulli(own, 1 - self.dropout, x.array.shape)
+        own = hashed(jax.lax.bitcast_convert_type(row.astype(jnp.bfloat16), jnp.uint16))
+        x = x.rearrange((BATCH, ...))
+
+        def of_row(key: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, own), 1 - self.dropout, x.array.shape[1:])
+
+        kept = jax.vmap(of_row)(keys.array)
         return NamedArray(jnp.where(kept, x.array / (1 - self.dropout), 0).astype(x.dtype), x.axis_names)
 
     def __call__(self, inputs: Any, *, key: Any = None) -> Any:

@@ -15,7 +15,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
-from gregale.axes.quantised_weight import is_quantised
+from gregale.axes.quantised_weight import decoded, is_quantised
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
 from gregale.model.base import ModelConfig
@@ -50,7 +50,7 @@ class Execution:
     fused_logits: bool = False  # the compiler computes exponentials of logits with the product
     weights_ready: bool = False  # the input weights are gathered already
     evaluates: bool = False  # a loss is of held-out text: it needs no auxiliary terms
-    dropout_key: jax.Array | None = None  # of what adapters drop in training; None: they drop nothing
+    dropout_keys: NamedArray | None = None  # of each row [batch], for adapters in training; None: they drop nothing
     first_layers: int = 0  # layers at the beginning of the stack that have a scan of their own
     splits_stream: bool = False  # `model` splits the stream, see `stream`
     # A layer is computed again when its gradient is. Else a compiler for accelerators does so long before: with other
@@ -60,7 +60,8 @@ class Execution:
     stack: Callable[[LayerFunction, NamedArray, Any, Any], tuple[NamedArray, Any]] | None = None
 
     def gathered(self, weights) -> Any:
-        return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
+        """Gather weights, unless they are ready; those in few bits are decoded for use."""
+        return decoded(weights if self.weights_ready else gathered(weights, self.layout, self.dtype), self.dtype)
 
     def gathered_layer(self, weights) -> Any:
         """Gather the weights of a layer whose products are `project` and `mlp`, as the numbers that these take."""
@@ -117,8 +118,8 @@ class Execution:
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
         if isinstance(layer, Lora):
-            key = self.dropout_key if layer.dropout > 0 else None
-            seen = x if key is None else layer.dropped(x, key)
+            keys = self.dropout_keys if layer.dropout > 0 else None
+            seen = x if keys is None else layer.dropped(x, keys)
             inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":
@@ -194,11 +195,12 @@ class Execution:
         if self.stack is not None:
 
             def summed(x, weights, kind, rows, execution):
-                x, out = block(x, weights, kind, rows, execution, None)
+                rows, keys = rows
+                x, out = block(x, weights, kind, rows, replace(execution, dropout_keys=keys), None)
                 return x, jax.tree.map(lambda leaf: hax.sum(leaf, BATCH), out, is_leaf=is_named)
 
             layer, periods, joined = in_periods(summed, weights, kinds)
-            x, sums = self.stack(layer, x, periods, rows)
+            x, sums = self.stack(layer, x, periods, (rows, self.dropout_keys))
             return x, joined(sums)
 
         def handed_on(x: NamedArray) -> tuple[NamedArray, NamedArray | None]:

@@ -272,9 +272,6 @@ class TrainConfig(Settings):
         if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
         base = getattr(self.adapter, "base", "dtype")
-        if self.pipeline is not None and (base != "dtype" or getattr(self.adapter, "dropout", 0)):
-            key, value = ("base", "dtype") if base != "dtype" else ("dropout", 0)
-            raise UserError(f"adapter.{key} is {getattr(self.adapter, key)}; with a pipeline it has to be {value}.")
         for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
             if base != "dtype" and getattr(self.compute, key) == value:
                 raise UserError(

@@ -13,6 +13,7 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, LAYERS, Layout, Tree, is_named
 from gregale.axes.parameters import is_buffer, is_parameter
+from gregale.axes.quantised_weight import is_quantised
 from gregale.communication.pipeline.loop import (
     Loop,
     advanced,
@@ -24,7 +25,7 @@ from gregale.communication.pipeline.loop import (
     unfinished,
 )
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
+from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, is_whole, loop_layout
 from gregale.communication.pipeline.window import GatherLevel, Slots, Window, with_repeats
 from gregale.errors import UserError, multiples_near
 
@@ -68,8 +69,9 @@ def pipelined(
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x, sums; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values. The sums are
       a tree of named arrays, float32, each a sum over these rows
-    - `weights`: named arrays with an axis `layers`, in the plain order of the model; buffers, and those that are not
-      floats (a layer's number, its window), are constants of their layers: neither cast nor gathered nor differentiated
+    - `weights`: named arrays with an axis `layers`, in the plain order of the model; quantised ones, which `layer`
+      decodes, are not cast. Buffers, and those that are not floats (a layer's number, its window), are constants of
+      their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
     - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids);
       they are not differentiated
@@ -84,7 +86,7 @@ def pipelined(
         names=(STAGE, *parts.axis_names[1:]),
     )
     extras = jax.tree.map(lambda leaf: _in_parts(leaf, schedule, layout), extras, is_leaf=is_named)
-    weights, constants = eqx.partition(weights, _is_trained, is_leaf=lambda leaf: is_named(leaf) or is_buffer(leaf))
+    weights, constants = eqx.partition(weights, _is_weight, is_leaf=lambda leaf: is_whole(leaf) or is_buffer(leaf))
     fixed = Fixed(layout.constrain(extras, layout.compute), layout.constrain(_grouped(constants, schedule), {}))
     io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
     out, sums = run(_by_stage(weights, pipeline), io, fixed)
@@ -220,15 +222,18 @@ def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
     """
     plain, layout = pipeline.layout, loop_layout(pipeline.layout)
 
-    def cast(leaf: NamedArray) -> NamedArray:
-        return plain.constrain(leaf.rearrange((LAYERS, ...)).astype(pipeline.dtype), plain.params)
+    def cast(leaf):
+        return leaf if is_quantised(leaf) else leaf.astype(pipeline.dtype)
 
-    weights = jax.tree.map(cast, weights, is_leaf=is_named)
+    def placed(leaf: NamedArray) -> NamedArray:
+        return plain.constrain(leaf.rearrange((LAYERS, ...)), plain.params)
+
+    weights = jax.tree.map(placed, jax.tree.map(cast, weights, is_leaf=is_whole), is_leaf=is_named)
     return layout.constrain(_grouped(weights, pipeline.schedule), layout.params)
 
 
-def _is_trained(leaf) -> bool:
-    return is_named(leaf) and is_parameter(leaf.array)
+def _is_weight(leaf) -> bool:
+    return is_quantised(leaf) or (is_named(leaf) and is_parameter(leaf.array))
 
 
 def _grouped(tree: Tree, schedule: Schedule) -> Tree:

@@ -12,6 +12,7 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import Layout, Tree, is_named, vmap_over
+from gregale.axes.quantised_weight import is_quantised
 from gregale.communication.pipeline.schedule import Schedule
 
 Layer = Callable[[NamedArray, Tree, Tree], tuple[NamedArray, Tree]]
@@ -30,6 +31,11 @@ def loop_layout(layout: Layout) -> Layout:
     inside = layout.inside(DATA).inside(STAGE)
     own = {STAGE: STAGE, DATA: DATA}
     return replace(layout, compute={**inside.compute, **own}, params={**layout.inside(STAGE).params, **own})
+
+
+def is_whole(leaf) -> bool:
+    """Return whether a leaf is one weight: a named array, or those of a quantised weight."""
+    return is_named(leaf) or is_quantised(leaf)
 
 
 class Fixed(NamedTuple):
@@ -92,7 +98,7 @@ class Stages:
                 return y.rearrange(x.axes), sums
 
             weights = eqx.combine(self.trained(weights), jax.lax.stop_gradient(weights), is_leaf=is_named)
-            return hax.scan(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_named))
+            return hax.scan(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_whole))
 
         policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
         return jax.checkpoint(stage, policy=policy, prevent_cse=False)

@@ -100,7 +100,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     options = compiler_options(compute.compiler_options, setup.layout.mesh, config.model.experts is not None)
     pipeline, schedule, shape = config.pipeline, setup.schedule(), None
     if pipeline is not None and schedule is not None:
-        shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
+        drops = getattr(config.adapter, "dropout", 0) > 0
+        shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather, drops)
     return StepShape(
         **vars(parameter_shape(setup, method)),
         **sizes._asdict(),
@@ -122,8 +123,6 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str | None:
     """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
     config = setup.config
-    if config.adapter is not None and config.pipeline is not None:
-        return "there are adapters and a pipeline, and the closed forms of memory and time are for one of them"
     if not isinstance(config.objective, NextTokenConfig):
         kind = config.objective.get_choice_name(type(config.objective))
         if not isinstance(config.objective, DpoConfig):

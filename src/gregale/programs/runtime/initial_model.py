@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from haliax import Axis
+from haliax import Axis, NamedArray
 
-from gregale.axes.layout import is_named
+from gregale.axes.layout import BATCH, is_named
 from gregale.axes.parameters import is_buffer, is_parameter, trainable
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import adapted, hashed, quantised
@@ -54,7 +54,12 @@ def reference(config: TrainConfig, model: Any) -> Any:
 
 
 def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
-    """Return the execution of training on a batch; its tokens determine what adapters drop, so a resume repeats it."""
+    """Return the execution of training on a batch; a row's tokens determine what adapters drop of it.
+
+    So a resume repeats it, and other rows beside it, microbatches, stages or replicas, do not change it.
+    """
     if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
         return run
-    return replace(run, dropout_key=jax.random.fold_in(jax.random.key(config.seed), hashed(batch["tokens"].array)))
+    tokens, seed = batch["tokens"].rearrange((BATCH, ...)).array, jax.random.key(config.seed)
+    keys = jax.vmap(lambda row: jax.random.fold_in(seed, hashed(row)))(tokens)
+    return replace(run, dropout_keys=NamedArray(keys, (BATCH,)))
