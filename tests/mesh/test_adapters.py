@@ -28,7 +28,7 @@ from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
 from tests.axes.test_quantised_weight import dequantised
-from tests.mesh.support import assert_sends_its_closed_form, one_device, placed, token_batch
+from tests.mesh.support import assert_sends_its_closed_form, held, one_device, placed, token_batch
 
 EMBED, HEADS, MLP, VOCABULARY, RANK, LAYERS = 48, 24, 80, 256, 8, 2
 ROWS, POSITIONS = 8, 32
@@ -81,7 +81,7 @@ def theta(setup: Setup, state):
 def batch_of(setup: Setup, step: int, rows: slice = slice(None)):
     whole = token_batch(ROWS, POSITIONS, VOCABULARY, step)
     cut = {name: hax.named(array.array[rows], setup.batch_axes) for name, array in whole.items()}
-    return placed(cut, setup.layout, setup.layout.compute)
+    return held(cut, setup.layout)
 
 
 @cache
@@ -127,6 +127,7 @@ def test_replicas_send_adapters_only():
 
 
 PIPELINE = {"mesh__stage": 2, "pipeline": "{microbatches: 2}"}
+DROPPING = "{rank: 8, targets: [query, down], dropout: 0.3}"
 # Both stages and `data` split embed, and they leave blocks whole.
 IN_STAGES = {
     "model": "{layers: 4, hidden: 256, head_size: 32, mlp: 128}",
@@ -140,7 +141,7 @@ IN_STAGES = {
     ("mesh", "changes"),
     [
         ((2, 2, 2), {}),
-        ((2, 2, 2), {"compute__gather": "per_step"}),
+        ((2, 2, 1), {"compute__gather": "per_step", "mesh__context": 2, "adapter": DROPPING}),
         ((1, 2, 2), PIPELINE),
         ((2, 2, 1), {**PIPELINE, **IN_STAGES}),
     ],
@@ -182,10 +183,10 @@ def test_a_step_beside_quantised_weights_is_one_beside_the_dequantised_ones(base
         return hax.named(dequantised(leaf.array, 1, base).astype(leaf.dtype), leaf.axis_names)
 
     found = []
-    for held in (base, "dtype"):
-        setup = setup_of((2, 2, 1), **settings, adapter__base=held)
+    for bits in (base, "dtype"):
+        setup = setup_of((2, 2, 1), **settings, adapter__base=bits)
         same = jax.tree_util.tree_map_with_path(rounded, exact, is_leaf=is_named)
-        form = quantised(exact, base) if held == base else same
+        form = quantised(exact, base) if bits == base else same
         state = setup.state_from(placed(form, setup.layout, setup.layout.params))
         for number in (1, 2):
             state, report = setup.stepper()(state, batch_of(setup, number), number)

@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LORA_RANK, is_layers, is_named
+from gregale.axes.layout import BATCH, LORA_RANK, POSITION, is_layers, is_named
 from gregale.axes.parameters import Frozen, is_buffer, is_parameter
 from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.codecs.blocks import UniformCodec
@@ -41,20 +41,24 @@ class Lora(Linear):
         """Return the layer without its adapter."""
         return Linear(self.weight, self.bias, self.In, self.Out)
 
-    def dropped(self, x: NamedArray, keys: NamedArray) -> NamedArray:
-        """Return x for A in training, zero with the probability `dropout`; `keys`: of its rows, [batch].
+    def dropped(self, x: NamedArray, keys: NamedArray, order: np.ndarray) -> NamedArray:
+        """Return x for A in training, zero with the probability `dropout`.
 
         Bits of A, which differ by layer and step, are part of each key: of bfloat16, which another mesh seldom rounds
         differently.
+
+        - `keys`: of the rows, [batch]
+        - `order`: the position of each index, see `axes.position_order`
         """
         row = jax.lax.stop_gradient(self.lora_a.weight.array).reshape(-1, self.lora_a.weight.array.shape[-1])[0]
         own = hashed(jax.lax.bitcast_convert_type(row.astype(jnp.bfloat16), jnp.uint16))
-        x = x.rearrange((BATCH, ...))
+        x = x.rearrange((BATCH, POSITION, ...))
 
-        def of_row(key: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, own), 1 - self.dropout, x.array.shape[1:])
+        def of_token(key: jax.Array, position: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, position), 1 - self.dropout, x.array.shape[2:])
 
-        kept = jax.vmap(of_row)(keys.array)
+        of_rows = jax.vmap(lambda key: jax.random.fold_in(key, own))(keys.array)
+        kept = jax.vmap(jax.vmap(of_token, (None, 0)), (0, None))(of_rows, jnp.asarray(order))
         return NamedArray(jnp.where(kept, x.array / (1 - self.dropout), 0).astype(x.dtype), x.axis_names)
 
     def __call__(self, inputs: Any, *, key: Any = None) -> Any:
@@ -121,11 +125,11 @@ def with_adapter(layer: Linear, frozen: Linear, config: LoraConfig, key: jax.Arr
     )
 
 
-def hashed(values: jax.Array) -> jax.Array:
-    """Return a number that depends on all integers of an array and on their places: uint32."""
-    flat = values.reshape(-1).astype(jnp.uint32)
-    factors = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
-    return jnp.sum(flat * factors * jnp.uint32(2654435761), dtype=jnp.uint32)
+def hashed(values: jax.Array, places: np.ndarray | None = None) -> jax.Array:
+    """Return a number that depends on all integers of an array and on their places (default: its order): uint32."""
+    places = np.arange(values.size) if places is None else places
+    factors = jnp.asarray(2 * places + 1, jnp.uint32)
+    return jnp.sum(values.astype(jnp.uint32) * factors * jnp.uint32(2654435761), dtype=jnp.uint32)
 
 
 def without_adapters(model: Any) -> Any:

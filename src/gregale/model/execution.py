@@ -15,6 +15,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, EMBED, EXPERTS, POSITION, AxisMapping, Layout, is_named
+from gregale.axes.position_order import position_order
 from gregale.axes.quantised_weight import decoded, is_quantised
 from gregale.errors import UserError
 from gregale.model.adapters import Lora
@@ -118,8 +119,10 @@ class Execution:
     def project(self, layer: Linear, x: NamedArray) -> NamedArray:
         """Return the product of a linear layer, its bias, and its adapter, by `compute.matmul`."""
         if isinstance(layer, Lora):
-            keys = self.dropout_keys if layer.dropout > 0 else None
-            seen = x if keys is None else layer.dropped(x, keys)
+            seen = x
+            if layer.dropout > 0 and self.dropout_keys is not None:
+                order = position_order(x.resolve_axis(POSITION).size, self.layout.context)
+                seen = layer.dropped(x, self.dropout_keys, order)
             inner = self.placed(self.kernels.project(layer.lora_a, seen) * layer.scale)
             return self.project(layer.base, x) + self.kernels.project(layer.lora_b, inner)
         if self.matmul == "dtype":

@@ -193,7 +193,8 @@ def _attend_backward(blocks: Blocks, cap, saved, cotangent):
             (key, _float32_einsum("bkgsd,bkgst->bkdt", own, by_scores)),
             (key, _float32_einsum("bkgsd,bkgst->bkdt", out, weights)),
         )
-        return tuple(_with_block(x, at, _block(x, at) + more) for x, (at, more) in zip(sums, addends, strict=True)), None
+        added = (_with_block(x, at, _block(x, at) + more) for x, (at, more) in zip(sums, addends, strict=True))
+        return tuple(added), None
 
     start = tuple(jnp.zeros(x.shape) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2)))
     (by_q, by_k, by_v), _ = jax.lax.scan(add, start, pairs)

@@ -8,6 +8,7 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.axes.parameters import is_buffer, is_parameter, trainable
+from gregale.axes.position_order import position_order
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import adapted, hashed, quantised
 from gregale.model.compute_config import DTYPES
@@ -61,5 +62,6 @@ def dropping(config: TrainConfig, run: Execution, batch) -> Execution:
     if not isinstance(config.adapter, LoraConfig) or config.adapter.dropout == 0:
         return run
     tokens, seed = batch["tokens"].rearrange((BATCH, ...)).array, jax.random.key(config.seed)
-    keys = jax.vmap(lambda row: jax.random.fold_in(seed, hashed(row)))(tokens)
+    order = position_order(tokens.shape[1], run.layout.context)
+    keys = jax.vmap(lambda row: jax.random.fold_in(seed, hashed(row, order)))(tokens)
     return replace(run, dropout_keys=NamedArray(keys, (BATCH,)))
