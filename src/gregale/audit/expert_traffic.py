@@ -76,15 +76,34 @@ def exchanges(step: StepShape, backend: Backend, recomputes: bool) -> list[Trans
     ]
 
 
+def sent_forward(step: StepShape, backend: Backend, activations: int) -> list[Transfer]:
+    """Return the transfers of a forward pass without gradients: outputs of a shared MLP, and a round of an exchange.
+
+    - `activations`: bytes of a microbatch's activations
+    """
+    times, rounds = step.microbatches * step.layers_with_experts, INTEGER * bool(step.exchanged_rows)
+    a_row = 2 * step.embed * max(step.compute_bytes, backend.narrowest_bytes) + INTEGER + FLOAT32
+    return [
+        Transfer("activations", "all-reduce", (MODEL,), activations * ("mlp" in _beside(step)), times),
+        Transfer("rows of experts", "all-to-all", step.expert_axes, step.exchanged_rows * a_row, times),
+        Transfer("rounds", "all-reduce", (CONTEXT, DATA), rounds, times),
+    ]
+
+
+def _beside(step: StepShape) -> set[str]:
+    """Return the names of axes of the weights beside experts, in their layers."""
+    stack = {weight.axes[0] for weight in step.computed if is_of_experts(weight)}
+    beside = [each for each in step.computed if each.axes[0] in stack and not is_of_experts(each)]
+    return {axis.name for weight in beside for axis in weight.axes}
+
+
 def _more_sums(step: StepShape, backend: Backend, recomputes: bool) -> int:
     """Return the number of sums of activations, less those of a layer with an MLP.
 
     The rule of the experts adds the gradients by gate and up on a device. A shared MLP has sums of its own; if it is
     weighed or normalised, the backward pass needs its output.
     """
-    stack = {weight.axes[0] for weight in step.computed if is_of_experts(weight)}
-    beside = [each for each in step.computed if each.axes[0] in stack and not is_of_experts(each)]
-    names = {axis.name for weight in beside for axis in weight.axes}
+    names = _beside(step)
     backward = 0 if backend.merges_sums else -1
     if "mlp" not in names:
         return backward

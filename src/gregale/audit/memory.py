@@ -26,6 +26,9 @@ EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradie
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up separately, if the compiler does not sum them first
 GATHERED_ARRAYS = 4  # of these, if `model` splits the stream: both norms' outputs, and two gradients
 FUSED_NORMS = 1  # of the norms' outputs XLA:TPU computes one where it is read (fitted to compiled peaks)
+# The last axes of factors, B of those that take a norm's output, and A of the others.
+QUERY_TO_VALUE, GATE_OR_UP = (("heads", "head_size"), ("kv_heads", "head_size")), (LORA_RANK, "mlp")
+OUT, DOWN = ("head_size", LORA_RANK), ("mlp", LORA_RANK)
 LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
 
@@ -145,6 +148,7 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     weights, if they are gathered by layer.
     A platform's rules keep three arrays for the four products, and no float32 around norms. Attention by the CPU's
     rules keeps no scores, but its output twice, and of whole sequences its inputs and one output in float32.
+    Beside frozen weights the inputs of products are kept for factors alone, and what these make of them.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
@@ -166,12 +170,20 @@ def saved_by_layer(step: StepShape, backend: Backend) -> int:
     lanes = head_values(step, backend) / heads
     shared = sum(map(step.shared_keys, step.reaches)) // len(step.reaches)
     attention = int(lanes * tokens * (2 * heads + 2 * keys) + 2 * shared) * attended
-    wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
+    wide = ((5 if step.rules == "plain" else 2) + _takes(step, DOWN)) * tokens * step.mlp * narrow
     norms = 4 * step.stream * FLOAT32
     if any([axis.name for axis in weight.axes[1:]] == ["head_size"] for weight in step.stacked()):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
-    attention += narrow * tokens * heads if blocked else (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 2 * (stream + part) + wide + (norms if step.rules == "plain" else 0)
+    attention += narrow * tokens * heads * _takes(step, OUT) if blocked else (FLOAT32 + narrow) * _scores(step)
+    halves = 2 if step.norms_after else _takes(step, *QUERY_TO_VALUE) + _takes(step, GATE_OR_UP)
+    factors = [each.axes[-1].size for each in step.weights if step.adapts and each.axes[-1].name == LORA_RANK]
+    inner = narrow * tokens * sum(-(-rank // backend.lanes) * backend.lanes for rank in factors)
+    return weights + attention + halves * stream + 2 * part + wide + inner + norms * (step.rules == "plain")
+
+
+def _takes(step: StepShape, *factors: tuple[str, str]) -> bool:
+    """Return whether the gradient of a trained weight takes an input of products, by the last axes of its factors."""
+    return not step.adapts or any((each.axes[-2].name, each.axes[-1].name) in factors for each in step.weights)
 
 
 def values_of_a_layer(step: StepShape, trained: bool = False) -> int:
@@ -212,6 +224,7 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
     attention += HEAD_ARRAYS * width * step.tokens * head_values(step, backend)
     attention += KEY_ARRAYS * width * max(map(step.shared_keys, step.reaches))
     a_value = NARROW_MLP_ARRAYS * width + INTEGER_ARRAYS if step.matmul == "int8" else MLP_ARRAYS * width
+    a_value -= width * (not _takes(step, DOWN))
     mlp = (a_value + width * _added_outputs(step)) * step.tokens * step.mlp
     if step.exchanged_rows:
         mlp = width * step.exchanged_rows * (SENT_EXPERT_ARRAYS * step.expert_width + SENT_ARRAYS * step.embed)
@@ -221,7 +234,12 @@ def layer_activations(step: StepShape, backend: Backend) -> int:
 
 
 def _added_outputs(step: StepShape) -> int:
-    """Return the number of adapters whose outputs, of the width of the MLP, exist beside those of frozen weights."""
+    """Return the number of adapters whose outputs, of the width of the MLP, exist beside those of frozen weights.
+
+    These are computed again, unless their sums are saved.
+    """
+    if step.remat in ("none", "projections"):
+        return 0
     return sum([axis.name for axis in weight.axes[-2:]] == [LORA_RANK, "mlp"] for weight in step.weights)
 
 

@@ -12,7 +12,9 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.expert_traffic import exchanges, sums_of_experts, sums_of_loads
+from gregale.audit.adapter_traffic import gradient_in_parts, products_with_factors
+from gregale.audit.context_traffic import keys_and_values
+from gregale.audit.expert_traffic import exchanges, sent_forward, sums_of_experts, sums_of_loads
 from gregale.audit.preference_traffic import log_likelihoods
 from gregale.audit.step import (
     Backend,
@@ -47,23 +49,31 @@ def expected_transfers(
     """
     found = [*_weights(step, step.single(), backend), *_gradients(step, trained_in(step, step.single()), backend)]
     found += _scanned(step, backend) if stack is None else stack
-    terms = FLOAT32 * (1 + step.z_loss)
-    found += [*_vocabulary(step, backend), Transfer("loss", "all-reduce", SHARDS, terms, step.microbatches)]
-    found += [*_summed_over_tokens("weight", FLOAT32, step.microbatches), *sums_of_loads(step)]
-    found += _compared(step, backend) if step.reference else []
-    if step.z_loss and REPLICA in step.layout.params:
-        found.append(Transfer("z-loss", "all-reduce", (REPLICA,), FLOAT32))
+    found += [*_vocabulary(step, backend), *(_compared(step, backend) if step.reference else _next_token_sums(step))]
     return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
+def _next_token_sums(step: StepShape) -> list[Transfer]:
+    """Return the sums of the next-token loss, its z-loss and weight, and of the loads of experts."""
+    replicas = (REPLICA,) if REPLICA in step.layout.params else ()
+    return [
+        Transfer("loss", "all-reduce", SHARDS, FLOAT32 * (1 + step.z_loss), step.microbatches),
+        Transfer("z-loss", "all-reduce", replicas, FLOAT32 * step.z_loss),
+        *_summed_over_tokens("weight", FLOAT32, step.microbatches),
+        *sums_of_loads(step),
+    ]
+
+
 def _compared(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the transfers of the forward pass with which a loss compares, and of the loss's metrics."""
+    """Return the transfers of the forward pass with which a loss compares, and of the loss's sums."""
     forward, times = replace(step, remat="none"), step.microbatches
     norms = head_norm_sums(forward) // 2 * FLOAT32 * step.tokens
     return [
         *([] if step.per_step and step.adapts else _weights(forward, list(step.reference), backend)),
         *_activations(step, backend, 2, 2, times * step.layers),
-        *_activations(step, backend, 1, 1, times),
+        *_activations(step, backend, 1 - step.adapts, 1, times),
+        *keys_and_values(forward, backend, compares=True),
+        *sent_forward(step, backend, activation_bytes(step, backend)),
         Transfer("norms over heads", "all-reduce", (MODEL,), norms, times * step.layers),
         *log_likelihoods(step, activation_bytes(step, backend)),
     ]
@@ -77,7 +87,8 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_weights(step, weights, backend),
         *_gradients(step, trained_in(step, weights), backend),
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
-        *_keys(step, backend),
+        *keys_and_values(step, backend),
+        *products_with_factors(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
         *sums_of_experts(step, backend, activation_bytes(step, backend), recomputes),
         *exchanges(step, backend, recomputes),
@@ -92,26 +103,6 @@ def _activations(step: StepShape, backend: Backend, sums: int, gathers: int, tim
         Transfer("activations", kind, (MODEL,), sums * size, times),
         Transfer("activations", "all-gather", (MODEL,), gathers * size * step.splits_stream, times),
     ]
-
-
-def _keys(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the transfers of keys, values and segments of sequences that devices share, and of their gradients."""
-    if step.mesh[CONTEXT] == 1:
-        return []
-    width, layers = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches * step.layers
-    passes = 1 if step.remat == "none" else 2
-    once = step.microbatches if backend.hoists_gathers else layers
-    found = [Transfer("segments", "all-gather", (CONTEXT,), INTEGER * step.rows_here * step.positions, once)]
-    for reach, share in Counter(step.reaches).items():
-        times, size = layers * share // len(step.reaches), 2 * step.shared_keys(reach) * width
-        there, back = "all-gather", "reduce-scatter"
-        if reach is not None:
-            there, back, size = "collective-permute", "collective-permute", size * reach // (reach + 1)
-        found += [
-            Transfer("keys and values", there, (CONTEXT,), size, passes * times),
-            Transfer("keys and values", back, (CONTEXT,), size, times),
-        ]
-    return found
 
 
 def send_transfers(step: ParameterShape, axis: str) -> list[Transfer]:
@@ -216,6 +207,8 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
             found += _summed_over_tokens("gradients", size // width * FLOAT32, times, (CONTEXT, MODEL))
         elif vector and kind == "all-reduce":
             found += _summed_over_tokens("gradients", size, times)
+        elif parts := gradient_in_parts(step, weight, size, times):
+            found += parts
         else:
             found.append(Transfer("gradients", kind, SHARDS, size, times * step.uses(weight)))
         if not is_on_model(weight):
@@ -273,11 +266,14 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows."""
+    """Return the transfers of embeddings, of the loss's three numbers per token and its gradient, and of rows.
+
+    A frozen embedding takes no gradient.
+    """
     found, softmax = activation_bytes(step, backend), SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
     over_model = [
         Transfer("loss", "all-reduce", (MODEL,), softmax, step.microbatches),
-        *_activations(step, backend, 2, 2, step.microbatches),
+        *_activations(step, backend, 2, 2 - step.adapts, step.microbatches),
     ]
     if not step.exchanges_rows:
         return over_model

@@ -123,13 +123,9 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
 def lacking(setup: Setup) -> str | None:
     """Return the sentence, without its stop, about the closed forms that a run lacks; None: it lacks none."""
     config = setup.config
-    if not isinstance(config.objective, NextTokenConfig):
+    if not isinstance(config.objective, NextTokenConfig | DpoConfig):
         kind = config.objective.get_choice_name(type(config.objective))
-        if not isinstance(config.objective, DpoConfig):
-            return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
-        if config.model.experts is not None or setup.layout.context > 1:
-            there = "experts" if config.model.experts is not None else "devices that share sequences (mesh.context)"
-            return f"objective.type is dpo, and its closed forms of memory and time are not for {there}"
+        return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
     if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
     if config.model.closed_form_sizes() is not None:
