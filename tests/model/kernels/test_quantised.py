@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from gregale.axes.gather import gathered
 from gregale.model.kernels.quantised import FORMATS, INT8, Quantised, in_eight_bits, quantised_product
 from gregale.model.kernels.quantised_mlp import quantised_mlp
-from gregale.model.kernels.swiglu import swiglu_with
 from gregale.model.kernels.tpu import eight_bits
+from gregale.model.kernels.tpu.kernels import SWIGLU
 from tests.audit.steps import lowered_step, small_setup
 from tests.mesh.support import layout_of
 
@@ -184,7 +184,7 @@ def test_an_mlp_as_one_operation_quantises_as_its_parts():
     def in_parts(x, weights):
         dot = partial(quantised_product, Quantised(INT8, "gpu", parts))
         gate, up, down = weights
-        return dot(swiglu_with(tuple)(dot(x, gate), dot(x, up)), down)
+        return dot(SWIGLU(dot(x, gate), dot(x, up)), down)
 
     def results(run, x, weights, gradient):
         product, backward = jax.vjp(run, x, weights)

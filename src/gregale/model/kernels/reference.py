@@ -34,6 +34,12 @@ def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tu
     return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
 
 
+def geglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return d/dgate = up gelu'(gate) and d/dup = gelu(gate), times `by_output`, in float32."""
+    value, slope = jax.jvp(jax.nn.gelu, (gate,), (jnp.ones_like(gate),))
+    return by_output * up * slope, by_output * value
+
+
 def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float, square: jax.Array | None = None) -> NamedArray:
     """Compute RMSNorm without broadcasting the root and the weight to the shape of `x`, as Haliax's own does.
 

@@ -50,15 +50,17 @@ def test_projections(In, Out, bias, dtype):
     )
 
 
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @each_dtype
-def test_swiglu(dtype):
+def test_gated_activations(name, dtype):
     gate, up = (4 * normal(seed, Batch, Position, Mlp) for seed in (0, 1))
-    assert_rule(lambda kernels: kernels.swiglu, (gate, up.rearrange((Mlp, Batch, Position))), dtype)
+    assert_rule(lambda kernels: getattr(kernels, name), (gate, up.rearrange((Mlp, Batch, Position))), dtype)
 
 
-def test_swiglu_is_finite_far_out():
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations_are_finite_far_out(name):
     far = hax.named(jnp.array([-1e4, -100.0, 100.0, 1e4]), "mlp")
-    for array in value_and_gradients(CPU.swiglu, (far, far)):
+    for array in value_and_gradients(getattr(CPU, name), (far, far)):
         assert np.isfinite(array).all()
 
 

@@ -11,11 +11,12 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.model.kernels.blocked import attend
+from gregale.model.kernels.gated import gated_with
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN, norm_gradients, turned
-from gregale.model.kernels.swiglu import swiglu_with
+from gregale.model.kernels.reference import PLAIN, geglu_gradients, norm_gradients, swiglu_gradients, turned
 
-SWIGLU = swiglu_with(jax.lax.optimization_barrier)
+SWIGLU = gated_with(jax.nn.silu, swiglu_gradients, jax.lax.optimization_barrier)
+GEGLU = gated_with(jax.nn.gelu, geglu_gradients, jax.lax.optimization_barrier)
 
 
 def cpu_kernels() -> Kernels:
@@ -25,6 +26,7 @@ def cpu_kernels() -> Kernels:
         attention="blocked",
         project=project,
         swiglu=SWIGLU,
+        geglu=GEGLU,
         rms_norm=rms_norm,
         rotate=rotate,
         attend=attend,

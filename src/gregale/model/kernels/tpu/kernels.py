@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
+from gregale.model.kernels.gated import gated_with
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.reference import PLAIN, norm_gradients
-from gregale.model.kernels.swiglu import swiglu_with
+from gregale.model.kernels.reference import PLAIN, geglu_gradients, norm_gradients, swiglu_gradients
 from gregale.model.kernels.tpu.grouped import MEGABLOX
 
 # XLA:TPU else makes the gradients again inside of each of the four products that take them, which costs every one of
 # these a third of its time, and has a pass over gate and up for one of them besides.
-SWIGLU = swiglu_with(tuple)
+SWIGLU = gated_with(jax.nn.silu, swiglu_gradients, tuple)
+GEGLU = gated_with(jax.nn.gelu, geglu_gradients, tuple)
 
 
 def tpu_kernels(cores: int = 1) -> Kernels:
@@ -27,6 +28,7 @@ def tpu_kernels(cores: int = 1) -> Kernels:
         PLAIN,
         rules="tpu",
         swiglu=SWIGLU,
+        geglu=GEGLU,
         rms_norm=rms_norm,
         rotate=rotate,
         grouped=replace(MEGABLOX, fused=partial(sum_of_turned, cores=cores)),
