@@ -18,6 +18,7 @@ from gregale.audit import audit
 from gregale.axes.layout import LORA_RANK, is_named
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
+from gregale.huggingface.peft import adapter_slots
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.methods.diloco import Diloco
 from gregale.model.adapter_config import MLP_TARGETS, LoraConfig
@@ -255,11 +256,16 @@ def test_fragments_and_codecs_send_adapters(sync):
         assert (moved.reshape(LAYERS, -1).max(axis=1) > 0).all(), name
 
 
-def test_targets_in_experts_are_refused():
-    experts = "{experts: {count: 4, active: 2, width: 16}}"
-    setup_of((1, 1, 1), model=experts, adapter="{targets: [query]}")
-    with pytest.raises(UserError, match="names 'gate', and experts have no adapters"):
-        setup_of((1, 1, 1), model=experts, adapter="{targets: [query, gate]}")
+def test_of_experts_adapters_need_products_of_their_inputs_in_the_compute_dtype_and_have_no_form_of_peft():
+    experts, targets = "{experts: {count: 4, active: 2, width: 16}}", "targets: [query, gate]"
+    setup_of((1, 1, 1), model=experts, adapter="{targets: [query], dropout: 0.1}", compute__matmul="int8")
+    with pytest.raises(UserError, match=r"has gate, a matrix of each expert, and adapter\.dropout is 0\.1; .* be 0\."):
+        setup_of((1, 1, 1), model=experts, adapter=f"{{{targets}, dropout: 0.1}}")
+    with pytest.raises(UserError, match=r"compute\.matmul is int8; beside adapters of experts it has to be dtype"):
+        setup_of((1, 1, 1), model=experts, adapter=f"{{{targets}}}", compute__matmul="int8")
+    setup = setup_of((1, 1, 1), model=experts, adapter=f"{{{targets}}}")
+    with pytest.raises(UserError, match=r"mlp\.adapters\.gate\.lora_a is a matrix of each expert"):
+        adapter_slots([], setup.model)
 
 
 def test_dropout_takes_a_share_of_the_inputs_of_a_in_training_only():

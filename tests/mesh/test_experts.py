@@ -19,6 +19,8 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
+from gregale.model.adapter_config import LoraConfig
+from gregale.model.adapters import merged_weight
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.experts import Experts
@@ -245,6 +247,55 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
         idle = [expert for expert in range(8) if not np.any(exact.gate.array[expert])]
         assert len(idle) >= 6
         assert not np.any(found.gate.array[np.asarray(idle)])
+
+
+ADAPTERS = LoraConfig(rank=4, alpha=6.0, targets=("gate", "up", "down"))
+
+
+def with_random_b(layer: Experts, config: LoraConfig = ADAPTERS) -> Experts:
+    adapted: Any = layer.with_adapters(config, jax.random.key(1))
+    keys = iter(jax.random.split(jax.random.key(2), 3))
+    return replace(
+        adapted,
+        adapters={
+            name: replace(each, lora_b=hax.random.normal(next(keys), each.lora_b.axes))
+            for name, each in adapted.adapters.items()
+        },
+    )
+
+
+def merged(layer: Experts) -> Experts:
+    found = {
+        name: merged_weight(getattr(layer, name), each.lora_a, each.lora_b, each.scale)
+        for name, each in layer.adapters.items()
+    }
+    return replace(layer, adapters={}, **found)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "mesh", "targets"),
+    [
+        (EMPTY, MeshConfig(data=1), ("gate", "down")),
+        (EMPTY, MeshConfig(data=2, model=2), ADAPTERS.targets),
+        (EXCHANGED, MeshConfig(data=2, model=2), ADAPTERS.targets),
+    ],
+)
+def test_adapters_of_experts_have_the_gradients_of_merged_matrices(mapping, mesh, targets):
+    layer = with_random_b(layer_of(shared=0, shared_gate=False), replace(ADAPTERS, targets=targets))
+    layout = mapped_layout(make_mesh(mesh, jax.devices()[: mesh.device_count]), mapping).inside_replica()
+    x = NamedArray(jax.random.normal(jax.random.key(3), (4, 13, 16)), AXES)
+
+    def gradients(compute):
+        def out(adapters, x):
+            return hax.sum(hax.square(compute(replace(layer, adapters=adapters), x)[0])).scalar()
+
+        return jax.device_get(jax.tree.leaves(jax.jit(jax.value_and_grad(out, (0, 1)))(layer.adapters, x)))
+
+    found = gradients(lambda layer, x: layer(x, None, executed(layout)))
+    exact = gradients(lambda layer, x: dense_loop(merged(layer), x, None))
+    assert len(found) == 2 + 2 * len(targets)
+    for mine, right in zip(found, exact, strict=True):
+        assert np.linalg.norm(mine - right) <= 1e-5 * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("mapping", [EMPTY, EXCHANGED])

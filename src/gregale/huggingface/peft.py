@@ -29,8 +29,15 @@ def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
 
     - `slots`: of the model without adapters
     - `model`: with adapters; it may be abstract
+
+    Raises `UserError` if matrices of experts have adapters.
     """
     leaves, found = parameters_of(model), []
+    if of_experts := next((path for path in leaves if ".adapters." in path), None):
+        raise UserError(
+            f"adapter.targets: {of_experts} is a matrix of each expert, whose adapters have no form of PEFT here. "
+            "`gregale export` without --adapter writes the merged weights."
+        )
     for slot in slots:
         path, hub = slot.path.removesuffix(".weight"), PREFIX + slot.hub.removesuffix(".weight")
         rank = (LORA_RANK,)

@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from haliax.nn import Linear
 
-from gregale.axes.layout import BATCH, LORA_RANK, POSITION, is_layers, is_named
+from gregale.axes.layout import BATCH, EMBED, LORA_RANK, POSITION, is_layers, is_named
 from gregale.axes.parameters import Frozen, is_buffer, is_parameter
 from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.codecs.blocks import UniformCodec
@@ -20,7 +20,36 @@ from gregale.codecs.normal_float import NormalFloatCodec
 from gregale.errors import UserError
 from gregale.model.adapter_config import MLP_TARGETS, TARGETS, LoraConfig
 
+FACTORS = {"lora_a", "lora_b"}
+Axes = tuple[Axis, ...]
 CODECS = {"int8": UniformCodec(bits=8), "nf4": NormalFloatCodec()}
+
+
+class Factors(eqx.Module):
+    """The adapters of a matrix of each expert: y = x W + scale * (x A) B, computed by `kernels.grouped_mlp`."""
+
+    lora_a: NamedArray  # A: [Experts, In, LoraRank]
+    lora_b: NamedArray  # B: [Experts, LoraRank, Out]
+    scale: float = eqx.field(static=True)
+
+
+class ExpertMatrices(eqx.Module):
+    """The base of a layer whose `gate`, `up` and `down` are matrices of experts; `adapters` has some of these names."""
+
+    adapters: dict[str, Factors] = eqx.field(default_factory=dict, kw_only=True)
+
+    def with_adapters(self, config: LoraConfig, key: jax.Array) -> "ExpertMatrices":
+        """Return the layer, or a stack of them, whose matrices among `config.targets` have adapters."""
+        names = [name for name in MLP_TARGETS if name in config.targets]
+
+        def factors(name: str, key: jax.Array) -> Factors:
+            weight, Rank = getattr(self, name), Axis(LORA_RANK, config.rank)
+            In, Out = (weight.resolve_axis(axis) for axis in (("mlp", EMBED) if name == "down" else (EMBED, "mlp")))
+            stacked = tuple(axis for axis in weight.axes if axis not in (In, Out))
+            return Factors(*drawn(stacked, (In,), Rank, (Out,), key), config.scale)
+
+        found = zip(names, jax.random.split(key, len(names)), strict=True)
+        return replace(self, adapters={name: factors(name, own) for name, own in found})
 
 
 class Lora(Linear):
@@ -70,18 +99,24 @@ def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
 
     A is uniform in +-1 / sqrt(inputs), and B is zero, so that outputs are those of the model. Buffers stay.
 
-    Raises `UserError` if the model lacks a target, or a target is in experts, which have no adapters.
+    Raises `UserError` if the model lacks a target.
     """
     check_targets(model, config)
     found = [path for path, node in _linears(model) if path[-1] in config.targets]
     keys = dict(zip(found, jax.random.split(key, len(found)), strict=True))
+    if set(MLP_TARGETS) & set(config.targets):
+        model = jax.tree.map(
+            lambda node: node.with_adapters(config, jax.random.fold_in(key, 1)) if _has_experts(node) else node,
+            model,
+            is_leaf=_has_experts,
+        )
 
     def marked(leaf):
         return Frozen(leaf) if is_quantised(leaf) or is_parameter(getattr(leaf, "array", leaf)) else leaf
 
     def one(path, node):
         if not isinstance(node, Linear):
-            return marked(node)
+            return node if FACTORS & set(_words(path)) else marked(node)
         frozen = jax.tree.map(marked, node, is_leaf=lambda leaf: is_named(leaf) or is_quantised(leaf))
         return with_adapter(node, frozen, config, keys[words]) if (words := _words(path)) in keys else frozen
 
@@ -110,9 +145,7 @@ def with_adapter(layer: Linear, frozen: Linear, config: LoraConfig, key: jax.Arr
     """Return a linear layer, or a stack of them, with an adapter; `frozen`: the layer with its marks."""
     In, Out, Rank = axis_spec_to_tuple(layer.In), axis_spec_to_tuple(layer.Out), Axis(LORA_RANK, config.rank)
     stacked = tuple(axis for axis in layer.weight.axes if axis not in (*In, *Out))
-    bound = float(np.prod([axis.size for axis in In])) ** -0.5
-    a = hax.random.uniform(key, (*stacked, *In, Rank), minval=-bound, maxval=bound)
-    b = hax.zeros((*stacked, Rank, *Out))
+    a, b = drawn(stacked, In, Rank, Out, key)
     return Lora(
         frozen.weight,
         frozen.bias,
@@ -123,6 +156,21 @@ def with_adapter(layer: Linear, frozen: Linear, config: LoraConfig, key: jax.Arr
         scale=config.scale,
         dropout=config.dropout,
     )
+
+
+def drawn(stacked: Axes, In: Axes, Rank: Axis, Out: Axes, key: jax.Array) -> tuple[NamedArray, NamedArray]:
+    """Return A, uniform in +-1 / sqrt(inputs), and B, which is zero."""
+    bound = float(np.prod([axis.size for axis in In])) ** -0.5
+    a = hax.random.uniform(key, (*stacked, *In, Rank), minval=-bound, maxval=bound)
+    return a, hax.zeros((*stacked, Rank, *Out))
+
+
+def factor_paths(path: str) -> tuple[str, str]:
+    """Return the paths that the factors A and B of a weight have, if it has an adapter."""
+    layer, _, name = path.rpartition(".")
+    if name == "weight":
+        return f"{layer}.lora_a.weight", f"{layer}.lora_b.weight"
+    return f"{layer}.adapters.{name}.lora_a", f"{layer}.adapters.{name}.lora_b"
 
 
 def hashed(values: jax.Array, places: np.ndarray | None = None) -> jax.Array:
@@ -138,17 +186,20 @@ def without_adapters(model: Any) -> Any:
     def is_lora(node):
         return isinstance(node, Lora)
 
-    return jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
+    found = jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
+    return jax.tree.map(
+        lambda node: replace(node, adapters={}) if _has_experts(node) else node, found, is_leaf=_has_experts
+    )
 
 
 def factors_or_all(weights: Any) -> Any:
     """Return the factors of adapters among weights that compute, and None for others; all weights without adapters."""
-    layers = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Lora))
-    if not any(isinstance(layer, Lora) for layer in layers):
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
+    if not any(FACTORS & set(_words(path)) for path in paths):
         return weights
 
     def one(path, leaf):
-        return leaf if {"lora_a", "lora_b"} & set(_words(path)) else None
+        return leaf if FACTORS & set(_words(path)) else None
 
     return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_named)
 
@@ -160,12 +211,13 @@ def merged_weight(weight: NamedArray, a: NamedArray, b: NamedArray, scale: float
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
-    """Raise `UserError` if the model lacks a target, or if a target is in experts."""
+    """Raise `UserError` if the model lacks a target."""
     there = {path[-1] for path, _ in _linears(model)}
+    if any(map(_has_experts, jax.tree.leaves(model, is_leaf=_has_experts))):
+        there |= {*MLP_TARGETS}
     if lacking := [name for name in config.targets if name not in there]:
-        reason = "experts have no adapters" if lacking[0] in MLP_TARGETS else "the model has no such projection"
         raise UserError(
-            f"adapter.targets names {lacking[0]!r}, and {reason}. Targets of this model: "
+            f"adapter.targets names {lacking[0]!r}, and the model has no such projection. Targets of this model: "
             f"{', '.join(sorted(there)) or 'none'}."
         )
 
@@ -177,6 +229,10 @@ def _linears(model: Any) -> list[tuple[tuple[str, ...], Linear]]:
 
 def _words(path: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+
+
+def _has_experts(node: Any) -> bool:
+    return isinstance(node, ExpertMatrices)
 
 
 def _is_whole(node: Any) -> bool:

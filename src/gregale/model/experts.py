@@ -9,7 +9,7 @@ device is in `jax.shard_map`, forward and backward, so that what is summed over 
 over that of `mlp`, gradients of weights over those of tokens, nothing over `replica`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from math import prod
@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec
 from gregale.axes.gather import scattered
 from gregale.axes.layout import EMBED, EXPERTS, ROUTER, SHARED_GATE, Layout, unmapped_if_one
 from gregale.axes.parameters import Buffer
+from gregale.model.adapter_config import MLP_TARGETS
+from gregale.model.adapters import ExpertMatrices
 from gregale.model.exchange import Exchange, inverse
 from gregale.model.execution import Execution
 from gregale.model.kernels.grouped_int8 import Integers, integers_of
@@ -44,7 +46,7 @@ SharedGate = Axis(SHARED_GATE, 1)
 MATRICES = (EXPERTS, EMBED, MLP)
 
 
-class Experts(eqx.Module):
+class Experts(ExpertMatrices):
     """A router, its experts, and an MLP for all tokens beside them."""
 
     router: NamedArray  # [Embed, Router]
@@ -126,9 +128,13 @@ class Experts(eqx.Module):
         exact = [each.exact if isinstance(each, EightBits) else each for each in matrices]
         weights = [each.rearrange(MATRICES) for each in exact]
         weights += [each for each in (self.gate_bias, self.up_bias, self.down_bias) if each is not None]
+        adapted = tuple(number for number, name in enumerate(MLP_TARGETS) if name in self.adapters)
+        factors = [self.adapters[MLP_TARGETS[number]] for number in adapted]
+        weights += [each for pair in factors for each in (pair.lora_a, pair.lora_b)]
         axes = tuple(weight.axes for weight in weights)
         devices = execution.layout.devices((MLP,), execution.layout.compute)
-        mlp = GroupedMlp(grouped, GATED[self.config.activation], devices)
+        scale = factors[0].scale if factors else 1.0
+        mlp = GroupedMlp(grouped, GATED[self.config.activation], devices, adapted, scale)
         mixture = Mixture(x.axes, axes, mlp, execution.layout)
         found: Any = _mixed(mixture, x.array, *choice, integers, *(weight.array for weight in weights))
         return NamedArray(found, x.axis_names)
@@ -192,7 +198,16 @@ class Mixture:
     def scattered(self, gradients: Iterable[jax.Array]) -> list[jax.Array]:
         """Return the sums of gradients by weights over tokens, as shards of `params`."""
         over = [name for name in self.row_axes if name not in self.expert_axes]
-        return [scattered(one, axes, over, self.layout) for one, axes in zip(gradients, self.weights, strict=True)]
+
+        def one(gradient: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+            is_addend = self.mlp.adapted and MLP not in [axis.name for axis in axes]
+            return scattered(gradient, axes, [*over, *(self.mlp_axes if is_addend else ())], self.layout)
+
+        return list(map(one, gradients, self.mlp.trained(self.weights)))
+
+    def with_frozen(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """Return the gradients by all weights: None for frozen ones."""
+        return [*[None] * (len(self.weights) - len(gradients)), *gradients]
 
     @property
     def mlp_axes(self) -> tuple[str, ...]:
@@ -203,6 +218,10 @@ class Mixture:
 
     def weight_specs(self, mapping) -> tuple[PartitionSpec, ...]:
         return tuple(self.layout.spec(axes, mapping) for axes in self.weights)
+
+    @property
+    def gradient_specs(self) -> tuple[PartitionSpec, ...]:
+        return tuple(self.mlp.trained(self.weight_specs(self.layout.params)))
 
     @property
     def token_spec(self) -> PartitionSpec:
@@ -282,9 +301,9 @@ def _mixed_backward(mixture: Mixture, saved, cotangent):
 
     tokens, compute = mixture.token_spec, mixture.weight_specs(layout.compute)
     inputs = (tokens, mixture.saved_specs, tokens, tokens, *compute)
-    outputs = (tokens, tokens, *mixture.weight_specs(layout.params))
+    outputs = (tokens, tokens, *mixture.gradient_specs)
     by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, None, *parts
+    return by_x, None, by_weights, None, *mixture.with_frozen(parts)
 
 
 def _exchanged(mixture: Mixture, x, experts, weights, *matrices) -> jax.Array:
@@ -308,9 +327,9 @@ def _exchanged_backward(mixture: Mixture, saved, cotangent):
         return by_x, by_weights.astype(weights.dtype), *mixture.scattered(gradients)
 
     inputs = (tokens, tokens, tokens, tokens, *mixture.weight_specs(mixture.layout.compute))
-    outputs = (tokens, tokens, *mixture.weight_specs(mixture.layout.params))
+    outputs = (tokens, tokens, *mixture.gradient_specs)
     by_x, by_weights, *parts = mixture.sharded(local, inputs, outputs)(cotangent, *saved)
-    return by_x, None, by_weights, None, *parts
+    return by_x, None, by_weights, None, *mixture.with_frozen(parts)
 
 
 _mixed.defvjp(_mixed_forward, _mixed_backward)

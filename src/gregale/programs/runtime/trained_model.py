@@ -30,7 +30,7 @@ from gregale.huggingface.folder import BESIDE, CONFIG, WEIGHTS, check_files, ope
 from gregale.huggingface.tensor_names import parameters_of, path_of
 from gregale.huggingface.weights import read_model, reader
 from gregale.inference.generate import multiple_of
-from gregale.model.adapters import merged_weight
+from gregale.model.adapters import factor_paths, merged_weight
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.checkpointed import evaluated_model, evaluation_template, recorded
 from gregale.programs.runtime.setup import Setup, set_up
@@ -196,7 +196,7 @@ def merging(setup: Setup, own: Read, base: Read) -> Read:
     def read(path: str) -> NamedArray:
         if path in trained:
             return own(path)
-        a, b = (f"{path.removesuffix('.weight')}.{factor}.weight" for factor in ("lora_a", "lora_b"))
+        a, b = factor_paths(path)
         weight = base(path)
         if path in held:  # as the run computes with it
             weight = jax.jit(lambda form: form.decoded(form.dtype))(quantised(held[path], weight, setup))
