@@ -26,6 +26,7 @@ from gregale.programs.runtime.trained_model import Base, open_trained, weights_o
 from gregale.programs.train.resume import started_state
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
+from gregale.runs.run_directory import RunDirectory
 from gregale.training.state import TrainState
 from tests.huggingface.hub import VOCABULARY, made
 from tests.mesh.support import placed
@@ -67,9 +68,11 @@ def of_peft(model: Any, name: str) -> Any:
 
 
 def torch_losses(model: Any) -> list[float]:
-    """Train the adapters of a PEFT model in plain torch."""
+    """Train the adapters of a PEFT model, or all of another one, in plain torch."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
+    vectors = {"params": [each for each in trained if each.ndim == 1], "weight_decay": 0.0}
+    groups = [{"params": [each for each in trained if each.ndim > 1]}, *([vectors] if vectors["params"] else [])]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
     found = []
     for step in range(STEPS):
         batch = {name: torch.tensor(array) for name, array in batch_of(step).items()}
@@ -83,15 +86,14 @@ def torch_losses(model: Any) -> list[float]:
     return found
 
 
-def setup_of(name: str, imported: Path, adapters: Path) -> Setup:
-    targets, scaling = TWINS[name]
+def setup_of(imported: Path, adapter: dict[str, Any] | None) -> Setup:
     own = yaml.safe_load((imported / "config.yaml").read_text())
     schedule = {"type": "constant", "warmup": 0}
     keys = CONFIG | {
         "start_from": str(imported),
         "cpu_devices": 8,
         "model": own["model"] | {"row_multiple": 8},
-        "adapter": {"rank": 4, "alpha": 8.0, "scaling": scaling, "targets": list(targets), "start_from": str(adapters)},
+        "adapter": adapter,
         "batch": {"size": ROWS, "sequence_length": POSITIONS, "microbatches": 2},
         "optimizer": {"learning_rate": RATE, "weight_decay": DECAY, "clip_norm": None, "schedule": schedule},
     }
@@ -113,24 +115,48 @@ def test_twenty_steps_equal_those_of_torch_with_peft(name, tmp_path):
     theirs = of_peft(made(name, tmp_path / "hub"), name)
     theirs.save_pretrained(tmp_path / "peft")
     assert main(["import", str(tmp_path / "hub"), str(tmp_path / "mine")]) == 0
-    setup = setup_of(name, tmp_path / "mine", tmp_path / "peft")
+    adapter = {"rank": 4, "alpha": 8.0, "start_from": str(tmp_path / "peft")}
+    targets, scaling = TWINS[name]
+    setup = setup_of(tmp_path / "mine", adapter | {"scaling": scaling, "targets": list(targets)})
     base = Base.of(setup.config)
     state = started_state(setup, load_tokenizer(tmp_path / "mine"), base)
     assert_equal_loss(setup, weights_of(base, setup, setup.base), state)
-    take, found = setup.stepper(), []
-    for step, batch in enumerate(batches(setup), 1):
-        state, report = take(state, batch, step)
-        found.append(float(report.metrics.loss))
+    found, state = twenty_steps(setup, state)
     np.testing.assert_allclose(found, torch_losses(theirs), atol=5e-5, rtol=0)
     trained = {key.replace(".default", ""): value for key, value in theirs.named_parameters() if "lora" in key}
     leaves = parameters_of(state.method.parameters)
     slots = adapter_slots(slots_of(setup.base, family_of(setup, base.origin)), setup.model)
-    assert len(slots) == 2 * len(TWINS[name][0])
+    assert len(slots) == 2 * len(targets)
     for slot in slots:
         for key, place in slot.tensors().items():
             wanted = slot.as_parameter(trained.pop(key).detach().numpy())
             np.testing.assert_allclose(leaves[slot.path].array[place], wanted, atol=1e-5, rtol=0, err_msg=key)
     assert not trained
+
+
+def twenty_steps(setup: Setup, state: TrainState) -> tuple[list[float], TrainState]:
+    take, found = setup.stepper(), []
+    for step, batch in enumerate(batches(setup), 1):
+        state, report = take(state, batch, step)
+        found.append(float(report.metrics.loss))
+    return found, state
+
+
+def test_twenty_steps_of_a_whole_model_equal_those_of_torch(tmp_path):
+    theirs = made("qwen2", tmp_path / "hub")
+    assert main(["import", str(tmp_path / "hub"), str(tmp_path / "mine")]) == 0
+    setup = setup_of(tmp_path / "mine", None)
+    state = started_state(setup, load_tokenizer(tmp_path / "mine"), None)
+    found, state = twenty_steps(setup, state)
+    np.testing.assert_allclose(found, torch_losses(theirs), atol=5e-5, rtol=0)
+    trained, leaves = dict(theirs.named_parameters()), parameters_of(state.method.parameters)
+    for slot in slots_of(setup.base, family_of(setup, RunDirectory(tmp_path / "mine"))):
+        for key, place in slot.tensors().items():
+            value = trained[key].detach().numpy()
+            added = [(0, -value.shape[0] % 8), *[(0, 0)] * (value.ndim - 1)]  # rows that fill the vocabulary up
+            wanted = slot.as_parameter(np.pad(value, added, constant_values=np.nan))
+            found = np.where(np.isnan(wanted), np.nan, leaves[slot.path].array[place])
+            np.testing.assert_allclose(found, wanted, atol=5e-5, rtol=0, err_msg=key)
 
 
 def assert_equal_loss(setup: Setup, plain: Any, state: TrainState) -> None:
