@@ -1,5 +1,6 @@
 """Experts on meshes: values and gradients are those of a loop over all experts on one device."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.adapters import merged_weight
-from gregale.model.config import LlamaConfig
+from gregale.model.config import GptOssConfig, LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.experts import Experts
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
@@ -249,7 +250,7 @@ def test_any_routing_has_the_gradients_of_the_definition_and_an_idle_expert_none
         assert not np.any(found.gate.array[np.asarray(idle)])
 
 
-ADAPTERS = LoraConfig(rank=4, alpha=6.0, targets=("gate", "up", "down"))
+ADAPTERS = LoraConfig(rank=4, alpha=6.0, targets=("expert_gate", "expert_up", "expert_down"))
 
 
 def with_random_b(layer: Experts, config: LoraConfig = ADAPTERS) -> Experts:
@@ -272,16 +273,24 @@ def merged(layer: Experts) -> Experts:
     return replace(layer, adapters={}, **found)
 
 
+@cache
+def biased_layer() -> Experts:
+    config = GptOssConfig(layers=1, hidden=16, heads=2, init_scale=0.3, experts=ExpertsConfig(8, 2, width=16))
+    layer, keys = Experts.init(config, jax.random.key(0)), iter(jax.random.split(jax.random.key(4), 4))
+    names = ("router_bias", "gate_bias", "up_bias", "down_bias")
+    return replace(layer, **{name: hax.random.normal(next(keys), getattr(layer, name).axes) for name in names})
+
+
 @pytest.mark.parametrize(
-    ("mapping", "mesh", "targets"),
+    ("mapping", "mesh", "targets", "biased"),
     [
-        (EMPTY, MeshConfig(data=1), ("gate", "down")),
-        (EMPTY, MeshConfig(data=2, model=2), ADAPTERS.targets),
-        (EXCHANGED, MeshConfig(data=2, model=2), ADAPTERS.targets),
+        (EMPTY, MeshConfig(data=1), ("expert_gate", "expert_down"), False),
+        (EMPTY, MeshConfig(data=2, model=2), ADAPTERS.targets, False),
+        (EXCHANGED, MeshConfig(data=2, model=2), ADAPTERS.targets, True),
     ],
 )
-def test_adapters_of_experts_have_the_gradients_of_merged_matrices(mapping, mesh, targets):
-    layer = with_random_b(layer_of(shared=0, shared_gate=False), replace(ADAPTERS, targets=targets))
+def test_adapters_of_experts_have_the_gradients_of_merged_matrices(mapping, mesh, targets, biased):
+    layer = with_random_b(biased_layer() if biased else layer_of(), replace(ADAPTERS, targets=targets))
     layout = mapped_layout(make_mesh(mesh, jax.devices()[: mesh.device_count]), mapping).inside_replica()
     x = NamedArray(jax.random.normal(jax.random.key(3), (4, 13, 16)), AXES)
 
@@ -291,11 +300,34 @@ def test_adapters_of_experts_have_the_gradients_of_merged_matrices(mapping, mesh
 
         return jax.device_get(jax.tree.leaves(jax.jit(jax.value_and_grad(out, (0, 1)))(layer.adapters, x)))
 
-    found = gradients(lambda layer, x: layer(x, None, executed(layout)))
-    exact = gradients(lambda layer, x: dense_loop(merged(layer), x, None))
+    def exact(layer, x):
+        return merged(layer)(x, None, one_device()) if biased else dense_loop(merged(layer), x, None)
+
+    found, expected = gradients(lambda layer, x: layer(x, None, executed(layout))), gradients(exact)
     assert len(found) == 2 + 2 * len(targets)
-    for mine, right in zip(found, exact, strict=True):
+    for mine, right in zip(found, expected, strict=True):
         assert np.linalg.norm(mine - right) <= 1e-5 * np.linalg.norm(right)
+
+
+def test_beside_adapters_of_experts_no_gradient_of_a_matrix_is_computed_and_at_first_they_change_nothing():
+    plain = layer_of(shared=0, shared_gate=False, width=24)
+    layer, run = plain.with_adapters(ADAPTERS, jax.random.key(1)), one_device()
+    x = NamedArray(jax.random.normal(jax.random.key(3), (4, 13, 16)), AXES)
+
+    def program(of):
+        def out(trained):
+            return hax.sum(hax.square(of(trained)(x, None, run)[0])).scalar()
+
+        return jax.value_and_grad(out)
+
+    beside = program(lambda adapters: replace(layer, adapters=adapters))
+    whole = program(lambda gate: replace(plain, gate=gate))
+    texts = [
+        jax.jit(one).lower(own).compile().as_text() for one, own in ((beside, layer.adapters), (whole, plain.gate))
+    ]
+    sums = [len(re.findall(r"= f32\[8,16,24\]\S* dynamic-update-slice", text)) for text in texts]
+    assert sums[0] == 0 < sums[1], "loops over groups add to a buffer of the gradient's size"
+    assert beside(layer.adapters)[0] == whole(plain.gate)[0]
 
 
 @pytest.mark.parametrize("mapping", [EMPTY, EXCHANGED])

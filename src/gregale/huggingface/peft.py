@@ -35,8 +35,8 @@ def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
     leaves, found = parameters_of(model), []
     if of_experts := next((path for path in leaves if ".adapters." in path), None):
         raise UserError(
-            f"adapter.targets: {of_experts} is a matrix of each expert, whose adapters have no form of PEFT here. "
-            "`gregale export` without --adapter writes the merged weights."
+            f"adapter.targets: {of_experts} is of a matrix of each expert; Gregale neither reads nor writes these in "
+            "PEFT's format. `gregale export` without --adapter writes the merged weights."
         )
     for slot in slots:
         path, hub = slot.path.removesuffix(".weight"), PREFIX + slot.hub.removesuffix(".weight")

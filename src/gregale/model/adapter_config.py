@@ -9,7 +9,8 @@ from gregale.model.scaling import MEANING
 from gregale.settings import Fixed, Range, Settings, above, setting, whole
 
 MLP_TARGETS = ("gate", "up", "down")
-TARGETS = ("query", "key", "value", "out", *MLP_TARGETS)
+EXPERT_TARGETS = {f"expert_{name}": name for name in MLP_TARGETS}  # the names of matrices of experts in their layer
+TARGETS = ("query", "key", "value", "out", *MLP_TARGETS, *EXPERT_TARGETS)
 SCALINGS = ("standard", "rank_stabilised")
 BASES = ("dtype", "int8", "nf4")
 
@@ -66,6 +67,11 @@ class LoraConfig(AdapterConfig):
         fixed=Fixed("it was read before the first step"),
         by_topic=True,
     )
+
+    @property
+    def expert_targets(self) -> list[str]:
+        """Return the names of adapted matrices of experts, in their layer."""
+        return [name for target, name in EXPERT_TARGETS.items() if target in self.targets]
 
     @property
     def scale(self) -> float:

@@ -18,7 +18,7 @@ from gregale.axes.quantised_weight import QuantisedWeight, is_quantised
 from gregale.codecs.blocks import UniformCodec
 from gregale.codecs.normal_float import NormalFloatCodec
 from gregale.errors import UserError
-from gregale.model.adapter_config import MLP_TARGETS, TARGETS, LoraConfig
+from gregale.model.adapter_config import EXPERT_TARGETS, TARGETS, LoraConfig
 
 FACTORS = {"lora_a", "lora_b"}
 Axes = tuple[Axis, ...]
@@ -39,8 +39,8 @@ class ExpertMatrices(eqx.Module):
     adapters: dict[str, Factors] = eqx.field(default_factory=dict, kw_only=True)
 
     def with_adapters(self, config: LoraConfig, key: jax.Array) -> "ExpertMatrices":
-        """Return the layer, or a stack of them, whose matrices among `config.targets` have adapters."""
-        names = [name for name in MLP_TARGETS if name in config.targets]
+        """Return the layer, or a stack of them, whose matrices among `config.expert_targets` have adapters."""
+        names = config.expert_targets
 
         def factors(name: str, key: jax.Array) -> Factors:
             weight, Rank = getattr(self, name), Axis(LORA_RANK, config.rank)
@@ -104,7 +104,7 @@ def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
     check_targets(model, config)
     found = [path for path, node in _linears(model) if path[-1] in config.targets]
     keys = dict(zip(found, jax.random.split(key, len(found)), strict=True))
-    if set(MLP_TARGETS) & set(config.targets):
+    if config.expert_targets:
         model = jax.tree.map(
             lambda node: node.with_adapters(config, jax.random.fold_in(key, 1)) if _has_experts(node) else node,
             model,
@@ -214,7 +214,7 @@ def check_targets(model: Any, config: LoraConfig) -> None:
     """Raise `UserError` if the model lacks a target."""
     there = {path[-1] for path, _ in _linears(model)}
     if any(map(_has_experts, jax.tree.leaves(model, is_leaf=_has_experts))):
-        there |= {*MLP_TARGETS}
+        there |= {*EXPERT_TARGETS}
     if lacking := [name for name in config.targets if name not in there]:
         raise UserError(
             f"adapter.targets names {lacking[0]!r}, and the model has no such projection. Targets of this model: "

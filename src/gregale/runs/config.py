@@ -15,7 +15,7 @@ from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.errors import KeyedError, UserError, below
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.methods.spikes import SpikesConfig
-from gregale.model.adapter_config import MLP_TARGETS, AdapterConfig
+from gregale.model.adapter_config import AdapterConfig
 from gregale.model.compute_config import ComputeConfig
 from gregale.model.config import SHAPE, LlamaConfig, ModelConfig
 from gregale.objectives import NextTokenConfig, ObjectiveConfig
@@ -271,15 +271,15 @@ class TrainConfig(Settings):
             raise UserError("adapter needs a model to adapt: set start_from to a run, or to an imported model.")
         if self.model.experts is not None and self.model.experts.balance.bias and self.model.experts.balance.bias_rate:
             raise UserError("adapter: biases of experts are frozen; set model.experts.balance.bias_rate to 0.")
-        of_experts = self.model.experts is not None and {*MLP_TARGETS} & {*getattr(self.adapter, "targets", ())}
+        of_experts = getattr(self.adapter, "expert_targets", None)
         for key, found, works in (
             ("adapter.dropout", getattr(self.adapter, "dropout", 0), 0),
             ("compute.matmul", self.compute.matmul, "dtype"),
         ):
             if of_experts and found != works:
                 raise UserError(
-                    f"adapter.targets has {min(of_experts)}, a matrix of each expert, and {key} is {found}; beside "
-                    f"adapters of experts it has to be {works}. Targets of attention have no such limit."
+                    f"adapter.targets has expert_{of_experts[0]}, a matrix of each expert, and {key} is {found}; "
+                    f"beside adapters of experts it has to be {works}. Other targets have no such limit."
                 )
         base = getattr(self.adapter, "base", "dtype")
         for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):

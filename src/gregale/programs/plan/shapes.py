@@ -24,7 +24,6 @@ from gregale.axes.parameters import is_buffer, trainable
 from gregale.axes.quantised_weight import is_quantised
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.model.adapter_config import MLP_TARGETS
 from gregale.model.compute_config import DTYPES
 from gregale.model.execution import execution
 from gregale.objectives import DpoConfig, NextTokenConfig
@@ -127,7 +126,7 @@ def lacking(setup: Setup) -> str | None:
     if not isinstance(config.objective, NextTokenConfig | DpoConfig):
         kind = config.objective.get_choice_name(type(config.objective))
         return f"objective.type is {kind}, and the closed forms of memory and time are for next_token and dpo"
-    if config.model.experts is not None and {*MLP_TARGETS} & {*getattr(config.adapter, "targets", ())}:
+    if getattr(config.adapter, "expert_targets", None):
         return "adapter.targets has matrices of experts, which the closed forms of memory and time are not for"
     if not config.mapping.has_closed_forms:
         return "mapping is not the default (experts aside), which the closed forms of memory and time are for"
