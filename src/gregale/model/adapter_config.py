@@ -10,7 +10,7 @@ from gregale.settings import Fixed, Range, Settings, above, setting, whole
 
 MLP_TARGETS = ("gate", "up", "down")
 EXPERT_TARGETS = {f"expert_{name}": name for name in MLP_TARGETS}  # the names of matrices of experts in their layer
-TARGETS = ("query", "key", "value", "out", *MLP_TARGETS, *EXPERT_TARGETS)
+TARGETS = ("query", "key", "value", "out", *MLP_TARGETS)  # of linear layers
 SCALINGS = ("standard", "rank_stabilised")
 BASES = ("dtype", "int8", "nf4")
 
@@ -47,7 +47,7 @@ class LoraConfig(AdapterConfig):
     targets: tuple[str, ...] = setting(
         ("query", "value"),
         "projections with an adapter",
-        choices=TARGETS,
+        choices=(*TARGETS, *EXPERT_TARGETS),
         unique=True,
         aliases=("target_modules",),
         fixed=SHAPE,
