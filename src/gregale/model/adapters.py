@@ -105,11 +105,13 @@ def adapted(model: Any, config: LoraConfig, key: jax.Array) -> Any:
     found = [path for path, node in _linears(model) if path[-1] in config.targets]
     keys = dict(zip(found, jax.random.split(key, len(found)), strict=True))
     if config.expert_targets:
-        model = jax.tree.map(
-            lambda node: node.with_adapters(config, jax.random.fold_in(key, 1)) if _has_experts(node) else node,
-            model,
-            is_leaf=_has_experts,
-        )
+        nodes, structure = jax.tree.flatten(model, is_leaf=_has_experts)
+        own = jax.random.split(jax.random.fold_in(key, len(nodes) + 1), len(nodes))
+        adapted_nodes = [
+            node.with_adapters(config, one) if _has_experts(node) else node
+            for node, one in zip(nodes, own, strict=True)
+        ]
+        model = structure.unflatten(adapted_nodes)
 
     def marked(leaf):
         return Frozen(leaf) if is_quantised(leaf) or is_parameter(getattr(leaf, "array", leaf)) else leaf

@@ -200,6 +200,7 @@ class Mixture:
         over = [name for name in self.row_axes if name not in self.expert_axes]
 
         def one(gradient: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
+            # Down's bias lacks `mlp` too, but devices have the same gradient of it.
             is_addend = self.mlp.adapted and MLP not in [axis.name for axis in axes]
             return scattered(gradient, axes, [*over, *(self.mlp_axes if is_addend else ())], self.layout)
 

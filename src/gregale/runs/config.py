@@ -283,7 +283,7 @@ class TrainConfig(Settings):
                 )
         base = getattr(self.adapter, "base", "dtype")
         for key, value, instead in (("gather", "per_step", "per_layer"), ("remat", "none", "full")):
-            if base != "dtype" and getattr(self.compute, key) == value:
+            if base != "dtype" and getattr(self.compute, key) == value and not (key == "remat" and self.pipeline):
                 raise UserError(
                     f"adapter.base is {base}, and compute.{key} {value} keeps the weights of all layers in "
                     f"{self.compute.dtype} during a step. Set compute.{key} to {instead}, or adapter.base to dtype."

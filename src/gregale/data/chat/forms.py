@@ -49,7 +49,7 @@ class Row:
         if isinstance(found, str):
             try:
                 found = json.loads(found)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Malformed(f"`{self.name(usual)}` is text, and no JSON ({error})") from None
         if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
             raise self._wrong(usual, "a list of objects")
@@ -96,7 +96,7 @@ def calls_of(text: str) -> dict[str, Any]:
     """Return the message of an assistant that calls tools: JSON of `name` and `arguments`, or a list of such."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Malformed(f"a {CALL} is no JSON ({error})") from None
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):

@@ -308,9 +308,11 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
     """Return the configuration of another run's model on the mesh of this one, without data and objective."""
-    own = ("model", "mesh", "mapping", "pipeline", "batch", "compute")
+    own = ("model", "mesh", "mapping", "pipeline", "batch")
     unread = {"data": DataConfig(), "evaluation": EvaluationConfig(), "objective": NextTokenConfig()}
-    return replace(theirs, **unread, **{name: getattr(here, name) for name in own})
+    # What else `compute` says is of the steps of this run, and need not fit the adapters of the other.
+    compute = replace(here.compute, gather="per_layer", remat="full", matmul="dtype")
+    return replace(theirs, **unread, compute=compute, **{name: getattr(here, name) for name in own})
 
 
 def weights_of(base: Base, setup: Setup, like: Any) -> Any:
