@@ -28,7 +28,7 @@ from gregale.model.kernels.quantised_mlp import quantised_mlp
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import in_periods
 from gregale.model.layer_scan import LayerScan
-from gregale.model.remat import PART, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
+from gregale.model.remat import PART, PROJECTIONS, REMAT_POLICIES, SPLIT_POLICIES, TO_HOST, UNROLL, named
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], tuple[NamedArray, Any]]
 """layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x, sums over its rows"""
@@ -199,8 +199,15 @@ class Execution:
 
             def summed(x, weights, kind, rows, execution):
                 rows, keys = rows
-                x, out = block(x, weights, kind, rows, replace(execution, dropout_keys=keys), None)
-                return x, jax.tree.map(lambda leaf: hax.sum(leaf, BATCH), out, is_leaf=is_named)
+
+                def layer(x, weights):
+                    x, out = block(x, weights, kind, rows, replace(execution, dropout_keys=keys), None)
+                    return x, jax.tree.map(lambda leaf: hax.sum(leaf, BATCH), out, is_leaf=is_named)
+
+                if any(map(is_quantised, jax.tree.leaves(weights, is_leaf=is_quantised))):
+                    # Its backward pass decodes again: else a stage would keep the weights of all its layers.
+                    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*PROJECTIONS))
+                return layer(x, weights)
 
             layer, periods, joined = in_periods(summed, weights, kinds)
             x, sums = self.stack(layer, x, periods, (rows, self.dropout_keys))

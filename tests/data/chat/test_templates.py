@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from gregale.data.chat.encoding import ChatEncoder, Encoded
+from gregale.data.chat.renderer import Limits, NotRendered
 from gregale.data.chat.template import ChatTemplate
 from gregale.data.sources import ChatSource
 from gregale.data.tokenizers import LibraryTokenizer
@@ -152,8 +153,6 @@ def test_all_pieces_of_a_last_character_have_loss():
     ],
 )
 def test_a_template_that_cannot_be_used_ends_in_one_line(template, said):
-    from gregale.data.chat.renderer import Limits, NotRendered
-
     limits = Limits(seconds=1, characters=100_000, bytes=1 << 30)
     with (
         pytest.raises((UserError, NotRendered)) as raised,
@@ -163,6 +162,14 @@ def test_a_template_that_cannot_be_used_ends_in_one_line(template, said):
     assert said in str(raised.value)
     assert "here" in str(raised.value) or "its first line" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_template_that_leaves_out_calls_of_tools_rejects_conversations_with_some():
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"}]
+    with ChatEncoder(tokenizer_with("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")) as chat:
+        with pytest.raises(NotRendered, match="leaves out the calls of tools"):
+            chat.encode(conversation(messages))
 
 
 def test_the_prompt_and_the_end_of_a_turn():

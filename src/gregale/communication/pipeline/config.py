@@ -3,10 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from haliax import NamedArray
 
-from gregale.axes.quantised_weight import is_quantised
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline, pipelined
 from gregale.communication.pipeline.stage import STAGE
@@ -53,12 +51,6 @@ def pipelined_execution(config: PipelineConfig, execution: Execution) -> Executi
     inside = replace(execution, layout=pipeline.inside, weights_ready=True)
 
     def stack(block: LayerFunction, x: NamedArray, weights: Any, rows: Any) -> tuple[NamedArray, Any]:
-        def layer(x, weights, rows):
-            return block(x, weights, rows, inside)
-
-        if any(map(is_quantised, jax.tree.leaves(weights, is_leaf=is_quantised))):
-            # A layer's backward pass decodes again: else a stage would keep the weights of all its layers.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*PROJECTIONS))
-        return pipelined(layer, weights, x, rows, pipeline)
+        return pipelined(lambda x, weights, rows: block(x, weights, rows, inside), weights, x, rows, pipeline)
 
     return replace(execution, stack=stack)

@@ -97,6 +97,9 @@ class Templates:
         render = partial(self._render, conversation, has_tools)
         marked = render(messages, asked["prompt"])
         text, spans = without_spans(marked), []
+        probed = [with_probed_calls(each) for each in messages]
+        if probed != messages and render(probed, asked["prompt"]) == marked:
+            raise_exception("it leaves out the calls of tools")
         supervised = [] if asked["prompt"] else chosen(messages, asked["loss_on"])
         if asked["loss_on"] == "all":
             spans = [(0, len(text))]
@@ -204,9 +207,7 @@ class TurnFinder:
         Names of tools that it calls have them too, because templates may leave out the content beside a call.
         """
         message = self._messages[number]
-        probed = {**message, "content": around(message.get("content", ""))}
-        if message.get("tool_calls"):
-            probed["tool_calls"] = [with_probed_name(each) for each in message["tool_calls"]]
+        probed = {**with_probed_calls(message), "content": around(message.get("content", ""))}
         return self._render([*self._messages[:number], probed, *self._messages[number + 1 : count]], False)
 
     def _start(self, number: int, after: str, begin: int, places: tuple[int, int, int]) -> int:
@@ -254,6 +255,12 @@ class TurnFinder:
 
 def around(text: str) -> str:
     return f"{FIRST}{text}{LAST}"
+
+
+def with_probed_calls(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [with_probed_name(each) for each in message["tool_calls"]]}
 
 
 def with_probed_name(call: dict[str, Any]) -> dict[str, Any]:
