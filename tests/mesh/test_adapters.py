@@ -158,6 +158,7 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh, changes):
             step.program = program
             assert_sends_its_closed_form(setup, audit(program, setup.layout.mesh, known_trips(setup)))
             gates = re.findall(r"f32\[([\d,]*256,128)\]", program.as_text())
+            assert bool(gates) == bool(same)
             assert all(prod(map(int, shape.split(","))) == 256 * 128 for shape in gates), "decoded one layer at a time"
         for number in (1, 2):
             state, report = step(state, batch_of(setup, number), number)

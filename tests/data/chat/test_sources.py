@@ -50,7 +50,7 @@ def write_lines(path, rows) -> str:
         ("sharegpt", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, TALK),
         (
             "sharegpt",
-            {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
+            {"conversations": [{"from": "function_call", "value": r'{"name": "f", "arguments": "{\"x\": 1}"}'}]},
             [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]}],
         ),
         ("messages", {"messages": [{"role": "user", "content": [text_part("a"), text_part("b")]}, TALK[1]]}, PARTS),

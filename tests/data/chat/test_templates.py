@@ -167,9 +167,8 @@ def test_a_template_that_cannot_be_used_ends_in_one_line(template, said):
 def test_a_template_that_leaves_out_calls_of_tools_rejects_conversations_with_some():
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     messages = [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"}]
-    with ChatEncoder(tokenizer_with("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")) as chat:
-        with pytest.raises(NotRendered, match="leaves out the calls of tools"):
-            chat.encode(conversation(messages))
+    with pytest.raises(NotRendered, match="leaves out the calls of tools"):
+        encoded("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", messages)
 
 
 def test_the_prompt_and_the_end_of_a_turn():

@@ -96,11 +96,15 @@ def calls_of(text: str) -> dict[str, Any]:
     """Return the message of an assistant that calls tools: JSON of `name` and `arguments`, or a list of such."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"a {CALL} is no JSON ({error})") from None
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
-        raise Malformed(f"a {CALL} is no JSON object with `name`, and no list of such")
+        calls = [dict(each) for each in (found if isinstance(found, list) else [found])]
+        for call in calls:  # arguments may be JSON in a text once more
+            given = call.get("arguments")
+            call["arguments"] = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Malformed(f"a {CALL} is no JSON of objects ({error})") from None
+    named = [isinstance(each.get("name"), str) and isinstance(each["arguments"], dict) for each in calls]
+    if not all(named) or not named:
+        raise Malformed(f"a {CALL} is no object with a text `name` and an object `arguments`, and no list of such")
     return {
         "role": "assistant",
         "content": "",
