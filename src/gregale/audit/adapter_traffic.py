@@ -1,5 +1,6 @@
 """Provides the bytes that factors of adapters send over `model`, in closed form."""
 
+from collections.abc import Iterator
 from math import prod
 
 from haliax import NamedArray
@@ -9,22 +10,37 @@ from gregale.audit.transfer import Transfer
 from gregale.axes.layout import CONTEXT, LORA_RANK, MODEL
 
 SHARDS = ("stage", CONTEXT, "data")
+INTEGER = 4
 
 
-def products_with_factors(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Return the sums over `model` of adapters' products of the width `lora_rank`.
+def sums_of_factors(step: StepShape, backend: Backend) -> list[Transfer]:
+    """Return what adapters of scanned layers sum: products over `model`, and keys of dropout over `context`."""
+    forward = 1 if step.remat == "none" else 2
+    found = [
+        Transfer("products with factors", "all-reduce", (MODEL,), size, step.microbatches * layers_of(factor))
+        for factor, size in products_with_factors(step, backend, step.tokens, forward)
+    ]
+    keys = INTEGER * step.rows_here * (step.drops and step.mesh[CONTEXT] > 1)
+    return [*found, Transfer("keys of dropout", "all-reduce", (CONTEXT,), keys, step.microbatches)]
 
-    A factor A whose inputs are split sums x A, and again in the backward pass, which needs it for the gradient of B. A
-    factor B whose outputs are split sums the gradient by x A.
+
+def products_with_factors(
+    step: StepShape, backend: Backend, tokens: int, forward: int
+) -> Iterator[tuple[NamedArray, int]]:
+    """Yield each factor with a sum over `model` in products of the width `lora_rank`, and the bytes of it in a layer.
+
+    A factor A whose inputs are split sums x A, and, for dropout, shares its first row. A factor B whose outputs are
+    split sums the gradient by x A.
+
+    - `tokens`: of a product on one device
+    - `forward`: how often x A is computed: again in the backward pass, which needs it for the gradient of B
     """
-    width, found = max(step.compute_bytes, backend.narrowest_bytes), []
+    width = max(step.compute_bytes, backend.narrowest_bytes)
     for factor in step.weights if step.adapts else []:
         if MODEL in step.split_by(factor, step.layout.compute):
-            passes = 2 if factor.axes[-1].name == LORA_RANK and step.remat != "none" else 1
-            size = width * step.tokens * factor.resolve_axis(LORA_RANK).size
-            times = passes * step.microbatches * layers_of(factor)
-            found.append(Transfer("products with factors", "all-reduce", (MODEL,), size, times))
-    return found
+            is_a = factor.axes[-1].name == LORA_RANK
+            rows = forward * (tokens + step.drops) if is_a else tokens
+            yield factor, width * rows * factor.resolve_axis(LORA_RANK).size
 
 
 def gradient_in_parts(step: StepShape, weight: NamedArray, size: int, times: int) -> list[Transfer]:

@@ -11,14 +11,12 @@ class PipelineShape:
     - `repeats`: R, the number of times that each microbatch passes all stages.
     - `iterations`: T, the iterations of a pass.
     - `gather`: frequency of weight gathers: `per_repeat`, `per_iteration` or `once`.
-    - `drops`: adapters drop inputs, so that rows have keys.
     """
 
     microbatches: int
     repeats: int
     iterations: int
     gather: str
-    drops: bool = False
 
     @property
     def drain(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from haliax import NamedArray
 
+from gregale.audit.adapter_traffic import products_with_factors
 from gregale.audit.expert_traffic import sums_of_experts
 from gregale.audit.pipeline_memory import layers_of_a_stage, of_an_iteration
 from gregale.audit.pipeline_shape import PipelineShape
@@ -21,7 +22,6 @@ from gregale.audit.traffic import (
     trained_in,
 )
 from gregale.audit.transfer import Transfer, bytes_by_part
-from gregale.axes.layout import LORA_RANK
 
 INTEGER = 4
 KEY = 8  # of a row, for what adapters drop
@@ -51,7 +51,7 @@ def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> lis
         *_factors(step, one, pipeline, backend),
         Transfer("activations", "collective-permute", (STAGE,), activations, handed_on),
         Transfer("positions and segments", "all-gather", (STAGE,), EXTRAS * INTEGER * step.tokens * stages, passes),
-        Transfer("keys of dropout", "all-gather", (STAGE,), KEY * pipeline.drops * step.rows_here * stages, passes),
+        Transfer("keys of dropout", "all-gather", (STAGE,), KEY * step.drops * step.rows_here * stages, passes),
         Transfer("activations", "all-reduce", (MODEL,), sums * activations, times),
         Transfer("norms over heads", "all-reduce", (MODEL,), norms, times),
         *(replace(each, times=times) for each in of_experts),
@@ -93,20 +93,13 @@ def _weight(step: StepShape, weight: NamedArray, pipeline: PipelineShape, backen
 
 
 def _factors(step: StepShape, one: StepShape, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
-    """Return the sums over `model` of x A, if it splits A, and of the gradient by x A, if it splits B.
-
-    - `one`: see `of_an_iteration`
-    """
-    found, forward = [], 3 if step.quantised else 2  # layers that decode are computed again one by one
-    for weight in trained_in(step, step.stacked()):
-        if step.adapts and MODEL in step.split_by(weight, step.layout.compute):
-            size = weight.resolve_axis(LORA_RANK).size * max(step.compute_bytes, backend.narrowest_bytes)
-            layers = layers_of(weight) // (step.mesh[STAGE] * pipeline.repeats)
-            is_a = weight.axes[-1].name == LORA_RANK  # whose first row is part of the keys of dropout
-            sums = forward * (one.tokens + pipeline.drops) if is_a else one.tokens
-            times = layers * step.microbatches * pipeline.iterations
-            found.append(Transfer("factors", "all-reduce", (MODEL,), sums * size, times))
-    return found
+    """Return the sums over `model` of products with factors; `one`: see `of_an_iteration`."""
+    forward, apart = 3 if step.quantised else 2, step.mesh[STAGE] * pipeline.repeats  # layers that decode run again
+    times = step.microbatches * pipeline.iterations
+    return [
+        Transfer("factors", "all-reduce", (MODEL,), size, times * layers_of(factor) // apart)
+        for factor, size in products_with_factors(step, backend, one.tokens, forward)
+    ]
 
 
 def _gathers(passes: int, pipeline: PipelineShape, backend: Backend, widens: bool) -> int:

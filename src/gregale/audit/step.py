@@ -23,8 +23,7 @@ class Backend:
     - `merges_sums`: `sum(a) + sum(b)` over devices becomes one `sum(a + b)`.
     - `scatters_layers`: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
     - `fuses_softmax`: a softmax and its gradient need only few arrays of scores or logits.
-    - `lanes`: the last axis of an array is padded to a multiple of it. With an attention kernel that axis is a head;
-      it applies to the last axis of gradients too, see `gradient_values`.
+    - `lanes`: the last axis of an array is padded to a multiple: a head with an attention kernel; `gradient_values`.
     - `narrows_ahead`: all weights of a device are cast to the compute dtype before the loop over layers.
     - `adds_at_end`: a microbatch's gradients of all layers exist before their addition to the buffers.
     - `least`, `most`: the compiler's peak over the closed form's in compiled examples, docs/plan.md.
@@ -114,6 +113,7 @@ class StepShape(ParameterShape):
     - `z_loss`: the loss has a z-loss
     - `frozen`: weights beside adapters, which `weights` then are: in the compute dtype, without gradients
     - `quantised`: further weights beside adapters, which are held and gathered in `blocks`
+    - `drops`: adapters drop inputs, by keys of rows and of the first row of A
     - `reference`: frozen weights with whose log-likelihoods the loss compares (DPO): beside adapters, or a copy
     """
 
@@ -141,6 +141,7 @@ class StepShape(ParameterShape):
     frozen: Sequence[NamedArray] = ()
     quantised: Sequence[NamedArray] = ()
     blocks: WireFormat | None = None
+    drops: bool = False
     reference: Sequence[NamedArray] = ()
 
     @property
@@ -164,8 +165,7 @@ class StepShape(ParameterShape):
     @property
     def rows_here(self) -> int:
         """Return the rows of one microbatch of which one device has tokens."""
-        shards = prod(size for axis, size in self.mesh.items() if axis in BATCH_MESH_AXES)
-        return self.rows // (shards * self.microbatches)
+        return self.rows // (self.microbatches * prod(self.mesh[axis] for axis in BATCH_MESH_AXES if axis in self.mesh))
 
     @property
     def reaches(self) -> list[int | None]:

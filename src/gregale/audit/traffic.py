@@ -12,7 +12,7 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.adapter_traffic import gradient_in_parts, products_with_factors
+from gregale.audit.adapter_traffic import gradient_in_parts, sums_of_factors
 from gregale.audit.context_traffic import keys_and_values
 from gregale.audit.expert_traffic import exchanges, sent_forward, sums_of_experts, sums_of_loads
 from gregale.audit.preference_traffic import log_likelihoods
@@ -88,7 +88,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_gradients(step, trained_in(step, weights), backend),
         *_activations(step, backend, sums_of_a_layer(step, backend), gathers_of_a_layer(step), layers),
         *keys_and_values(step, backend),
-        *products_with_factors(step, backend),
+        *sums_of_factors(step, backend),
         Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
         *sums_of_experts(step, backend, activation_bytes(step, backend), recomputes),
         *exchanges(step, backend, recomputes),

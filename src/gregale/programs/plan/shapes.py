@@ -83,7 +83,9 @@ def frozen_shapes(setup: Setup) -> dict[str, Any]:
         parts[is_quantised(form)].append(leaf)
     blocks = next((form.codec.format for form in stored if is_quantised(form)), None)
     reference = parts[False] + parts[True] if setup.config.objective.needs_reference else []
-    return {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
+    drops = getattr(setup.config.adapter, "dropout", 0) > 0
+    frozen = {"frozen": parts[False], "quantised": parts[True], "blocks": blocks, "reference": reference}
+    return {**frozen, "drops": drops}
 
 
 def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
@@ -100,8 +102,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     options = compiler_options(compute.compiler_options, setup.layout.mesh, config.model.experts is not None)
     pipeline, schedule, shape = config.pipeline, setup.schedule(), None
     if pipeline is not None and schedule is not None:
-        drops = getattr(config.adapter, "dropout", 0) > 0
-        shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather, drops)
+        shape = PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
     return StepShape(
         **vars(parameter_shape(setup, method)),
         **sizes._asdict(),
