@@ -308,11 +308,14 @@ def _origin(name: str, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def as_here(theirs: TrainConfig, here: TrainConfig) -> TrainConfig:
     """Return the configuration of another run's model on the mesh of this one, without data and objective."""
-    own = ("model", "mesh", "mapping", "pipeline", "batch")
+    own = ("mesh", "mapping", "pipeline", "batch")
     unread = {"data": DataConfig(), "evaluation": EvaluationConfig(), "objective": NextTokenConfig()}
-    # What else `compute` says is of the steps of this run, and need not fit the adapters of the other.
-    compute = replace(here.compute, gather="per_layer", remat="full", matmul="dtype")
-    return replace(theirs, **unread, compute=compute, **{name: getattr(here, name) for name in own})
+    # What is only for steps of this run need not fit the adapters of the other.
+    compute, model = replace(here.compute, gather="per_layer", remat="full", matmul="dtype"), here.model
+    if theirs.adapter is not None and model.experts is not None:
+        balance = replace(model.experts.balance, bias_rate=0.0)
+        model = replace(model, experts=replace(model.experts, balance=balance))
+    return replace(theirs, **unread, compute=compute, model=model, **{name: getattr(here, name) for name in own})
 
 
 def weights_of(base: Base, setup: Setup, like: Any) -> Any:
