@@ -83,14 +83,14 @@ PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
 
 def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_plain_average():
-    said = DilocoConfig(period=30, warmup_steps=90).config_warning(layout_of(data=8), 690, is_island=True)
-    assert said is not None
+    (said,) = DilocoConfig(period=30, warmup_steps=90).notes(layout_of(data=8), 690, is_island=True)
     assert said.startswith("This run has 20 rounds, ")
     assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
 
 
 def test_a_single_replica_is_allowed_and_said():
-    assert DilocoConfig(period=4).config_warning(layout_of(data=8), 12) == (
+    (said,) = DilocoConfig(period=4).notes(layout_of(data=8), 12)
+    assert said == (
         "sync.type is diloco, but mesh.replica is 1: there is no other replica to be joined with, so the outer "
         "optimizer moves this one by itself, every 4 steps."
     )
@@ -98,8 +98,8 @@ def test_a_single_replica_is_allowed_and_said():
 
 @pytest.mark.parametrize(
     "sync",
-    [DilocoConfig(period=6), StreamingDilocoConfig(period=30, outer=PLAIN_AVERAGE), PsdpConfig()],
+    [DilocoConfig(period=6), DilocoConfig(period=30, outer=PLAIN_AVERAGE), PsdpConfig()],
     ids=["many rounds", "chosen", "psdp"],
 )
 def test_others_are_not(sync: SyncConfig):
-    assert sync.config_warning(layout_of(replica=2, data=4), 600) is None
+    assert sync.notes(layout_of(replica=2, data=4), 600) == []

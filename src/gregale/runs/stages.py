@@ -42,6 +42,9 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
     for number, given in enumerate(config.stages):
         firsts.append(first_step(given, join(STAGES, number), firsts[-1], config.steps))
     scheduled = [first for first, given in zip(firsts[1:], config.stages, strict=True) if own_schedule(given)]
+    syncs = [first for first, given in zip(firsts[1:], config.stages, strict=True) if "sync" in given] + [None]
+    if syncs[0] is not None:
+        found = [Stage(0, replace(found[0].config, sync=config.sync.between(None, syncs[0])))]
     for number, (first, given) in enumerate(zip(firsts[1:], config.stages, strict=True)):
         stage = changed(found[-1].config, given, join(STAGES, number))
         if schedule := own_schedule(given):
@@ -51,6 +54,8 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
             own = {name: value for name, value in span.items() if name not in schedule}
             optimizer = stage.optimizer
             stage = replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **own)))
+        if "sync" in given:
+            stage = replace(stage, sync=stage.sync.between(first, syncs[syncs.index(first) + 1]))
         found.append(Stage(first, stage))
     return tuple(found)
 

@@ -242,8 +242,8 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         number = number_after(config.each_stage, step)
         begun = stages[number]
         is_island = config.islands.lighthouse is not None
-        warnings = config.sync.config_warning(begun.setup.layout, config.steps, is_island), optimizer_note(begun.setup)
-        for note in (describe(begun.setup, begun.corpus), *filter(None, warnings)):
+        notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, is_island)
+        for note in filter(None, (describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
         yield PreparedRun(

@@ -50,6 +50,7 @@ def starting_point(
     mixture = setup.config.mixture
     if step is None:
         mixtures, base = with_mixture((), 0, *mixture), None
+        setup.config.sync.check_begins(0)
         if setup.config.start_from is None:
             return Start(setup.initial_state(), 0, 0, 0, mixtures)
         if setup.frozen is not None:
@@ -101,6 +102,7 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
     """
     coming = setup.method_after(step)
     if coming is not method:
+        setup.config.sync.check_begins(step)
         return _moved(setup, coming, lambda state: coming.from_psdp(method.to_psdp(state), step), state)
     wanted = abstract_state(coming, setup.model).method
     if jax.tree.structure(state.method) != jax.tree.structure(wanted):
