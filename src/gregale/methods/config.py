@@ -277,7 +277,7 @@ class DilocoConfig(SyncConfig):
     def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
         """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
         schedule, found = self.schedule(layers=2**31), []
-        rounds, last = schedule.outer_steps(self.warmup_steps, steps, is_island), schedule.last_sent(steps)
+        rounds, last = schedule.outer_steps(self.warmup_steps, steps, is_island=True), schedule.last_sent(steps)
         if not is_island and layout.mesh.shape[sync_axis(layout)] == 1:
             found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
