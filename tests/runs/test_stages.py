@@ -51,6 +51,8 @@ def test_outer_steps_are_those_of_the_stages_with_their_method():
         stages = of(*later, sync=given).each_stage
         schedules = [stage.config.sync.outer.schedule for stage in stages[:3]]
         assert [(each.begin, each.end) for each in schedules] == expected
+    _, coded = of({"from": 60, "reduce": {"codec": "int8"}}, sync=given | {"outer": {"schedule": line}}).each_stage
+    assert coded.config.sync.outer.schedule.begin == 60, "the replicas are joined, and begin anew"
     _, late = of({"from": 40, "sync": given | {"outer": {"schedule": line}}}).each_stage
     assert (late.config.sync.outer.schedule.begin, late.config.sync.outer.schedule.end) == (40, None)
 

@@ -97,10 +97,7 @@ class Schedule:
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
     def outer_steps(self, first: int, last: int, is_island: bool = False) -> int:
-        """Return the most outer steps of a fragment after step `first`, with that of who reads it after step `last`.
-
-        - `is_island`: nobody does so, because the run ends with its last round
-        """
+        """Return a fragment's most outer steps after step `first`, with who reads it after `last` (islands: none)."""
         due, fragments = self.sent(last), range(self.fragments)
         more = [not is_island and each != due for each in fragments]
         return max(self.sends(each, last) - self.sends(each, first) + more[each] for each in fragments)
