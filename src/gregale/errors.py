@@ -32,6 +32,14 @@ class Busy(UserError):
     exit_code = os.EX_TEMPFAIL
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the command, which has told so."""
+
+    def __init__(self, exit_code: int):
+        super().__init__()
+        self.exit_code = exit_code
+
+
 class KeyedError(UserError):
     """A mistake in one key, raised by a class that does not know its own key; the message is `key found rest`.
 

@@ -40,7 +40,7 @@ def test_the_clock_of_process_0_decides_for_all(monkeypatch):
             self.last = len(said.setdefault(self.process, []))
             said[self.process].append(flag)
 
-        def last_any(self):
+        def latest(self):
             return self.last is not None and any(flags[self.last] for flags in said.values())
 
     now = [0.0, 0.0]

@@ -34,6 +34,7 @@ class Start(NamedTuple):
     examples: int  # examples of those steps
     mixtures: Mixtures = ()  # of the sources, so far and from this point on
     base: Base | None = None  # the origin of frozen weights, for the checkpoints
+    unfinished: bool = False  # a stop has left out callbacks of the last step, see `Steps.unfinished`
 
 
 def starting_point(
@@ -74,7 +75,8 @@ def starting_point(
     if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base)
+    unfinished = restored.metadata.get("unfinished", False)
+    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base, unfinished)
 
 
 def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
