@@ -33,11 +33,7 @@ class Busy(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the command, which has told so."""
-
-    def __init__(self, exit_code: int):
-        super().__init__()
-        self.exit_code = exit_code
+    """A signal ends the command, which has reported it; the argument is the exit code."""
 
 
 class KeyedError(UserError):

@@ -93,7 +93,7 @@ def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> in
         say_beside(f"gregale: error: {_disk_error_text(error)}")
         return 2
     except Interrupted as error:
-        return error.exit_code
+        return error.args[0]
     except KeyboardInterrupt:
         say_beside("gregale: interrupted")
         return 130

@@ -1,9 +1,7 @@
 """Stop requests: SIGTERM, SIGINT, SIGHUP and callbacks end a run after a checkpoint, in all processes at one step."""
 
-import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,9 +18,8 @@ from gregale.errors import Interrupted
 from gregale.streams import say_beside
 
 CHECK_EVERY = 10
-CHECK_SECONDS = 1.0  # between two exchanges of `StopRequest.check`, about
-_MOST_CALLS = 1000  # of `StopRequest.check` between two exchanges
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CHECK_BATCHES = 4
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Cut(BaseException):
@@ -55,29 +52,20 @@ class StopRequest:
 
     ends_process: ClassVar[bool] = True  # after the second SIGINT, see `process_goes_on`
 
-    def __init__(
-        self,
-        check_every: int = CHECK_EVERY,
-        exit_seconds: float = 3.0,
-        signals: tuple[signal.Signals, ...] = _SIGNALS,
-    ):
+    def __init__(self, check_every: int = CHECK_EVERY, exit_seconds: float = 3.0, signals: Sequence[int] = SIGNALS):
         self._exit_seconds, self._signals = exit_seconds, signals
         self.signal_name: str | None = None
         self.reason: str | None = None
         self.is_cut = False
         self.unsaved: Callable[[], bool] = lambda: True
         self.report: Callable[[str], None] = lambda line: say_beside(f"gregale: {line}")
-        self._check_every = check_every
-        self._calls_left, self._calls, self._exchanged_at = 1, 1, time.monotonic()
-        self._old_handlers: dict[signal.Signals, Any] = {}
+        self._check_every, self._calls = check_every, 0
+        self._old_handlers: dict[int, Any] = {}
 
     @cached_property
-    def _processes(self) -> "ProcessFlags | None":
-        return ProcessFlags() if jax.process_count() > 1 else None
-
-    @cached_property
-    def _between_batches(self) -> "ProcessFlags":
-        return ProcessFlags()
+    def _flags(self) -> "tuple[ProcessFlags, ProcessFlags] | None":
+        """Return what `agreed` and what `check` exchange; None in a run of one process."""
+        return (ProcessFlags(), ProcessFlags()) if jax.process_count() > 1 else None
 
     def __enter__(self) -> "StopRequest":
         if current_thread() is not main_thread():
@@ -112,33 +100,19 @@ class StopRequest:
         multiple. By then the exchange is done, so the loop does not wait for the device.
         """
         is_set = self.signal_name is not None or self.reason is not None
-        if self.is_cut or self._processes is None:
+        if self.is_cut or self._flags is None:
             return self.is_cut or is_set
-        if step % self._check_every:
-            return False
-        was_any_set = self._processes.latest() > 0
-        self._processes.exchange(is_set)
-        return was_any_set
+        return not step % self._check_every and self._flags[0].exchanged(is_set)
 
     def check(self) -> None:
         """Raise `Cut` after a signal, in every process at the same call; then `agreed` tells to stop.
 
-        Every process calls this equally often: between batches of what a step does not include. About once in
-        `CHECK_SECONDS` they exchange the seconds since the last exchange, infinite after a signal, and read it at the
-        next one. The largest tells all of them after how many calls the next one comes.
+        Every process calls this equally often, between batches of what a step does not include. It reads the exchange
+        of one multiple of `CHECK_BATCHES` calls at the next one.
         """
-        is_signalled = self.signal_name is not None
-        if self._processes is not None:
-            self._calls_left -= 1
-            if self._calls_left > 0:
-                return
-            slowest, now = self._between_batches.latest(), time.monotonic()
-            self._between_batches.exchange(math.inf if is_signalled else now - self._exchanged_at)
-            if slowest < CHECK_SECONDS / 2:
-                self._calls = min(2 * self._calls, _MOST_CALLS)
-            elif slowest > CHECK_SECONDS:
-                self._calls = max(self._calls // 2, 1)
-            self._calls_left, self._exchanged_at, is_signalled = self._calls, now, math.isinf(slowest)
+        self._calls, is_signalled = self._calls + 1, self.signal_name is not None
+        if self._flags is not None:
+            is_signalled = not self._calls % CHECK_BATCHES and self._flags[1].exchanged(is_signalled)
         if is_signalled:
             self.is_cut = True
             raise Cut
@@ -150,7 +124,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def _listen(self, heard: int, caught: Sequence[signal.Signals]) -> None:
+    def _listen(self, heard: int, caught: Sequence[int]) -> None:
         """Report signals until the end of the block, and end the process if the main thread does not."""
         is_asked = False
         while numbers := os.read(heard, 64):
@@ -173,11 +147,14 @@ class StopRequest:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """End a command that saves nothing by SIGTERM and SIGHUP as by Ctrl-C; the exit code is 128 + the number."""
-    with StopRequest(signals=(signal.SIGTERM, signal.SIGHUP)) as stop:
+def ended_by_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> Iterator[StopRequest]:
+    """End a command that has nothing to save by a signal, as by Ctrl-C; the exit code is 128 + the signal's number.
+
+    Begin after JAX has joined several processes: there it takes SIGTERM, and does nothing.
+    """
+    with StopRequest(signals=signals) as stop:
         stop.unsaved = lambda: False
-        yield
+        yield stop
 
 
 @contextmanager
@@ -196,7 +173,7 @@ def _exit_now() -> None:
 
 
 class ProcessFlags:
-    """One flag a process, or one number, of which all get the largest; all devices take part, as in a step.
+    """One flag a process, combined by a logical or; all devices of all processes take part, as in a step.
 
     A program with several devices of this process runs on CPUs after those handed over before it. A program with one of
     them runs at once: it would overtake a step, in one process earlier in the step than in another, and the collectives
@@ -206,14 +183,12 @@ class ProcessFlags:
     def __init__(self):
         mesh = Mesh(np.asarray(jax.devices()), ("device",))
         self._split = NamedSharding(mesh, PartitionSpec("device"))
-        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._last: jax.Array | None = None
 
-    def exchange(self, flag: float) -> None:
-        """Start an exchange and return at once."""
-        shape, own = (self._split.mesh.size,), np.asarray([flag], np.float32)
-        self._last = self._largest(jax.make_array_from_callback(shape, self._split, lambda _: own))
-
-    def latest(self) -> float:
-        """Return the largest flag of the last exchange, 0 without one; wait for it if necessary."""
-        return 0.0 if self._last is None else float(self._last.addressable_data(0))
+    def exchanged(self, flag: bool) -> bool:
+        """Return whether any flag was set at the last exchange, for which it waits if necessary; start another one."""
+        was_any_set = self._last is not None and bool(self._last.addressable_data(0))
+        shape = (self._split.mesh.size,)
+        self._last = self._any(jax.make_array_from_callback(shape, self._split, lambda _: np.asarray([flag])))
+        return was_any_set

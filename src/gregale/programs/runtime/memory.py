@@ -15,21 +15,18 @@ from gregale.checkpoint.multihost import first_message
 from gregale.errors import UserError
 from gregale.programs.runtime.setup import Setup
 
-CGROUP = Path("/sys/fs/cgroup")
-# Of the second version and of the first: the folder, and the names of limit, use, and what the system takes back.
-CGROUPS = {
-    "": (CGROUP, "memory.max", "memory.current", "inactive_file"),
-    "memory": (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+CGROUPS = {  # by the controllers of a line of /proc/self/cgroup: limit, use, and in memory.stat what can be dropped
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
 def check_step(setup: Setup, compiled: jax.stages.Compiled) -> None:
-    """Raise `UserError` in all processes if a compiled program, whose arguments exist, does not fit."""
+    """Raise `UserError` in all processes if a compiled program of a step, whose arguments exist, does not fit."""
     memory = compiler_memory(compiled, has_peak=setup.layout.mesh.devices.flat[0].platform != "cpu")
     batch = setup.config.batch
-    rows = f"{batch.size} sequences" if batch.microbatches == 1 else f"1/{batch.microbatches} of {batch.size} sequences"
-    what = f"the program of a step, of {rows} of {batch.sequence_length:,} tokens at a time"
-    check_fits(setup, what, memory.peak - memory.arguments)
+    size = f"batch.size {batch.size}, batch.sequence_length {batch.sequence_length}, microbatches {batch.microbatches}"
+    check_fits(setup, f"the program of a step ({size})", memory.peak - memory.arguments)
 
 
 def check_fits(setup: Setup, what: str, needed: int) -> None:
@@ -38,9 +35,9 @@ def check_fits(setup: Setup, what: str, needed: int) -> None:
     count = len(devices) if devices[0].platform == "cpu" else 1  # CPU devices share the memory
     free, limit = min(free_bytes(devices[0]))
     if needed * count > free:
-        each = f" ({len(devices)} devices x {decimal(needed)})" if count > 1 else ""
+        each = f" ({count} devices x {decimal(needed)})" if count > 1 else ""
         problem = (
-            f"The memory does not suffice: {what}, takes {decimal(needed * count)}{each} beside what exists already, "
+            f"The memory does not suffice: {what} takes {decimal(needed * count)}{each} beside what exists already, "
             f"and {limit} {decimal(max(free, 0))}. More batch.microbatches, a smaller batch.size or model, or "
             "compute.remat full take less. `gregale plan` shows what each part takes."
         )
@@ -60,10 +57,9 @@ def free_bytes(device: Device) -> Iterator[tuple[int, str]]:
         yield limit - taken, "the limit of this process (ulimit -v) leaves"
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        for name in CGROUPS.keys() & controllers.split(","):
-            root, *names, cached = CGROUPS[name]
+        for root, *names, cached in (CGROUPS[name] for name in CGROUPS.keys() & controllers.split(",")):
             for folder in (root / path[1:], *(root / path[1:]).parents):
-                with suppress(OSError, ValueError, KeyError):  # a file is absent in the root, and a limit may be `max`
+                with suppress(OSError, ValueError, KeyError):  # a root has no such file, and a limit may be `max`
                     limit, used = (int(read(folder / each)) for each in names)
                     stat = dict(map(str.split, read(folder / "memory.stat").splitlines()))
                     yield limit - used + int(stat[cached]), "the limit of this container (cgroup) leaves"

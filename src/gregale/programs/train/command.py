@@ -19,12 +19,10 @@ from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.signals import StopRequest
+from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
-from gregale.programs.plan.shapes import tree_bytes
-from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.branch import Branch, branch_of
 from gregale.programs.train.evaluation import Evaluation, Saving, on_checkpoint, summary
@@ -144,8 +142,6 @@ class PreparedRun:
         if number != self.number:
             checkpoints = self.open_checkpoints(self.stages[number].setup)
             run = replace(self, number=number, checkpoints=checkpoints)
-        held = tree_bytes(run.setup).state
-        check_fits(run.setup, "the state, parameters and what the optimizer keeps of them", held)
         with opened as of_origin:
             start = starting_point(run.setup, before, of_origin or run.checkpoints, step, run.corpus)
         return run, start, changes(before, run.setup.config) if before is not None and start.step else []
@@ -224,11 +220,8 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    # After JAX has joined several processes: it takes SIGTERM, and does nothing.
-    with monitor_peers(watch, run.resume_hint) as progress, StopRequest() as stop, ExitStack() as stack:
-        stop.unsaved = lambda: False
-        saved = None if fresh or run.saved_config() is None else run.read_config()
-        config, sizes = with_default_sizes(config, jax.default_backend(), saved)
+    with monitor_peers(watch, run.resume_hint) as progress, ended_by_signals(SIGNALS) as stop, ExitStack() as stack:
+        config, sizes = with_default_sizes(config, jax.default_backend(), None if fresh else run)
         if not fresh:
             run.check_compatible(config)
         branch = branch_of(config, stage, run, fresh)
@@ -239,8 +232,7 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
         console = stack.enter_context(Console(file, tuple(shown)))
-        if is_writer():
-            stop.report = console.message
+        stop.report = console.message if is_writer() else stop.report
         stages = prepare_stages(config, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
 
@@ -343,8 +335,7 @@ def train_stage(run: PreparedRun, start: Start, changed: Sequence[Change], profi
         evaluation = Evaluation(run.stage, run.directory, observers, steps)
         saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
         log = StepLog(setup, observers, *counts)
-        # One of several processes would be lost to the others, which save.
-        run.stop.unsaved = lambda: jax.process_count() > 1 or log.done > first_step
+        run.stop.unsaved = lambda: log.done > first_step or jax.process_count() > 1  # where all end together
         step = Loop(run.stage, steps, log, observers, evaluation, saving, [profile]).run()
     run.checkpoints.wait()
     if steps.ended_stage and not run.checkpoints.failure:
