@@ -12,7 +12,7 @@ import pytest
 
 import gregale
 from gregale.cli import PROGRAMS, Program, main
-from gregale.errors import UserError
+from gregale.errors import Interrupted, UserError
 from gregale.programs.command import Command
 
 
@@ -157,6 +157,8 @@ def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
     calls.error = KeyboardInterrupt()
     assert calls.main("fail") == 130
     assert capsys.readouterr().err == "gregale: interrupted\n"
+    calls.error = Interrupted(143)
+    assert (calls.main("fail"), capsys.readouterr().err) == (143, ""), "the signal was reported"
     for calls.error in (RuntimeError("a bug"), JaxRuntimeError("INTERNAL: a bug")):
         with pytest.raises(RuntimeError, match="a bug"):
             calls.main("fail")

@@ -25,6 +25,7 @@ from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.malloc_tuning import release_memory
+from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.exportable import check_family
@@ -147,7 +148,7 @@ def main(options: ExportOptions) -> int:
     if options.adapter and config.adapter is None:
         raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
-    with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
+    with monitor_peers(watch, lambda: "The same command starts again."), ended_by_signals(), ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
         check_family(setup.base)
