@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,13 +64,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if length > min(MAX_HEADER, size - LENGTH.size):
             raise UserError(f"{path} is no safetensors file, or cut off: its {size:,} bytes do not hold its header.")
         try:
-            header = json.loads(file.read(length))
-            header.pop(METADATA, None)
+            header = _header(file.read(length))
             found = {name: _tensor(path, name, entry, LENGTH.size + length) for name, entry in header.items()}
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
+            raise UserError(
+                f"{path} is damaged: the header of a safetensors file is JSON in UTF-8, with dtype, shape and bytes of "
+                f"each tensor once, and texts in {METADATA}. This one is not."
+            ) from None
     end = LENGTH.size + length
     for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
         if tensor.begin != end:  # an overlap or a gap, as with a duplicate name
@@ -84,6 +87,20 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return found
 
 
+def _header(content: bytes) -> dict[str, Any]:
+    """Return a header without its metadata; raise `ValueError` if it is not what the format's definition says."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a name stands twice")
+        return found
+
+    header = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    if content[:1] != b"{" or not all(isinstance(text, str) for text in header.pop(METADATA, {}).values()):
+        raise ValueError("no table of tensors, or metadata that are no texts")
+    return header
+
+
 def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
     dtypes = DTYPES | ({BYTES: np.dtype(np.uint8)} if name.endswith((BLOCKS, SCALES)) else {})
     if entry["dtype"] not in dtypes:
@@ -93,7 +110,7 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
         )
     dtype, shape = dtypes[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise UserError(f"{path} is damaged: the shape and the offsets of {name} are not all whole numbers from 0.")
     if end - begin != prod(shape) * dtype.itemsize:
         raise UserError(
