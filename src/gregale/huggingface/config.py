@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,7 @@ from gregale.huggingface.families import Family, family_of
 from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
-from gregale.settings import above, at_least, whole
+from gregale.settings import at_least, whole
 from gregale.settings.config_schema import types_of
 
 SIZES = {
@@ -32,19 +32,8 @@ DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings"
 ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 LOCAL_BASE = "rope_local_base_freq"  # base of layers with a window
 FULL, SLIDING = "full_attention", "sliding_attention"
-LLAMA3 = {
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context",
-}
-
-YARN = {
-    "beta_fast": "fast_turns",
-    "beta_slow": "slow_turns",
-    "original_max_position_embeddings": "original_context",
-    "attention_factor": "attention_factor",
-    "truncate": "whole_channels",
-}
+SCALINGS: dict[str, type[RotaryScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+OPTIONAL = ("fast_turns", "slow_turns", "attention_factor", "whole_channels")  # fields of scalings
 
 
 def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaConfig]:
@@ -56,38 +45,34 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
     Raises `UserError` for another family, a missing size, quantised weights, and settings that a `LlamaConfig` lacks.
     """
     family = family_of(saved.get("model_type"), source)
-    content = {**DEFAULTS, **family.defaults, **saved}
-    given = TypedJson(
-        {**{key: saved[other] for other, key in family.synonyms.items() if other in saved}, **content}, source
-    )
+    synonyms = {key: saved[other] for other, key in family.synonyms.items() if other in saved}
+    given = TypedJson({**synonyms, **DEFAULTS, **family.defaults, **saved}, source)
     for key in (*SIZES, *(family.experts.sizes if family.experts else ())):
         given.read(key, int, valid=whole(1))
     for key, only in (ONLY | dict(family.only)).items():
         if (value := given.content.get(key, only)) not in (only, None):
-            raise UserError(f"{source}: {key} is {value!r}; Gregale computes models whose {key} is {only!r}.")
+            raise given.error(f"{key} is {value!r}; Gregale computes models whose {key} is {only!r}.")
     for key in family.ignored:
         if (value := given.content.get(key)) is not None:
-            raise UserError(
-                f"{source}: {key} is {value!r}. transformers ignores it in a {family.model_type}, so this file "
+            raise given.error(
+                f"{key} is {value!r}. transformers ignores it in a {family.model_type}, so this file "
                 "describes one model and transformers computes another. Set it to null for the one of transformers."
             )
     if quantised := given.below("quantization_config").content:
         method = quantised.get("quant_method")
         if method is None or method != family.packing:
-            raise UserError(
-                f"{source}: quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
+            raise given.error(
+                f"quantization_config is set (quant_method {method!r}): Gregale does not read quantised "
                 "models but a gpt_oss in mxfp4. Use the original model. If the tool that quantised the model has "
                 "restored its weights, remove the key."
             )
-    kinds = types_of(family.config)
+    kinds, keys = types_of(family.config), _plain_keys(family)
     try:
-        fields = {
-            ours: given.read(key, kinds[ours]) for key, ours in _plain_keys(family).items() if key in given.content
-        }
-        family.config(**fields)  # checks the number of layers before the list of layers is made
-        fields |= {**family.block, **_windows(given, family)}
-        fields |= family.experts.read(given) if family.experts else {}
-        return family, family.config(**fields, **_rotary(given, family, fields["sliding_window"] is not None))
+        found = {ours: given.read(key, kinds[ours]) for key, ours in keys.items() if key in given.content}
+        family.config(**found)  # checks the number of layers before the list of layers is made
+        found |= {**family.block, **_windows(given, family)}
+        found |= family.experts.read(given) if family.experts else {}
+        return family, family.config(**found, **_rotary(given, family, found["sliding_window"] is not None))
     except UserError as error:  # of a configuration class, which does not know the file
         raise error if str(error).startswith(source) else UserError(f"{source}: {error}") from None
 
@@ -110,9 +95,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     rope, local = new if new.content else old, None
     if FULL in rope.content or SLIDING in rope.content:
         if LOCAL_BASE not in family.keys:
-            raise UserError(
-                f"{given.source}: rope_parameters are by kinds of layers, which no {family.model_type} has."
-            )
+            raise given.error(f"rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = rope.below(FULL), rope.below(SLIDING)
 
     def fields_of(rope: TypedJson) -> dict[str, Any]:
@@ -122,9 +105,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
 
     found = fields_of(rope)
     if new.content and old.content and fields_of(old) != found:
-        raise UserError(
-            f"{given.source}: rope_parameters and rope_scaling are both set, and differ; remove the wrong one."
-        )
+        raise given.error("rope_parameters and rope_scaling are both set, and differ; remove the wrong one.")
     if not windows or LOCAL_BASE not in family.keys:
         return found
     local_base = None if local is None else local.read("rope_theta", float | None, None)
@@ -133,36 +114,32 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     if local_base is None or {"rotary_base": local_base, "rotary_scaling": local_scaling} == found:
         return found
     if local_scaling is not None:
-        raise UserError(
-            f"{given.source}: layers with a window have a rotary scaling of their own; Gregale has none there."
-        )
+        raise given.error("layers with a window have a rotary scaling of their own; Gregale has none there.")
     return {**found, "window_rotary_base": local_base}
 
 
 def _scaling(rope: TypedJson) -> RotaryScaling | None:
+    """Return the scaling of rotary frequencies; the attention factor may be given by two factors of the logarithm."""
     if (part := rope.read("partial_rotary_factor", float | None, None)) not in (1.0, None):
-        raise UserError(f"{rope.source}: partial_rotary_factor is {part!r}; Gregale rotates the whole head, 1.0.")
+        raise rope.error(f"partial_rotary_factor is {part!r}; Gregale rotates the whole head, 1.0.")
     kind = rope.read("rope_type", str, rope.read("type", str, "default"))
     if kind == "default":
         return None
-    classes: dict[str, type[RotaryScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-    if kind not in classes:
-        raise UserError(
-            f"{rope.source}: the rotary scaling is of type {kind!r}; Gregale has default, linear, llama3 and yarn."
-        )
-    factor, kinds = rope.read("factor", float, valid=above(0)), types_of(classes[kind])
-    if kind == "linear":
-        return LinearScaling(factor)
-    if kind == "llama3":
-        return Llama3Scaling(factor, **{ours: rope.read(key, kinds[ours]) for key, ours in LLAMA3.items()})
-    own = {ours: rope.read(key, kinds[ours] | None, None) for key, ours in YARN.items()}
-    rope.read("original_max_position_embeddings", int)  # without it transformers uses a number of another meaning
-    # The attention factor may be given by two factors of the logarithm.
+    if kind not in SCALINGS:
+        raise rope.error(f"the rotary scaling is of type {kind!r}; Gregale has default, {', '.join(SCALINGS)}.")
+    types, given = types_of(SCALINGS[kind]), {}
+    for key, ours in _keys_of(SCALINGS[kind]).items():
+        given[ours] = rope.read(key, types[ours] | None, None) if ours in OPTIONAL else rope.read(key, types[ours])
     scales = [rope.read(key, float | None, None, at_least(0)) for key in ("mscale", "mscale_all_dim")]
-    if all(scales) and own["attention_factor"] is None:
-        upper, lower = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in scales if scale)
-        own["attention_factor"] = upper / lower
-    return YarnScaling(factor, **{ours: value for ours, value in own.items() if value is not None})
+    if all(scales) and given.get("attention_factor", 0) is None:
+        upper, lower = (1 + 0.1 * scale * math.log(max(given["factor"], 1)) for scale in scales if scale)
+        given["attention_factor"] = upper / lower
+    return SCALINGS[kind](**{ours: value for ours, value in given.items() if value is not None})
+
+
+def _keys_of(scaling: type[RotaryScaling]) -> dict[str, str]:
+    """Return the keys of a scaling with its fields, whose first aliases they are."""
+    return {(*each.metadata.get("aliases", ()), each.name)[0]: each.name for each in fields(scaling)}
 
 
 def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
@@ -173,21 +150,19 @@ def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
     if window is None and kinds is None and family.full_every is None:
         return none
     if kinds is None and not family.derives_layer_types:
-        raise UserError(
-            f"{given.source} has no layer_types, and versions of transformers differ in which layers have windows."
-        )
+        raise given.error("it has no layer_types, and versions of transformers differ in which layers have windows.")
     layers = given.read("num_hidden_layers", int)
     kinds = _layer_types(given, family, layers) if kinds is None else kinds
     if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
-        raise UserError(
-            f"{given.source}: layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}); it needs one "
+        raise given.error(
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}); it needs one "
             f"for each of the {layers} layers, and Gregale computes {FULL} and {SLIDING}."
         )
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
     if len(full) == len(kinds):
         return none
     if window is None:
-        raise UserError(f"{given.source}: layers are {SLIDING}, but there is no sliding_window, or it is not used.")
+        raise given.error(f"layers are {SLIDING}, but there is no sliding_window, or it is not used.")
     return {"sliding_window": window, "full_layers": full}
 
 
@@ -209,16 +184,13 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     - `before`: the imported config.json; the result keeps its keys that do not affect the shape, and its format of the
       rotary frequencies. If it describes this model, the result keeps all of its keys: several forms mean the same
     """
-    names, in_one = (
-        {"model_type": family.model_type, "architectures": [family.architecture]},
-        "rope_parameters" in before,
-    )
+    in_one = "rope_parameters" in before
     fields = _written_fields(config, family, vocabulary, in_one)
     if before.get("model_type") == family.model_type:
         _, there = read_config(before, "config.json")
         if _written_fields(there, family, there.vocabulary, in_one) == fields:
-            return {**before, **names}
-    return {**before, **names, **fields}
+            return {**before, "architectures": [family.architecture]}
+    return {**before, **fields, "model_type": family.model_type, "architectures": [family.architecture]}
 
 
 def _written_fields(config: LlamaConfig, family: Family, vocabulary: int | None, in_one: bool) -> dict[str, Any]:
@@ -257,16 +229,12 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
 def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:
     """Return the rotary keys: `rope_parameters` if `in_one`, else `rope_theta` and `rope_scaling`."""
     scaling, rope = config.rotary_scaling, {}
-    if isinstance(scaling, LinearScaling):
-        rope = {"rope_type": "linear", "factor": scaling.factor}
-    elif isinstance(scaling, Llama3Scaling):
-        own = {key: getattr(scaling, ours) for key, ours in LLAMA3.items()}
-        rope = {"rope_type": "llama3", "factor": scaling.factor, **own}
-    elif isinstance(scaling, YarnScaling):
-        own = {key: value for key, ours in YARN.items() if (value := getattr(scaling, ours)) is not None}
-        if own["truncate"]:  # transformers' default, which its own files leave out
+    if scaling is not None:
+        own = {key: getattr(scaling, ours) for key, ours in _keys_of(type(scaling)).items()}
+        if own.get("truncate"):  # transformers' default, which its own files leave out
             del own["truncate"]
-        rope = {"rope_type": "yarn", "factor": scaling.factor, **own}
+        kind = scaling.get_choice_name(type(scaling))
+        rope = {"rope_type": kind, **{key: value for key, value in own.items() if value is not None}}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LlamaConfig
@@ -56,8 +55,8 @@ class FamilyExperts:
         layers, named = given.read("num_hidden_layers", int), set(only)
         dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
         if dense != [*range(len(dense))]:
-            raise UserError(
-                f"{given.source}: by {SPARSE_STEP} {step} and {MLP_ONLY} {only}, the layers without experts are "
+            raise given.error(
+                f"by {SPARSE_STEP} {step} and {MLP_ONLY} {only}, the layers without experts are "
                 f"{listed(list(map(str, dense)))}; Gregale computes models in which they are the first ones."
             )
         return len(dense)

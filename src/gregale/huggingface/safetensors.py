@@ -70,8 +70,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
-                f"{path} is damaged: the header of a safetensors file is JSON in UTF-8, with dtype, shape and bytes of "
-                f"each tensor once, and texts in {METADATA}. This one is not."
+                f"{path} is damaged: the header of a safetensors file is JSON in UTF-8, with dtype, shape and bytes "
+                f"of each tensor, and texts in {METADATA}. This one is not."
             ) from None
     end = LENGTH.size + length
     for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
@@ -88,16 +88,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _header(content: bytes) -> dict[str, Any]:
-    """Return a header without its metadata; raise `ValueError` if it is not what the format's definition says."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError("a name stands twice")
-        return found
-
-    header = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    """Return a header without its metadata; raise an error if it is not what the format's definition says."""
+    header = json.loads(content.decode("utf-8"))
     if content[:1] != b"{" or not all(isinstance(text, str) for text in header.pop(METADATA, {}).values()):
-        raise ValueError("no table of tensors, or metadata that are no texts")
+        raise ValueError
     return header
 
 

@@ -1,7 +1,7 @@
 """Provides the map between a folder's tensors and a model's parameters."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -18,7 +18,6 @@ from gregale.huggingface.families import Family
 
 # Old folders store computed tensors; a tied model may store its head, which is the embedding.
 SUPERFLUOUS = (".rotary_emb.inv_freq",)
-MISSING_SHOWN = 5
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -68,14 +67,8 @@ class Slot:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return tensor's name -> its index in the parameter's first axes, layer by layer."""
-        return dict(self.named_places())
-
-    def named_places(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield `tensors`, one by one: a config.json may name more experts than memory holds names."""
-        stacked = [axis.size for axis in self.axes[: self.stacked]]
-        for number in range(prod(stacked)):
-            place = tuple(map(int, np.unravel_index(number, stacked))) if stacked else ()
-            yield self.name(place), place
+        places = product(*(range(axis.size) for axis in self.axes[: self.stacked]))
+        return {self.name(place): place for place in places}
 
     @property
     def flat(self) -> tuple[str, ...]:
@@ -128,14 +121,10 @@ def slots_of(model: Any, family: Family) -> list[Slot]:
 
 def check_names(found: set[str], slots: list[Slot], source: str) -> None:
     """Raise `UserError` for missing tensors and for tensors that the model lacks; `source`: the folder's path."""
-    wanted: set[str] = set()
-    for name, _ in (each for slot in slots for each in slot.named_places()):
-        wanted.add(name)
-        if len(wanted) > 2 * len(found) + MISSING_SHOWN:
-            raise UserError(
-                f"{source} does not hold the model that its config.json describes: it lacks, among others, "
-                f"{listed(sorted(wanted - found)[:MISSING_SHOWN])}."
-            )
+    count = sum(prod(axis.size for axis in slot.axes[: slot.stacked]) for slot in slots if slot.part == 0)
+    if count > 2 * len(found) + 1000:  # before the names are made, which may be billions
+        raise UserError(f"{source}: by its config.json the model has {count:,} tensors, and its files {len(found):,}.")
+    wanted = {name for slot in slots for name in slot.tensors()}
     ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
     problems = [
         f"{what} {listed(sorted(names))}"

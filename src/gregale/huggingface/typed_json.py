@@ -1,32 +1,26 @@
-"""Provides the read of JSON objects that other programs wrote: a value of another type than its key's is refused."""
+"""Provides the read of JSON objects that other programs wrote; a value of another type than its key's is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any, get_args, get_origin
 
 from gregale.errors import UserError
 from gregale.settings import Range, shortened
-from gregale.settings.config_schema import is_union
-
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "an object"}
+from gregale.settings.config_schema import is_union, type_name
 
 
 @dataclass(frozen=True)
 class TypedJson:
-    """An object of a JSON file; `source`: the file's path and, of an object in another, its key, for messages."""
+    """An object of a JSON file; `source`: its path and, of an object in another, its key."""
 
     content: Mapping[str, Any]
     source: str
 
     def read(self, key: str, kind: Any, default: Any = ..., valid: Range | None = None) -> Any:
-        """Return the value of a key.
+        """Return the value of a key as a field of type `kind` has it; raise `UserError` for another type or number.
 
-        - `kind`: its type as in a configuration class: `int`, `float | None`, `list[int]`
         - `default`: of a key that is absent; without it the key has to be there
         - `valid`: the valid numbers
-
-        Raises `UserError` that names the key, its value and the valid values.
         """
         if key not in self.content and default is not ...:
             return default
@@ -34,13 +28,16 @@ class TypedJson:
         found = _typed(value, kind)
         if found is ... or (valid and found is not None and found not in valid):
             there = f"is {shortened(repr(value))}" if key in self.content else "is missing"
-            bounds = f", {valid.words(largest=True)}" if valid else ""
-            raise UserError(f"{self.source}: {key} {there}; it has to be {_words(kind)}{bounds}.")
+            wanted = f"{type_name(kind)}{f', {valid.words(largest=True)}' if valid else ''}"
+            raise self.error(f"{key} {there}; it has to be of type {wanted}.")
         return found
 
     def below(self, key: str) -> "TypedJson":
         """Return the object at a key; an empty one if it is absent or null."""
         return TypedJson(self.read(key, dict | None, None) or {}, f"{self.source}, {key}")
+
+    def error(self, text: str) -> UserError:
+        return UserError(f"{self.source}: {text}")
 
 
 def _typed(value: Any, kind: Any) -> Any:
@@ -53,9 +50,3 @@ def _typed(value: Any, kind: Any) -> Any:
     if kind is float and type(value) in (int, float):
         return float(value) if abs(value) < 2**1023 else ...  # neither infinity nor NaN
     return value if type(value) is kind else ...
-
-
-def _words(kind: Any) -> str:
-    if is_union(kind):
-        return " or ".join("null" if each is NoneType else _words(each) for each in get_args(kind))
-    return f"a list, each {_words(get_args(kind)[0])}" if get_origin(kind) is list else WORDS[kind]
