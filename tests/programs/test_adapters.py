@@ -25,7 +25,7 @@ from gregale.huggingface.tensor_names import parameters_of, slots_of
 from gregale.model.adapter_config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.adapters import family_of
+from gregale.programs.runtime.adapters import base_name, family_of
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
 from gregale.programs.train.resume import started_state
@@ -239,10 +239,26 @@ def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
     base = transformers.AutoModelForCausalLM.from_pretrained(inputs / "hub")
     before = base(tokens).logits.detach().numpy()
     merged = transformers.AutoModelForCausalLM.from_pretrained(inputs / "merged")(tokens).logits.detach().numpy()
-    beside = peft.PeftModel.from_pretrained(base, inputs / "adapters")(tokens).logits.detach().numpy()
+    beside = peft.AutoPeftModelForCausalLM.from_pretrained(inputs / "adapters")(tokens).logits.detach().numpy()
     np.testing.assert_allclose(merged, beside, atol=1e-4)
     assert np.abs(merged - before).max() > 1e-2
     np.testing.assert_allclose(logits_of("tuned"), beside, atol=1e-4)
+
+
+def test_a_base_that_peft_cannot_open_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = Base(RunDirectory(tmp_path / "trained"), 4, "digest")
+    for name in ("merged", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"is step 4 of \S+/trained, .* export \S+/trained FOLDER --step 4`.*`--base FOLDER"
+    ):
+        base_name(trained, None)
+    with pytest.raises(UserError, match=r"base: empty has no config.json"):
+        base_name(trained, "empty")
+    assert base_name(trained, "merged") == str(tmp_path / "merged")
+    assert base_name(trained, "org/name") == "org/name"
 
 
 def logits_of(name: str) -> np.ndarray:

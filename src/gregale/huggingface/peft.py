@@ -17,9 +17,9 @@ from gregale.model.adapter_config import LoraConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Keys of adapter_config.json that have to agree with the run's, with PEFT's defaults; keys that do not change what A and
-# B compute (records, training alone, names that the tensors have); and valid values of keys that are not null, false or
-# empty. Every other key has to be, also one of another version of PEFT.
+# Keys of adapter_config.json that have to agree with the run's, with PEFT's defaults; keys that do not change what A
+# and B compute (records, training alone, names that the tensors have); and valid values of keys that are not null,
+# false or empty. Every other key has to be, also one of another version of PEFT.
 COMPARED = {"peft_type": None, "r": 8, "lora_alpha": 8, "use_rslora": False}
 FREE = {
     *(
