@@ -2,7 +2,7 @@
 
 import pytest
 
-from gregale.data.build import store_key
+from gregale.data.build import identity_of, store_key
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources import JsonLinesSource
@@ -36,7 +36,7 @@ def test_a_store_is_not_completed_and_the_next_build_has_the_new_text(
     for name in "ab":
         write_bytes(storage_path(f"{root}/{name}.jsonl"), LINES)
     source = JsonLinesSource(files=(f"{root}/*.jsonl",), on_bad_document="skip")
-    folder = tmp_path / "cache" / store_key(source, BytesTokenizer())
+    folder = tmp_path / "cache" / store_key(identity_of(source, BytesTokenizer()))
     message = CHANGED if method == "scan" else "one of its files changed while it was read"
     with monkeypatch.context() as patch:
         writing_at(patch, method, f"{root}/b.jsonl", change)
