@@ -96,9 +96,12 @@ def test_a_store_under_the_name_of_another_is_refused_and_its_parts_are_encoded_
     for name, text in (("a", "of a, longer"), ("b", "b")):
         (tmp_path / name).write_text(text)
     a, b = (TextSource(files=(f"{tmp_path}/{name}",)) for name in "ab")
-    copied, folder = build(a, tmp_path / "cache").folder, tmp_path / "cache" / store_key(identity_of(b, BYTES))
+    copied, folder = (
+        Path(str(build(a, tmp_path / "cache").folder)),
+        tmp_path / "cache" / store_key(identity_of(b, BYTES)),
+    )
     shutil.copytree(copied, folder)
-    with pytest.raises(UserError, match=f"{folder} has the tokens of another source .* than its name says, 13 of them"):
+    with pytest.raises(UserError, match=f"{folder} has 13 tokens of another source or tokenizer than its name"):
         build(b, tmp_path / "cache")
     (folder / "manifest.json").unlink()
     assert contents(build(b, tmp_path / "cache")) == [[98, 256]], "and not the parts of the other"

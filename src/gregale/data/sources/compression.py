@@ -22,6 +22,7 @@ FIRST_BYTES = {
     "xz": rb"\xfd7zXZ\0",
     "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one to skip
 }
+CONTROLS = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # bytes that no text has
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
     "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
@@ -32,16 +33,14 @@ OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
 def compression_of(path: str, file: BinaryIO) -> str | None:
     """Return the compression of a file that is opened at its beginning; None if it has none.
 
-    Raises `BadDocument` if the file's name promises another one, or its text is not UTF-8 but UTF-16 or UTF-32.
+    Raises `BadDocument` if it begins neither as one that its name promises nor as text, or as UTF-16 or UTF-32.
     """
     head = file.read(16)
     file.seek(0)
     named = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
     kind = first_match(FIRST_BYTES, head)
-    if head and named and not kind:
-        raise BadDocument(
-            f"{path}: a damaged {named} file, or none: it does not begin as one. If it is not compressed, rename it."
-        )
+    if named and not kind and CONTROLS.search(head):
+        raise BadDocument(f"{path}: a damaged {named} file, or none: it begins neither as one nor as text.")
     check_encoding(path, head)
     return kind
 
