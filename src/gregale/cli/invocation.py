@@ -65,21 +65,16 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     lists |= {plugins.KEY} if command.plugins else set()
-    for at, key in enumerate(arguments):
-        values = [*takewhile(_is_element, arguments[at + 1 :])] if key.startswith("--") else []
-        is_list = command.config is not None and is_list_at(command.config, key[2:].split("."))
-        if (
-            is_list and len(values) > 1 and key[2:] not in lists
-        ):  # what follows the first value would be CONFIG, or superfluous
+    for at, key in enumerate(arguments if command.config else ()):
+        after = takewhile(lambda word: word[:2] != "--" and not word.endswith((".yaml", ".yml")), arguments[at + 1 :])
+        values = [word for word in after if not os.path.exists(word)]
+        is_list = key.startswith("--") and key[2:] not in lists and is_list_at(parts[-1], key[2:].split("."))
+        if is_list and len(values) > 1:
             given, wanted = f"{key} {' '.join(values)}", f"{key} {','.join(values)}"
             raise UserError(f"`{given}`: a list is one word on the command line, with commas: `{wanted}`.")
     words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     fields_of = {f"--{alias}": f"--{name}" for alias, name in command.aliases.items()}
     return words, ["".join((fields_of.get(key, key), *rest)) for key, *rest in (pair.partition("=") for pair in pairs)]
-
-
-def _is_element(word: str) -> bool:
-    return not word.startswith("--") and not word.endswith((".yaml", ".yml")) and not os.path.exists(word)
 
 
 def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> bool:

@@ -82,8 +82,7 @@ def build_store(
             build()
     store = replace(open_store(folder, cache.disk), is_new=is_new)
     if json_sha256({key: store.manifest.get(key, value) for key, value in identity.items()}) != json_sha256(identity):
-        count = f"{store.manifest['tokens']:,} tokens"
-        raise UserError(f"{folder} has {count} of another source or tokenizer than its name says. {MENDING}")
+        raise UserError(f"{folder} has tokens of another source or tokenizer than its name says. {MENDING}")
     return store
 
 

@@ -168,11 +168,9 @@ def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
 
 def _layer_types(given: TypedJson, family: Family, layers: int) -> list[str]:
     """Return the `layer_types` that transformers derives for an older config.json, which has a rule instead."""
-    every, first = family.full_every, 0
-    for key in ("_sliding_window_pattern", "sliding_window_pattern"):
-        every = given.read(key, int, every, whole(1)) if family.full_every else None
-    if family.first_full is not None:
-        first = given.read("max_window_layers", int, family.first_full, whole(0))
+    every, first = given.read("_sliding_window_pattern", int, family.full_every, whole(1)), family.first_full
+    every = given.read("sliding_window_pattern", int, every, whole(1)) if family.full_every else None
+    first = 0 if first is None else given.read("max_window_layers", int, first, whole(0))
     return [FULL if layer < first or (every and not (layer + 1) % every) else SLIDING for layer in range(layers)]
 
 
@@ -231,10 +229,8 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
     scaling, rope = config.rotary_scaling, {}
     if scaling is not None:
         own = {key: getattr(scaling, ours) for key, ours in _keys_of(type(scaling)).items()}
-        if own.get("truncate"):  # transformers' default, which its own files leave out
-            del own["truncate"]
-        kind = scaling.get_choice_name(type(scaling))
-        rope = {"rope_type": kind, **{key: value for key, value in own.items() if value is not None}}
+        own = {"rope_type": scaling.get_choice_name(type(scaling)), **own}
+        rope = {key: value for key, value in own.items() if (key, value) != ("truncate", True) and value is not None}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}

@@ -22,30 +22,15 @@ PREFIX = "base_model.model."
 # false or empty. Every other key has to be, also one of another version of PEFT.
 COMPARED = {"peft_type": None, "r": 8, "lora_alpha": 8, "use_rslora": False}
 FREE = {
-    *(
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-    ),
-    *("inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config"),
-    *(
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-    ),
-}
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
 VALID = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
 CONVERSION = (
-    "PEFT changes the base's weights at the start of such adapters. Write them as plain ones where they were trained "
-    "(`save_pretrained(OTHER, path_initial_model_for_weight_conversion=INITIAL)` of peft), or merge them: "
-    "`AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)`, and import OTHER."
+    "PEFT changes the base with such adapters. Where they were trained, write plain ones with peft's `save_pretrained("
+    "OTHER, path_initial_model_for_weight_conversion=INITIAL)`; or `AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
+    ".merge_and_unload().save_pretrained(OTHER)` makes a model to import."
 )
 
 
@@ -126,8 +111,6 @@ def check_settings(found: Mapping[str, Any], config: LoraConfig, source: str) ->
     wanted = adapter_settings(config, [], "", False)
     for name, there in (COMPARED | dict(found)).items():
         valid = (wanted[name],) if name in COMPARED else (None, False, [], {}, *VALID.get(name, ()))
+        advice = CONVERSION if name == "init_lora_weights" else f"Here it is {' or '.join(map(repr, valid))}."
         if name not in FREE and there not in valid:
-            advice = (
-                CONVERSION if name == "init_lora_weights" else f"Here it has to be {' or '.join(map(repr, valid))}."
-            )
             raise UserError(f"adapter.start_from: {name} is {there!r} in {source}. {advice}")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -64,15 +63,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if length > min(MAX_HEADER, size - LENGTH.size):
             raise UserError(f"{path} is no safetensors file, or cut off: its {size:,} bytes do not hold its header.")
         try:
-            header = _header(file.read(length))
+            content = file.read(length)
+            header = json.loads(content.decode("utf-8"))
+            if content[:1] != b"{" or {type(text) for text in header.pop(METADATA, {}).values()} - {str}:
+                raise ValueError
             found = {name: _tensor(path, name, entry, LENGTH.size + length) for name, entry in header.items()}
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"{path} is damaged: the header of a safetensors file is JSON in UTF-8, with dtype, shape and bytes "
-                f"of each tensor, and texts in {METADATA}. This one is not."
-            ) from None
+            text = f"JSON in UTF-8, with texts in {METADATA}"
+            raise UserError(f"{path} is damaged: the header of a safetensors file is {text}. It is not.") from None
     end = LENGTH.size + length
     for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
         if tensor.begin != end:  # an overlap or a gap, as with a duplicate name
@@ -85,14 +85,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
         state = "cut off" if size < end else "damaged"
         raise UserError(f"{path} is {state}: by its header it has {end:,} bytes, and there are {size:,}.")
     return found
-
-
-def _header(content: bytes) -> dict[str, Any]:
-    """Return a header without its metadata; raise an error if it is not what the format's definition says."""
-    header = json.loads(content.decode("utf-8"))
-    if content[:1] != b"{" or not all(isinstance(text, str) for text in header.pop(METADATA, {}).values()):
-        raise ValueError
-    return header
 
 
 def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:

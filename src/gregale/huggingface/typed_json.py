@@ -17,15 +17,10 @@ class TypedJson:
     source: str
 
     def read(self, key: str, kind: Any, default: Any = ..., valid: Range | None = None) -> Any:
-        """Return the value of a key as a field of type `kind` has it; raise `UserError` for another type or number.
-
-        - `default`: of a key that is absent; without it the key has to be there
-        - `valid`: the valid numbers
-        """
+        """Return a key's value as a field of type `kind` has it; `default`: if the key is absent, else it is required."""
         if key not in self.content and default is not ...:
             return default
-        value = self.content.get(key)
-        found = _typed(value, kind)
+        found = _typed(value := self.content.get(key), kind)
         if found is ... or (valid and found is not None and found not in valid):
             there = f"is {shortened(repr(value))}" if key in self.content else "is missing"
             wanted = f"{type_name(kind)}{f', {valid.words(largest=True)}' if valid else ''}"

@@ -81,9 +81,7 @@ class ExportOptions(Settings):
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
     adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
-    base: str | None = setting(
-        None, "with adapter, the model that they are for, as a folder or ORG/NAME on the hub; null: the imported one"
-    )
+    base: str | None = setting(None, "the model of these adapters, a folder or ORG/NAME; null: the imported one")
     dtype: str | None = setting(
         None,
         "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",

@@ -71,15 +71,12 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
 
 def base_name(base: Base, given: str | None) -> str:
     """Return the folder or name from which PEFT reads a base (`given`: the user's); raise `UserError` if it cannot."""
-    origin = base.origin
-    if given is None and not origin.is_imported:
+    folder = Path(str(base.origin.huggingface) if given is None else expand(given, "base"))
+    if not base.origin.is_imported if given is None else folder.is_dir() and not (folder / CONFIG).is_file():
         raise UserError(
-            f"adapter: the base is step {base.step} of {origin.path}, which has no {CONFIG} that peft could open. "
-            f"`gregale export {origin.path} FOLDER --step {base.step}` writes it; then add `--base FOLDER`."
+            f"base: {folder} is no model of transformers, which peft opens. `gregale export {base.origin.path} FOLDER "
+            f"--step {base.step}` writes the model of these adapters; then add `--base FOLDER`."
         )
-    folder = Path(str(origin.huggingface) if given is None else expand(given, "base"))
-    if folder.is_dir() and not (folder / CONFIG).is_file():
-        raise UserError(f"base: {folder} has no {CONFIG}; peft opens folders of transformers, and names on the hub.")
     return str(folder.absolute() if folder.is_dir() else folder)
 
 
