@@ -70,8 +70,7 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
         values = [word for word in after if not os.path.exists(word)]
         is_list = key.startswith("--") and key[2:] not in lists and is_list_at(parts[-1], key[2:].split("."))
         if is_list and len(values) > 1:
-            given, wanted = f"{key} {' '.join(values)}", f"{key} {','.join(values)}"
-            raise UserError(f"`{given}`: a list is one word on the command line, with commas: `{wanted}`.")
+            raise UserError(f"{key}: on the command line a list is one word, with commas: `{key} {','.join(values)}`.")
     words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     fields_of = {f"--{alias}": f"--{name}" for alias, name in command.aliases.items()}
     return words, ["".join((fields_of.get(key, key), *rest)) for key, *rest in (pair.partition("=") for pair in pairs)]

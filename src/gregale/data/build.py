@@ -53,9 +53,9 @@ class TokenCache:
 
 def identity_of(source: SourceConfig, tokenizer: Tokenizer) -> dict:
     """Return everything that determines the content of the store of a source and a tokenizer, as in its manifest."""
+    found = {"source": source.identity(), "tokenizer": tokenizer.fingerprint}
     template = tokenizer.chat_template if source.has_conversations else None
-    chat = {"chat_template": asdict(template)} if template else {}
-    return {"source": source.identity(), "tokenizer": tokenizer.fingerprint, **chat}
+    return found | ({"chat_template": asdict(template)} if template else {})
 
 
 def store_key(identity: dict) -> str:

@@ -17,7 +17,7 @@ class TypedJson:
     source: str
 
     def read(self, key: str, kind: Any, default: Any = ..., valid: Range | None = None) -> Any:
-        """Return a key's value as a field of type `kind` has it; `default`: if the key is absent, else it is required."""
+        """Return a key's value as a field of type `kind` has it; without `default` the key has to be there."""
         if key not in self.content and default is not ...:
             return default
         found = _typed(value := self.content.get(key), kind)

@@ -22,7 +22,6 @@ FIRST_BYTES = {
     "xz": rb"\xfd7zXZ\0",
     "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",  # a frame, or one to skip
 }
-CONTROLS = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")  # bytes that no text has
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
     "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
@@ -39,7 +38,7 @@ def compression_of(path: str, file: BinaryIO) -> str | None:
     file.seek(0)
     named = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
     kind = first_match(FIRST_BYTES, head)
-    if named and not kind and CONTROLS.search(head):
+    if named and not kind and re.search(rb"[\0-\x08\x0e-\x1f]", head):
         raise BadDocument(f"{path}: a damaged {named} file, or none: it begins neither as one nor as text.")
     check_encoding(path, head)
     return kind
