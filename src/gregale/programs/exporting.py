@@ -56,7 +56,7 @@ from gregale.huggingface.writing import (
 )
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.runtime.adapters import write_adapter_settings
+from gregale.programs.runtime.adapters import base_name, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
@@ -82,6 +82,7 @@ class ExportOptions(Settings):
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
     adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
+    base: str | None = setting(None, "the model of these adapters, a folder or ORG/NAME; null: the imported one")
     dtype: str | None = setting(
         None,
         "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
@@ -164,13 +165,14 @@ def main(options: ExportOptions) -> int:
         files = {ADAPTER_WEIGHTS: list(sizes)} if options.adapter else None
         files = files or files_for(sizes, options.shard_gigabytes, imported)
         found = stack.enter_context(opened(run, setup, options.step))
+        base = base_name(found.base, options.base) if options.adapter and found.base else ""
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
         write_tensors(folder, files, slots, found, setup.layout, dtypes)
         exported = Exported(
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
         if options.adapter:
-            by_first(lambda: write_adapter_settings(folder, setup, slots, found.metadata["base"]["origin"]), None)
+            by_first(lambda: write_adapter_settings(folder, setup, slots, base), None)
         else:
             by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:
