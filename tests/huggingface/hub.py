@@ -11,6 +11,7 @@ from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 
 VOCABULARY, CONTEXT = 257, 64
+PROMPT = "the wind and the "
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
@@ -35,6 +36,8 @@ YARN = {
 }
 WINDOW = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED_KINDS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+MIXED = MIXED_KINDS | {"head_dim": 10}
 GEMMA = {"head_dim": 16, "sliding_window": 5}
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,6 +81,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "intermediate_size": 64,
         "rope_parameters": YARN | {"truncate": False},
     }),
+    "ministral": ("ministral", MIXED | {"rope_parameters": LLAMA3}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 10}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 12}),
+    "internlm3": ("internlm3", {"head_dim": 12}),
+    "cwm": ("cwm", MIXED | {"rope_parameters": LLAMA3, "bos_token_id": 0}),
+    "exaone4": ("exaone4", {"head_dim": 10, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "olmo3": ("olmo3", MIXED_KINDS | {"rope_parameters": {
+        "full_attention": YARN | {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    }}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "hy_v3": ("hy_v3", {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_shared_experts": 2,
+        "head_dim": 10, "router_scaling_factor": 1.5,
+    }),
+    "solar_open": ("solar_open", {
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+        "head_dim": 10, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2,
+    }),
     "gpt_oss_plain": ("gpt_oss", {
         "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 7,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -116,3 +138,14 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32", **
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     write_tokenizer(BytesTokenizer(), folder, CONTEXT)
     return model
+
+
+def continued(folder: Path) -> str:
+    """What transformers continues the prompt with, of bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from gregale.errors import KeyedError, UserError
-from gregale.huggingface.families import Family, family_of
+from gregale.huggingface.families import FAMILIES, Family, family_of
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 
@@ -28,6 +28,7 @@ DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings"
 ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 LOCAL_BASE = "rope_local_base_freq"  # base of layers with a window
 MAX_SIZE = 2**31 - 1
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
     "low_freq_factor": "low_frequency_factor",
@@ -52,7 +53,7 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
 
     Raises `UserError` for another family, a missing size, quantised weights, and settings that a `LlamaConfig` lacks.
     """
-    family = family_of(saved.get("model_type"), source)
+    family = family_of(saved, source)
     given = {**DEFAULTS, **family.defaults, **saved}
     given = {**{key: saved[other] for other, key in family.synonyms.items() if other in saved}, **given}
     for key in (*SIZES, *(family.experts.sizes if family.experts else ())):
@@ -61,7 +62,7 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
                 f"{source}: {key} is {size!r}; it has to be there, and a whole number from 1 to {MAX_SIZE:,}."
             )
     for key, only in (ONLY | dict(family.only)).items():
-        if given.get(key, only) not in (only, None):
+        if key not in family.keys and given.get(key, only) not in (only, None, family.legacy.get(key)):
             raise UserError(f"{source}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")
     for key in family.ignored:
         if given.get(key) is not None:
@@ -93,6 +94,18 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
         ) from None
 
 
+def text_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text part of a model of several parts, and other ones as they are."""
+    whole, text = saved.get("model_type"), saved.get("text_config")
+    family = next((each for each in FAMILIES.values() if whole in each.part_of), None)
+    if family is None or not isinstance(text, dict):
+        return saved
+    # Of all parts: the dtype and the special tokens, which either of both may say, and whether the head is a tensor.
+    shared = {key: saved[key] for key in ("dtype", "torch_dtype", *IDS) if key in saved}
+    tied = {key: saved[key] for key in ("tie_word_embeddings",) if key in saved}
+    return {**shared, "model_type": family.model_type, **text, **tied, "architectures": [family.architecture]}
+
+
 def _plain_keys(family: Family) -> dict[str, str]:
     """Return the keys whose values are field values, with the names of the fields."""
     own = {key: ours for key, ours in family.keys.items() if key != LOCAL_BASE}
@@ -110,7 +123,7 @@ def _rotary(given: Mapping[str, Any], family: Family, windows: bool, source: str
     new = new if new or old else family.rotary
     rope, local = new or old, {"rope_theta": given.get(LOCAL_BASE)}
     if FULL in rope or SLIDING in rope:
-        if LOCAL_BASE not in family.keys:
+        if not family.rotary_kinds:
             raise UserError(f"{source}: rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = (rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})})
 
@@ -121,7 +134,7 @@ def _rotary(given: Mapping[str, Any], family: Family, windows: bool, source: str
     found = fields_of(rope)
     if new and old and fields_of(old) != found:
         raise UserError(f"{source}: rope_parameters and rope_scaling are both set, and differ; remove the wrong one.")
-    if not windows or LOCAL_BASE not in family.keys or local["rope_theta"] is None:
+    if not windows or not family.rotary_kinds or local["rope_theta"] is None:
         return found
     local_base, local_scaling = float(local["rope_theta"]), _scaling(local, source)
     if {"rotary_base": local_base, "rotary_scaling": local_scaling} == found:
@@ -143,7 +156,11 @@ def _scaling(rope: Mapping[str, Any], source: str) -> RotaryScaling | None:
         return Llama3Scaling(factor=float(rope["factor"]), **{ours: rope[key] for key, ours in LLAMA3.items()})
     if kind == "yarn":
         return _yarn(rope)
-    raise UserError(f"{source}: the rotary scaling is of type {kind!r}; Gregale has default, linear, llama3 and yarn.")
+    hint = " Up to max_position_embeddings tokens it is that of none: remove it, if you need no longer texts."
+    raise UserError(
+        f"{source}: the rotary scaling is of type {kind!r}; Gregale has default, linear, llama3 and yarn."
+        f"{hint if kind == 'dynamic' else ''}"
+    )
 
 
 def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
@@ -186,7 +203,7 @@ def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
     first = 0 if family.first_full is None else given.get("max_window_layers", family.first_full)
 
     def is_full(layer: int) -> bool:
-        return layer < first or (family.full_every is not None and (layer + 1) % every == 0)
+        return layer < first or (bool(family.full_every) and (layer - family.full_at) % every == 0)
 
     return [FULL if is_full(layer) else SLIDING for layer in range(given["num_hidden_layers"])]
 
@@ -216,11 +233,9 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
 
 
 def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
-    if family.window is None:
-        return {}
-    window, full = config.sliding_window, config.full_layers
-    fields: dict[str, Any] = {"sliding_window": window}
-    if window is None and family.full_every is not None:  # transformers requires a number
+    window, full = config.sliding_window if family.window else None, config.full_layers
+    fields: dict[str, Any] = {} if family.window is None else {"sliding_window": window}
+    if window is None and family.window and family.full_every is not None:  # transformers requires a number
         fields["sliding_window"] = family.defaults["sliding_window"]
     if family.has_layer_types:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
@@ -248,9 +263,12 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}
-    if LOCAL_BASE not in family.keys:
-        return {"rope_parameters": whole} if in_one or (family.rotary and scaling is None) else apart
+    if not family.rotary_kinds:
+        return {"rope_parameters": whole} if in_one or family.rotary else apart
+    local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
+    kinds = {"rope_parameters": {FULL: whole, SLIDING: local}}
     if in_one or (local_base is None and rope):
-        local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
-        return {"rope_parameters": {FULL: whole, SLIDING: local}}
+        return kinds
+    if LOCAL_BASE not in family.keys:  # the first two are for older versions
+        return {**apart, **kinds}
     return {**apart, LOCAL_BASE: base if local_base is None else local_base}
