@@ -229,7 +229,7 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
         fields["query_pre_attn_scalar"] = int(width) if width == int(width) else width
     fields |= _written_windows(config, family) | (family.experts.written(config) if family.experts else {})
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
-    return {**before, **names, **fields, **_written_rotary(config, family, "rope_parameters" in before)}
+    return {**before, **names, **fields, **_written_rotary(config, family, before)}
 
 
 def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
     return fields
 
 
-def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:
-    """Return the rotary keys: `rope_parameters` if `in_one`, else `rope_theta` and `rope_scaling`."""
+def _written_rotary(config: LlamaConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary keys: `rope_parameters` if `before` has it, else `rope_theta` and `rope_scaling`."""
     scaling, rope = config.rotary_scaling, {}
     if isinstance(scaling, LinearScaling):
         rope = {"rope_type": "linear", "factor": scaling.factor}
@@ -263,10 +263,11 @@ def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[s
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}
+    in_one, old = "rope_parameters" in before, {key: apart[key] for key in apart if key in before}
     if not family.rotary_kinds:
-        return {"rope_parameters": whole} if in_one or family.rotary else apart
+        return {**old, "rope_parameters": whole} if in_one or family.rotary else apart
     local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
-    kinds = {"rope_parameters": {FULL: whole, SLIDING: local}}
+    kinds = {**old, "rope_parameters": {FULL: whole, SLIDING: local}}
     if in_one or (local_base is None and rope):
         return kinds
     if LOCAL_BASE not in family.keys:  # the first two are for older versions

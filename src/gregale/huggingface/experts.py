@@ -82,9 +82,9 @@ class FamilyExperts:
     def lacks(self, config: LlamaConfig) -> list[str]:
         """Return the setting of a model with experts that config.json cannot have."""
         shared, width = (_values(config)[name] for name in ("shared", "width"))
-        if not self.shared_in_widths or (shared and shared % width == 0):
+        if "shared" not in self.keys.values() or (shared and not (self.shared_in_widths and shared % width)):
             return []
-        return [f"experts.shared {shared} with width {width}"]
+        return [f"model.experts.shared {shared} with width {width}"]
 
 
 def _values(config: LlamaConfig) -> dict[str, Any]:

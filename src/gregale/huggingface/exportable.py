@@ -5,7 +5,7 @@ a model whose modules have the same settings.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -84,7 +84,9 @@ def lacking(config: LlamaConfig, family: Family, before: Mapping[str, Any] = {})
     found = [] if family.any_heads or config.hidden % config.heads == 0 else [f"model.heads {config.heads}"]
     if config.heads * config.HeadSize.size != config.hidden and not family.any_head_size:
         found.append(f"model.head_size {config.HeadSize.size}")
-    found += family.experts.lacks(config) if family.experts else []
+    if config.experts and (lacks := family.experts.lacks(config) if family.experts else []):
+        found += lacks
+        config = replace(config, experts=replace(config.experts, shared=config.experts.width))
     try:
         return found + differing(config, read_again(config, family, before))
     except UserError as error:
