@@ -215,7 +215,7 @@ def with_table(model):
         (LlamaConfig(**TINY, experts=Odd(4, 2, 8)), "mixtral not model.experts Odd"),
         (
             Built(**TINY, change=with_epsilon),
-            "the model.norm.epsilon is not that of a llama: 0.5, which is 1e-05 there",
+            "the model.norm.epsilon is not that of a llama: 0.5 and not 1e-05",
         ),
         (Built(**TINY, change=normed_after), "the model.blocks.config is not that of a llama: model.norms after"),
         (Built(**TINY, change=with_table), r"norm.weight is .*vocab.* in a llama, so that nothing could load it"),

@@ -156,11 +156,17 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
             )
         for name in vars(twin).keys() & vars(found).keys():
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
-    elif isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
+        return
+    if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
         for number, pair in enumerate(zip(found, twin, strict=True)):
             _check_part(*pair, family, f"{place}.{number}")
-    elif lacks := differing(found, twin) if isinstance(twin, LlamaConfig) else [str(found)] if found != twin else []:
-        raise UserError(f"{place} is not that of a {family.model_type}: {', '.join(lacks)}, which is {twin} there.")
+        return
+    if isinstance(twin, LlamaConfig):
+        lacks = differing(found, twin)
+    else:
+        lacks = [] if found == twin else [f"{shortened(str(found))} and not {shortened(str(twin))}"]
+    if lacks:
+        raise UserError(f"{place} is not that of a {family.model_type}: {', '.join(lacks)}.")
 
 
 def _is_known(kind: type) -> bool:

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -53,13 +53,14 @@ class ImportOptions(Settings):
     end_of_document: str | None = setting(
         None, "the name of the token that ends a text; null: the token of eos_token_id"
     )
+    plugins: list[str] = setting(list, "modules to import first, for a family of your own")
 
 
 def main(options: ImportOptions) -> int:
     """Check the model, then copy it; after a failure there is no target folder."""
     folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
-    config = configuration(folder, target, end, model_name(options.source))
+    config = replace(configuration(folder, target, end, model_name(options.source)), plugins=options.plugins)
     beyond = rowless(folder.path, folder.model.vocabulary or 0)
     given = tokenizer_of(folder.path, beyond)
     read = rebuilt(folder.path, given, folder.family.model_type)
@@ -94,7 +95,8 @@ def main(options: ImportOptions) -> int:
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if folder.left_out:
-        others = Counter(name.removeprefix("model.").partition(".")[0] for name in folder.left_out)
+        words = (name.removeprefix("model.").split(".") for name in folder.left_out)
+        others = Counter(".".join(each[: 2 if each[0] == "layers" else 1]) for each in words)
         text = ", ".join(f"{count:,} tensors of {name}" for name, count in others.items())
         say(f"{target}: what is no part of a {folder.family.model_type} is left out: {text}.")
     if beyond:
@@ -168,4 +170,4 @@ def context_of(folder: Folder) -> int:
     return context
 
 
-COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))
+COMMAND = Command(main=main, options=ImportOptions, plugins=True, positional=("source", "target"))
