@@ -152,7 +152,7 @@ def continued(folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
     return bytes(token for token in ids if token < 256).decode("utf-8", "replace")

@@ -157,15 +157,12 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
         for name in vars(twin).keys() & vars(found).keys():
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
         return
-    if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
+    if isinstance(twin, list) and len(found) == len(twin):
         for number, pair in enumerate(zip(found, twin, strict=True)):
             _check_part(*pair, family, f"{place}.{number}")
         return
-    if isinstance(twin, LlamaConfig):
-        lacks = differing(found, twin)
-    else:
-        lacks = [] if found == twin else [f"{shortened(str(found))} and not {shortened(str(twin))}"]
-    if lacks:
+    lacks = [] if found == twin else [f"{shortened(str(found))} and not {shortened(str(twin))}"]
+    if lacks := differing(found, twin) if isinstance(twin, LlamaConfig) else lacks:
         raise UserError(f"{place} is not that of a {family.model_type}: {', '.join(lacks)}.")
 
 
