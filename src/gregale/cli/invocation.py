@@ -42,7 +42,7 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
         words = [*words[:last], json.dumps(words[last:])] if words[last:] else words
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
-    if command.plugins and plugins.KEY not in own:
+    if command.plugins:
         pairs = [pair for pair in pairs if _key(pair) != plugins.KEY]
     given = dict(zip(command.positional, words, strict=False))
     _check_complete(name, command, given, pairs)
@@ -74,8 +74,8 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
 
     A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
     """
-    of_config = command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
-    if not (command.plugins or of_config):
+    keys = {each.name for part in (command.options, command.config) if part is not None for each in fields(part)}
+    if not (command.plugins or plugins.KEY in keys):
         return False
     named = [pair for pair in pairs if _key(pair) == plugins.KEY]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)
@@ -99,7 +99,7 @@ def command_help(
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
-    if command.plugins and plugins.KEY not in {each.name for each in fields(command.options)}:
+    if command.plugins:
         text += render(plugins.PluginOptions)
     if command.config:
         heading = "keys that it reads from a run's YAML file" if command.reads else "keys of the YAML file"

@@ -170,4 +170,4 @@ def context_of(folder: Folder) -> int:
     return context
 
 
-COMMAND = Command(main=main, options=ImportOptions, plugins=True, positional=("source", "target"))
+COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))
