@@ -13,8 +13,8 @@ from haliax import Axis
 
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
-from gregale.huggingface.exportable import exported_family, family_that_has
-from gregale.huggingface.families import FAMILIES
+from gregale.huggingface.exportable import exported_family, family_that_has, lacking
+from gregale.huggingface.families import FAMILIES, Family
 from gregale.model.config import GemmaConfig, LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 from gregale.model.scaling import RotaryScaling, YarnScaling
@@ -156,9 +156,11 @@ class Still(RotaryScaling):
 class EveryFourth(LlamaConfig):
     """No rotary embedding in every fourth layer."""
 
+    strides: int = 4
+
     def _kind(self, layer):
         kind = super()._kind(layer)
-        return kind if layer % 4 < 3 else kind._replace(rotary_scaling=Still(1e30))
+        return kind if (layer + 1) % self.strides else kind._replace(rotary_scaling=Still(1e30))
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,17 @@ def test_a_model_that_differs_in_settings_alone_is_refused(config, words):
     with pytest.raises(UserError, match=words) as error:
         exported_family(model, config, Vocab, {})
     assert "\n" not in str(error.value)
+
+
+def test_a_family_of_ones_own_has_a_configuration_of_ones_own(monkeypatch):
+    """What `EveryFourth` computes is what its family is, and of no other; each of its fields needs a key."""
+    family = Family("fourth", "FourthForCausalLM", FAMILIES["llama"].layer, config=EveryFourth)
+    monkeypatch.setitem(FAMILIES, "fourth", family)
+    Vocab, config = Axis("vocab", 9), EveryFourth(**TINY)
+    model = jax.eval_shape(lambda: config.init(Vocab, jax.random.key(0)))
+    assert exported_family(model, config, Vocab, {}) == family
+    assert lacking(LlamaConfig(**TINY), family) == ["model.type llama"]
+    assert "model.strides 3" in lacking(replace(config, strides=3), family)
 
 
 def test_what_an_imported_file_says_beside_is_part_of_the_proof():

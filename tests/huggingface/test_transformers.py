@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.cli import main
-from gregale.huggingface.config import read_config, written_config
+from gregale.huggingface.config import read_config, text_part, written_config
 from gregale.huggingface.exportable import family_that_has, lacking
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import open_folder
@@ -158,6 +158,20 @@ def test_a_configuration_that_transformers_reads_back_is_the_same(name):
         assert read_config(read.to_dict(), "config.json") == (family, config)
         assert read_config(written, "config.json") == (family, config)
         assert family_that_has(config, {"model_type": model_type}) == family
+
+
+def test_the_text_of_a_gemma_3_with_images_has_the_sizes_that_transformers_derives():
+    """Published files leave most sizes of `text_config` out."""
+    transformers = pytest.importorskip("transformers")
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    saved = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
+    theirs = transformers.AutoConfig.for_model(**saved).text_config.to_dict()
+    found = text_part(saved)
+    assert found["eos_token_id"] == [1, 106]
+    assert read_config(found, "") == read_config(theirs, "")
+    assert read_config(found, "")[1].vocabulary == 262208
+    assert text_part(SIZES) is SIZES
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
