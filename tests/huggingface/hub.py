@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {
-        "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1, 0], "use_sliding_window": True,
+        "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0, 1], "use_sliding_window": True,
         "sliding_window": 7, "num_hidden_layers": 3,
     }),
     "qwen3_moe_plain": ("qwen3_moe", EXPERTS),

@@ -49,6 +49,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "is of type 'longrope'; Gregale has default, linear, llama3 and yarn",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "'dynamic'; .* it is that of none: remove it"),
+        ({"model_type": "internlm3", "qkv_bias": True}, "attention_bias is True"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"model_type": "exaone4"}, "sliding_window is 4096; Gregale computes models whose sliding_window is None"),
         ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
         (
@@ -251,7 +253,7 @@ def test_what_an_imported_file_says_beside_is_part_of_the_proof():
     assert family_that_has(config, {"model_type": "llama", **stale}).model_type == "llama"
 
 
-def test_a_mistral_with_kinds_of_layers_is_a_ministral_as_transformers_reads_it():
+def test_a_mistral_with_kinds_of_layers_and_an_old_gemma_are_what_transformers_reads():
     mistral = LLAMA | {
         "model_type": "mistral",
         "sliding_window": 5,
@@ -259,6 +261,8 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral_as_transformers_reads_it(
     }
     family, config = read_config(mistral, "")
     assert (family.model_type, config.sliding_window, config.full_layers) == ("ministral", 5, (1,))
+    gemma = LLAMA | {"model_type": "gemma"}
+    assert read_config(gemma | {"hidden_act": "gelu"}, "") == read_config(gemma, "")
 
 
 def test_layers_without_experts_by_their_types_are_the_first_ones():
