@@ -4,20 +4,28 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args, get_origin, get_type_hints
 
+import equinox as eqx
+import jax
+import numpy as np
 import pytest
+from haliax import Axis
 
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config, written_config
-from gregale.huggingface.families import FAMILIES, family_that_has
+from gregale.huggingface.exportable import exported_family, family_that_has, lacking
+from gregale.huggingface.families import FAMILIES, Family
 from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import GemmaConfig, LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.model.scaling import RotaryScaling, YarnScaling
 from tests.huggingface.hub import EXPERTS, MODELS, SIZES, YARN, of_family
 
+TINY: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 2, "mlp": 24}
 LLAMA = {**SIZES, "model_type": "llama"}
 
 
@@ -46,6 +54,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "is of type 'longrope'; Gregale has default, linear, llama3, yarn",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; it has to be of type float"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "'dynamic'; .* it is that of none: remove it"),
+        ({"model_type": "internlm3", "qkv_bias": True}, "attention_bias is True"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"model_type": "exaone4"}, "sliding_window is 4096; Gregale computes models whose sliding_window is None"),
         (
             SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS},
             r"has 2 entries \(chunk",
@@ -195,13 +207,158 @@ def test_older_forms_of_gemma_3_are_the_same():
 def test_a_model_goes_out_as_a_family_that_can_be_it():
     plain = LlamaConfig()
     assert family_that_has(plain).model_type == "llama"
-    assert family_that_has(plain, "mistral").model_type == "mistral"
-    assert family_that_has(replace(plain, sliding_window=8), "llama").model_type == "mistral"
-    assert family_that_has(replace(plain, hidden=100, heads=3, head_size=32), "llama").model_type == "mistral"
+    llama = {"model_type": "llama"}
+    assert family_that_has(plain, {"model_type": "mistral"}).model_type == "mistral"
+    assert family_that_has(replace(plain, sliding_window=8), llama).model_type == "mistral"
+    assert family_that_has(replace(plain, sliding_window=8, full_layers=(1,)), llama).model_type == "ministral"
+    assert family_that_has(replace(plain, hidden=100, heads=3, head_size=32), llama).model_type == "mistral"
     for name, family in FAMILIES.items():
-        assert family_that_has(of_family(family), name) == family
+        assert family_that_has(of_family(family), {"model_type": name}) == family
     gemma3 = FAMILIES["gemma3_text"]
     with pytest.raises(UserError, match=r"gemma3_text not model.score_softcap 2.0;"):
-        family_that_has(GemmaConfig(**gemma3.block, score_softcap=2.0), "gemma3_text")
-    with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):
+        family_that_has(GemmaConfig(**gemma3.block, score_softcap=2.0), {"model_type": "gemma3_text"})
+    with pytest.raises(
+        UserError, match=r"nearest ones: qwen2 not model.qk_norm True; .*qwen3 not model.attention_bias"
+    ):
         family_that_has(replace(plain, qk_norm=True, attention_bias=True))
+
+
+@dataclass(frozen=True)
+class EverySecond(LlamaConfig):
+    """Experts in every second layer."""
+
+    @property
+    def structure_numbers(self):
+        return tuple(layer % 2 for layer in range(self.layers))
+
+    def structure(self, number):
+        return LlamaConfig(**TINY, qk_norm=True, experts=self.experts if number else None)
+
+
+@dataclass(frozen=True)
+class Still(RotaryScaling):
+    def kept(self, frequency):
+        return np.zeros_like(frequency)
+
+
+@dataclass(frozen=True)
+class EveryFourth(LlamaConfig):
+    """No rotary embedding in every fourth layer."""
+
+    strides: int = 4
+
+    def _kind(self, layer):
+        kind = super()._kind(layer)
+        return kind if (layer + 1) % self.strides else kind._replace(rotary_scaling=Still(1e30))
+
+
+@dataclass(frozen=True)
+class Slow(YarnScaling):
+    def kept(self, frequency):
+        return super().kept(frequency) / 2
+
+
+@dataclass(frozen=True)
+class Capped(LlamaConfig):
+    @property
+    def logits(self):
+        return super().logits._replace(cap=30.0)
+
+
+@dataclass(frozen=True)
+class Odd(ExpertsConfig):
+    """Experts that may be others."""
+
+
+@dataclass(frozen=True)
+class Built(LlamaConfig):
+    """Modules with other settings than the configuration, of Gregale's own classes."""
+
+    change: Callable[[Any], Any] = lambda model: model
+
+    def init(self, Vocab, key):
+        return self.change(super().init(Vocab, key))
+
+
+def with_epsilon(model):
+    return eqx.tree_at(lambda model: model.norm, model, replace(model.norm, epsilon=0.5))
+
+
+def normed_after(model):
+    return replace(model, blocks=replace(model.blocks, config=replace(model.config, norms="after")))
+
+
+def with_table(model):
+    return replace(model, norm=replace(model.norm, weight=model.embedding))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            EverySecond(**TINY, qk_norm=True, experts=ExpertsConfig(4, 2, 8)),
+            "qwen3_moe not model.structure_numbers 1 in layer 1",
+        ),
+        (EveryFourth(**TINY), r"llama not model.kinds LayerKind\(.* in layer 3"),
+        (LlamaConfig(**TINY, rotary_scaling=Slow()), r"llama not model.rotary_scaling Slow\(factor=8.0"),
+        (LlamaConfig(**TINY, rotary_scaling=Still()), r"llama not model.rotary_scaling Still\(factor=8.0"),
+        (Capped(**TINY), "llama not model.logits 30.0"),
+        (LlamaConfig(**TINY, experts=Odd(4, 2, 8)), "mixtral not model.experts Odd"),
+        (
+            Built(**TINY, change=with_epsilon),
+            "the model.norm.epsilon is not that of a llama: 0.5 and not 1e-05",
+        ),
+        (Built(**TINY, change=normed_after), "the model.blocks.config is not that of a llama: model.norms after"),
+        (Built(**TINY, change=with_table), r"norm.weight is .*vocab.* in a llama, so that nothing could load it"),
+    ],
+)
+def test_a_model_that_differs_in_settings_alone_is_refused(config, words):
+    Vocab = Axis("vocab", 9)
+    model = jax.eval_shape(lambda: config.init(Vocab, jax.random.key(0)))
+    with pytest.raises(UserError, match=words) as error:
+        exported_family(model, config, Vocab, {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_family_of_ones_own_has_a_configuration_of_ones_own(monkeypatch):
+    """What `EveryFourth` computes is what its family is, and of no other; each of its fields needs a key."""
+    family = Family("fourth", "FourthForCausalLM", FAMILIES["llama"].layer, config=EveryFourth)
+    monkeypatch.setitem(FAMILIES, "fourth", family)
+    Vocab, config = Axis("vocab", 9), EveryFourth(**TINY)
+    model = jax.eval_shape(lambda: config.init(Vocab, jax.random.key(0)))
+    assert exported_family(model, config, Vocab, {}) == family
+    assert lacking(LlamaConfig(**TINY), family) == ["model.type llama"]
+    assert "model.strides 3" in lacking(replace(config, strides=3), family)
+
+
+def test_what_an_imported_file_says_beside_is_part_of_the_proof():
+    """A key that stays from the import may change the meaning of those that are written."""
+    config, key = LlamaConfig(**TINY), {"model_type": "llama", "partial_rotary_factor": 0.5}
+    with pytest.raises(UserError, match=r"llama not config.json: partial_rotary_factor is 0.5; Gregale computes"):
+        family_that_has(config, key)
+    stale = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e4}}
+    assert family_that_has(config, {"model_type": "llama", **stale}).model_type == "llama"
+
+
+def test_a_mistral_with_kinds_of_layers_and_an_old_gemma_are_what_transformers_reads():
+    mistral = LLAMA | {
+        "model_type": "mistral",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    family, config = read_config(mistral, "")
+    assert (family.model_type, config.sliding_window, config.full_layers) == ("ministral", 5, (1,))
+    gemma = LLAMA | {"model_type": "gemma"}
+    assert read_config(gemma | {"hidden_act": "gelu"}, "") == read_config(gemma, "")
+
+
+def test_layers_without_experts_by_their_types_are_the_first_ones():
+    hunyuan = LLAMA | EXPERTS | {"model_type": "hy_v3", "num_hidden_layers": 3}
+    assert read_config(hunyuan, "")[1].dense_layers == 1
+    assert read_config(hunyuan | {"mlp_layer_types": ["dense", "dense", "sparse"]}, "")[1].dense_layers == 2
+    for kinds, words in (
+        (["sparse", "dense", "sparse"], "the layers without experts are 1;"),
+        (["dense"], "for each of 3"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_config(hunyuan | {"mlp_layer_types": kinds}, "")

@@ -81,8 +81,8 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
 
     A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
     """
-    of_config = command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
-    if not (command.plugins or of_config):
+    keys = {each.name for part in (command.options, command.config) if part is not None for each in fields(part)}
+    if not (command.plugins or plugins.KEY in keys):
         return False
     named = [pair for pair in pairs if _key(pair) == plugins.KEY]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import count
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.huggingface.families import Family, family_of
+from gregale.huggingface.families import FAMILIES, Family, family_of
 from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
@@ -31,6 +32,7 @@ OTHERS = {
 DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 LOCAL_BASE = "rope_local_base_freq"  # base of layers with a window
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FULL, SLIDING = "full_attention", "sliding_attention"
 SCALINGS: dict[str, type[RotaryScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 OPTIONAL = ("fast_turns", "slow_turns", "attention_factor", "whole_channels")  # fields of scalings
@@ -44,13 +46,14 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
 
     Raises `UserError` for another family, a missing size, quantised weights, and settings that a `LlamaConfig` lacks.
     """
-    family = family_of(saved.get("model_type"), source)
+    family = family_of(saved, source)
     synonyms = {key: saved[other] for other, key in family.synonyms.items() if other in saved}
     given = TypedJson({**synonyms, **DEFAULTS, **family.defaults, **saved}, source)
     for key in (*SIZES, *(family.experts.sizes if family.experts else ())):
         given.read(key, int, valid=whole(1))
     for key, only in (ONLY | dict(family.only)).items():
-        if (value := given.content.get(key, only)) not in (only, None):
+        value = given.content.get(key, only)
+        if key not in family.keys and value not in (only, None, family.legacy.get(key)):
             raise given.error(f"{key} is {value!r}; Gregale computes models whose {key} is {only!r}.")
     for key in family.ignored:
         if (value := given.content.get(key)) is not None:
@@ -77,6 +80,18 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
         raise error if str(error).startswith(source) else UserError(f"{source}: {error}") from None
 
 
+def text_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text part of a model of several parts, and other ones as they are."""
+    whole, text = saved.get("model_type"), saved.get("text_config")
+    family = next((each for each in FAMILIES.values() if whole in each.part_of), None)
+    if family is None or not isinstance(text, dict):
+        return saved
+    # Of all parts: the dtype and the special tokens, which either of both may say, and whether the head is a tensor.
+    shared = {key: saved[key] for key in ("dtype", "torch_dtype", *IDS) if key in saved}
+    tied = {key: saved[key] for key in ("tie_word_embeddings",) if key in saved}
+    return {**shared, "model_type": family.model_type, **text, **tied, "architectures": [family.architecture]}
+
+
 def _plain_keys(family: Family) -> dict[str, str]:
     """Return the keys whose values are field values, with the names of the fields."""
     own = {key: ours for key, ours in family.keys.items() if key != LOCAL_BASE}
@@ -94,7 +109,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     new = new if new.content or old.content else replace(new, content=family.rotary)
     rope, local = new if new.content else old, None
     if FULL in rope.content or SLIDING in rope.content:
-        if LOCAL_BASE not in family.keys:
+        if not family.rotary_kinds:
             raise given.error(f"rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = rope.below(FULL), rope.below(SLIDING)
 
@@ -106,7 +121,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     found = fields_of(rope)
     if new.content and old.content and fields_of(old) != found:
         raise given.error("rope_parameters and rope_scaling are both set, and differ; remove the wrong one.")
-    if not windows or LOCAL_BASE not in family.keys:
+    if not windows or not family.rotary_kinds:
         return found
     local_base = None if local is None else local.read("rope_theta", float | None, None)
     local_base = given.read(LOCAL_BASE, float | None, None) if local_base is None else local_base
@@ -126,7 +141,9 @@ def _scaling(rope: TypedJson) -> RotaryScaling | None:
     if kind == "default":
         return None
     if kind not in SCALINGS:
-        raise rope.error(f"the rotary scaling is of type {kind!r}; Gregale has default, {', '.join(SCALINGS)}.")
+        hint = " Up to max_position_embeddings tokens it is that of none: remove it, if you need no longer texts."
+        known = f"Gregale has default, {', '.join(SCALINGS)}.{hint if kind == 'dynamic' else ''}"
+        raise rope.error(f"the rotary scaling is of type {kind!r}; {known}")
     types, given = types_of(SCALINGS[kind]), {}
     for key, ours in _keys_of(SCALINGS[kind]).items():
         given[ours] = rope.read(key, types[ours] | None, None) if ours in OPTIONAL else rope.read(key, types[ours])
@@ -171,7 +188,11 @@ def _layer_types(given: TypedJson, family: Family, layers: int) -> list[str]:
     every, first = given.read("_sliding_window_pattern", int, family.full_every, whole(1)), family.first_full
     every = given.read("sliding_window_pattern", int, every, whole(1)) if family.full_every else None
     first = 0 if first is None else given.read("max_window_layers", int, first, whole(0))
-    return [FULL if layer < first or (every and not (layer + 1) % every) else SLIDING for layer in range(layers)]
+
+    def is_full(layer: int) -> bool:
+        return layer < first or (every is not None and (layer - family.full_at) % every == 0)
+
+    return [FULL if is_full(layer) else SLIDING for layer in range(layers)]
 
 
 def written_config(config: LlamaConfig, family: Family, vocabulary: int, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,16 +203,18 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     - `before`: the imported config.json; the result keeps its keys that do not affect the shape, and its format of the
       rotary frequencies. If it describes this model, the result keeps all of its keys: several forms mean the same
     """
-    in_one = "rope_parameters" in before
-    fields = _written_fields(config, family, vocabulary, in_one)
+    fields = _written_fields(config, family, vocabulary, before)
     if before.get("model_type") == family.model_type:
-        _, there = read_config(before, "config.json")
-        if _written_fields(there, family, there.vocabulary, in_one) == fields:
-            return {**before, "architectures": [family.architecture]}
+        with suppress(UserError):  # not whole: what it lacks is written
+            _, there = read_config(before, "config.json")
+            if _written_fields(there, family, there.vocabulary, before) == fields:
+                return {**before, "architectures": [family.architecture]}
     return {**before, **fields, "model_type": family.model_type, "architectures": [family.architecture]}
 
 
-def _written_fields(config: LlamaConfig, family: Family, vocabulary: int | None, in_one: bool) -> dict[str, Any]:
+def _written_fields(
+    config: LlamaConfig, family: Family, vocabulary: int | None, before: Mapping[str, Any]
+) -> dict[str, Any]:
     fields = {key: getattr(config, ours) for key, ours in _plain_keys(family).items()}
     fields |= {
         "vocab_size": vocabulary,
@@ -204,15 +227,13 @@ def _written_fields(config: LlamaConfig, family: Family, vocabulary: int | None,
         width = config.score_width or config.HeadSize.size
         fields["query_pre_attn_scalar"] = int(width) if width == int(width) else width
     fields |= _written_windows(config, family) | (family.experts.written(config) if family.experts else {})
-    return fields | _written_rotary(config, family, in_one)
+    return fields | _written_rotary(config, family, before)
 
 
 def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
-    if family.window is None:
-        return {}
-    window, full = config.sliding_window, config.full_layers
-    fields: dict[str, Any] = {"sliding_window": window}
-    if window is None and family.full_every is not None:  # transformers requires a number
+    window, full = config.sliding_window if family.window else None, config.full_layers
+    fields: dict[str, Any] = {} if family.window is None else {"sliding_window": window}
+    if window is None and family.window and family.full_every is not None:  # transformers requires a number
         fields["sliding_window"] = family.defaults["sliding_window"]
     if family.has_layer_types:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
@@ -224,19 +245,23 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
     return fields
 
 
-def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:
-    """Return the rotary keys: `rope_parameters` if `in_one`, else `rope_theta` and `rope_scaling`."""
+def _written_rotary(config: LlamaConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary keys: `rope_parameters` if `before` has it, else `rope_theta` and `rope_scaling`."""
     scaling, rope = config.rotary_scaling, {}
-    if scaling is not None:
-        own = {key: getattr(scaling, ours) for key, ours in _keys_of(type(scaling)).items()}
-        own = {"rope_type": scaling.get_choice_name(type(scaling)), **own}
+    # A subclass is written as its base class is, and found by the read that proves an export.
+    if kind := next((name for name, each in SCALINGS.items() if isinstance(scaling, each)), None):
+        own = {"rope_type": kind, **{key: getattr(scaling, ours) for key, ours in _keys_of(SCALINGS[kind]).items()}}
         rope = {key: value for key, value in own.items() if (key, value) != ("truncate", True) and value is not None}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}
     apart = {"rope_theta": base, "rope_scaling": rope or None}
-    if LOCAL_BASE not in family.keys:
-        return {"rope_parameters": whole} if in_one or (family.rotary and scaling is None) else apart
+    in_one, old = "rope_parameters" in before, {key: apart[key] for key in apart if key in before}
+    if not family.rotary_kinds:
+        return {**old, "rope_parameters": whole} if in_one or family.rotary else apart
+    local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
+    kinds = {**old, "rope_parameters": {FULL: whole, SLIDING: local}}
     if in_one or (local_base is None and rope):
-        local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
-        return {"rope_parameters": {FULL: whole, SLIDING: local}}
+        return kinds
+    if LOCAL_BASE not in family.keys:  # the first two are for older versions
+        return {**apart, **kinds}
     return {**apart, LOCAL_BASE: base if local_base is None else local_base}

@@ -13,7 +13,8 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 
 REBUILT_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # not mistral, qwen2 and olmo2
+REBUILT_IN = ("llama", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3_text", "dots1", "gpt_oss")
+REBUILT_IN += ("seed_oss", "cwm", "exaone4", "hy_v3", "solar_open")  # not in the other families
 END_OF_DOCUMENT = "<|end_of_document|>"  # its name in the byte tokenizer
 
 

@@ -28,8 +28,8 @@ from gregale.distributed.malloc_tuning import release_memory
 from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
-from gregale.huggingface.exportable import check_family
-from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.exportable import exported_family
+from gregale.huggingface.families import Family
 from gregale.huggingface.folder import (
     BESIDE,
     CONFIG,
@@ -152,9 +152,8 @@ def main(options: ExportOptions) -> int:
     with monitor_peers(watch, lambda: "The same command starts again."), ended_by_signals(), ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
-        check_family(setup.base)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
-        family = family_that_has(model, imported.config.get("model_type"))
+        family = exported_family(setup.base, model, setup.Vocab, imported.config)
         rows = model.vocabulary or tokenizer.vocabulary_size
         slots = [slot.cut_to(rows) for slot in slots_of(setup.base, family)]
         if options.adapter:

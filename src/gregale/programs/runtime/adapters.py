@@ -10,7 +10,8 @@ from gregale.axes.layout import is_named
 from gregale.axes.parameters import trainable
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.exportable import family_that_has
+from gregale.huggingface.families import Family
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
@@ -66,7 +67,7 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
     assert isinstance(setup.config.model, LlamaConfig)
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(setup.config.model, saved.get("model_type"))
+    return family_that_has(setup.config.model, saved)
 
 
 def base_name(base: Base, given: str | None) -> str:
