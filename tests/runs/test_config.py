@@ -215,13 +215,12 @@ def test_every_number_states_its_range_and_is_checked_against_it():
 
 def test_every_key_says_what_it_means_and_no_two_beside_one_another_have_a_name_in_common():
     every = [*entries(TrainConfig), *known_entries(TrainConfig).values()]  # the latter with names of other projects
+    owners: dict[tuple[str, str], str] = {}  # section and name -> key
     for entry in every:
         assert entry.help, entry.key
-        key, aliases = section_of(entry.key), set(entry.aliases)  # those of a `type` are also its section's
-        for other in every if aliases else ():
-            above, _, name = section_of(other.key).rpartition(".")
-            if entry.key != other.key and key.rpartition(".")[0] == above:
-                assert not aliases & {*other.aliases, name}, (entry.key, other.key)
+        above, _, name = section_of(entry.key).rpartition(".")  # aliases of a `type` are also its section's
+        for each in (name, *entry.aliases):
+            assert owners.setdefault((above, each), entry.key) == entry.key, (each, entry.key)
 
 
 def test_seconds_of_islands_are_those_of_the_network_but_what_is_given():
