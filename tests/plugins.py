@@ -13,7 +13,7 @@ from gregale.methods.config import SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
-from gregale.settings.decoding import known_entries
+from gregale.settings.suggestions import known_entries
 from gregale.tracking.callback import CallbackConfig
 from gregale.tracking.choices import TrackerConfig
 

@@ -5,7 +5,7 @@ import shlex
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,15 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+
+
+class Mistakes(UserError):
+    """All mistakes of a configuration, each a text with key, origin, problem and hint; `lines` has one for each."""
+
+    def __init__(self, found: Sequence[str]):
+        self.found = found
+        self.lines = found if len(found) == 1 else [f"{len(found)} mistakes:", *(f"  {each}" for each in found)]
+        super().__init__(" ".join(line.strip() for line in self.lines))
 
 
 def multiples_near(size: int, divisor: int) -> str:

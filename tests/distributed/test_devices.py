@@ -4,6 +4,7 @@ import os
 
 import jax
 import pytest
+from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import (
@@ -58,6 +59,21 @@ def test_a_process_in_which_jax_has_started_takes_as_many_devices_as_it_has():
         simulate(count)
     with pytest.raises(UserError, match=rf"JAX has started in this process with {there} cpu device\(s\)"):
         simulate(there + 1)
+
+
+@pytest.mark.parametrize(("own_port", "found"), [(None, "10.0.0.2:8476"), ("9000", "10.0.0.2:9000")])
+def test_slices_of_tpus_meet_at_a_port_that_firewalls_leave_open(monkeypatch, own_port, found):
+    """JAX's own port, 8482, is closed between slices by the rule that comes with them."""
+    monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
+    if own_port:
+        monkeypatch.setenv("JAX_COORDINATOR_PORT", own_port)
+    facts = {"COORDINATOR_ADDRESS": "10.0.0.2:8081", "NUM_SLICES": "2", "SLICE_ID": "1"}
+    for name, value in facts.items():
+        monkeypatch.setenv(f"MEGASCALE_{name}", value)
+    monkeypatch.setattr(GceTpuCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(GceTpuCluster, "_get_worker_list_in_slice", staticmethod(lambda: ["10.0.1.2", "10.0.1.3"]))
+    monkeypatch.setattr(GceTpuCluster, "_get_process_id_in_slice", staticmethod(lambda: 1))
+    assert by_cluster(DistributedConfig("auto")) == DistributedConfig(found, 4, 3)
 
 
 def test_slurm_tells_who_is_who(monkeypatch):

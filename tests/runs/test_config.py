@@ -28,7 +28,7 @@ from gregale.runs.islands import IslandsConfig
 from gregale.runs.parsing import dump, load
 from gregale.settings import Settings
 from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
-from gregale.settings.decoding import known_entries
+from gregale.settings.suggestions import known_entries, section_of
 from gregale.tracking.choices import TensorBoardConfig, WandbConfig
 
 BASE = TrainConfig("a", 10)
@@ -215,11 +215,12 @@ def test_every_number_states_its_range_and_is_checked_against_it():
 
 def test_every_key_says_what_it_means_and_no_two_beside_one_another_have_a_name_in_common():
     every = [*entries(TrainConfig), *known_entries(TrainConfig).values()]  # the latter with names of other projects
+    owners: dict[tuple[str, str], str] = {}  # section and name -> key
     for entry in every:
         assert entry.help, entry.key
-        for other in every:
-            if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
-                assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)
+        above, _, name = section_of(entry.key).rpartition(".")  # aliases of a `type` are also its section's
+        for each in (name, *entry.aliases):
+            assert owners.setdefault((above, each), entry.key) == entry.key, (each, entry.key)
 
 
 def test_seconds_of_islands_are_those_of_the_network_but_what_is_given():

@@ -30,14 +30,16 @@ class MeshConfig(Settings):
         1,
         "replicas: groups of devices joined by the slow link",
         range=AXIS_SIZE,
-        aliases=("replicas", "dp_replicate", "num_replicas"),
+        aliases=("replicas", "dp_replicate", "num_replicas", "slices"),
     )
-    stage: int = setting(1, "pipeline stages", range=AXIS_SIZE, aliases=("stages", "pipeline_parallel", "pp"))
+    stage: int = setting(
+        1, "pipeline stages", range=AXIS_SIZE, aliases=("stages", "pipeline", "pipeline_parallel", "pp")
+    )
     context: int = setting(
         1,
         "devices that split each sequence",
         range=AXIS_SIZE,
-        aliases=("cp", "context_parallel", "sequence_parallel"),
+        aliases=("cp", "context_parallel", "sequence_parallel", "mesh.sequence"),
     )
     data: int = setting(
         -1,

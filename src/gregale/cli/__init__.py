@@ -20,7 +20,7 @@ from typing import TextIO
 
 import gregale
 from gregale.atomic_files import DISK_ERRORS
-from gregale.errors import Interrupted, UserError, own_code_text
+from gregale.errors import Interrupted, Mistakes, UserError, own_code_text
 from gregale.streams import LEFT_AT_EXIT, ResilientStream, abandon, exit_at_once, say_beside
 
 
@@ -79,7 +79,9 @@ def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> in
         sys.stdout.flush()  # here, where a failure is still handled
         return code
     except UserError as error:
-        say_beside(f"gregale: error: {error}")
+        first, *others = error.lines if isinstance(error, Mistakes) else [str(error)]
+        for line in (f"gregale: error: {first}", *others):
+            say_beside(line)
         return error.exit_code
     except BrokenPipeError:
         if not _is_without_reader(sys.stdout):

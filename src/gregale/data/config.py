@@ -12,13 +12,14 @@ from gregale.settings import Fixed, Range, Settings, at_least, check_path, setti
 
 AUTO = "auto"
 SOURCES, VALIDATION = "sources", "validation"
+TEXTS = ("path", "files", "train", "train_files", "train_file", "data_path", "data_files", "dataset", "text", "mixture")
 
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
     """The training text, and how it becomes examples."""
 
-    sources: dict[str, SourceConfig] = setting(dict, "documents, by a name of your choice")
+    sources: dict[str, SourceConfig] = setting(dict, "documents, by a name of your choice", aliases=TEXTS)
     tokenizer: TokenizerConfig = field(
         default_factory=BytesConfig,
         metadata={
@@ -40,7 +41,7 @@ class DataConfig(Settings):
     chat_template: str = setting("", "Jinja file; empty: the tokenizer's own, or a built-in one", by_topic=True)
     cache: str = setting("cache", "folder or URL; tokenized text for later runs")
     local_cache: str = setting(AUTO, "of pieces read of a URL; auto: ~/.cache/gregale", by_topic=True)
-    workers: int = setting(0, "that tokenize; 0: one a core", range=whole(0, 4096))
+    workers: int = setting(0, "that tokenize; 0: one a core", range=whole(0, 4096), aliases=("num_workers",))
 
     def __post_init__(self):
         super().__post_init__()

@@ -57,7 +57,7 @@ class FileConfig(TokenizerConfig):
     """A `tokenizer.json` of the `tokenizers` library."""
 
     path: str = setting("tokenizer.json", "the tokenizer.json file; ~ and $VARIABLES expand")
-    end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document")
+    end_of_document: str = setting("<|endoftext|>", "name of the token that ends a document", aliases=("eos",))
     parse_special: bool = setting(False, "names of special tokens in the text are tokens, not characters")
 
     def build(self) -> "Tokenizer":
@@ -75,6 +75,7 @@ class BpeConfig(TokenizerConfig):
         8192,
         "number of ids: 256 of bytes, of pairs, and of the end of a document",
         range=whole(257, 2**24),
+        aliases=("vocab_size", "vocab", "vocabulary_size"),
         fixed=Fixed("the saved parameters were trained on its tokens"),
     )
 

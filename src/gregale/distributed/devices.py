@@ -11,7 +11,7 @@ from threading import Thread, Timer
 from types import MappingProxyType
 
 import jax
-from jax._src.clusters import ClusterEnv  # no public function returns the cluster's values without joining
+from jax._src.clusters import ClusterEnv, cloud_tpu_cluster  # no public function asks the cluster without joining
 
 from gregale.distributed.agreement import Terms
 from gregale.distributed.config import AUTO, DistributedConfig
@@ -41,6 +41,9 @@ THREADS_A_DEVICE = 3
 
 # With at least as many simulated devices as processors, a loop that is split over all threads is slower than one loop.
 WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
+
+# The rule that Google adds to the network of TPU slices opens this port between them, and not JAX's (jax issue 35905).
+cloud_tpu_cluster.coordinator_port = "8476"
 
 JAX_TIMEOUT = 3  # in units of distributed.timeout_seconds
 _RETRY_SECONDS = 0.2

@@ -161,7 +161,7 @@ class DilocoConfig(SyncConfig):
         100,
         "H: steps between two synchronisations",
         range=whole(1),
-        aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval"),
+        aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval", "sync.every", "sync.steps"),
     )
     outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
     warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))

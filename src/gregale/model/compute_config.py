@@ -23,13 +23,13 @@ class ComputeConfig(Settings):
         "bfloat16",
         "dtype of activations and gathered weights",
         choices=tuple(DTYPES),
-        aliases=("precision", "mixed_precision", "torch_dtype", "bf16"),
+        aliases=("precision", "mixed_precision", "torch_dtype", "bf16", "fp16", "model.dtype"),
     )
     matmul: str = setting(
         "dtype",
         "numbers of the layers' linear products",
         choices=MATMUL,
-        aliases=("quantization", "quant", "quantize"),
+        aliases=("quantization", "quant", "quantize", "fp8"),
     )
     gather: str = setting("per_layer", "weights over data: ZeRO-3, or kept", choices=GATHER)
     remat: str = setting(
@@ -44,7 +44,7 @@ class ComputeConfig(Settings):
         "auto",
         "attention; auto: the fastest that fits",
         choices=ATTENTION,
-        aliases=("attn_implementation", "flash_attention", "attention_backend"),
+        aliases=("attn_implementation", "flash_attention", "attention_backend", "attn", "model.attention"),
     )
     loss_block: int = setting(1024, "tokens whose logits are held at a time", range=whole(1))
     compiler_options: CompilerOptions = setting(dict, "XLA's own options")

@@ -66,7 +66,7 @@ class LlamaConfig(Sizes):
         by_topic=True,
     )
     norms: str = setting("before", "normalise what a layer takes, gives, or both", choices=NORMS, fixed=MEANING)
-    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen 3)", fixed=SHAPE)
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen 3)", aliases=("qk_layernorm",), fixed=SHAPE)
     qk_norm_over: str = setting("head", "one head's values, or all heads' (OLMo 2)", choices=QK_NORM_OVER, fixed=SHAPE)
     attention_bias: bool = setting(False, "biases on query, key and value (Qwen 2)", aliases=("qkv_bias",), fixed=SHAPE)
     sliding_window: int | None = setting(

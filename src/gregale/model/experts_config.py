@@ -63,7 +63,7 @@ class ExpertsConfig(Settings):
         8,
         "experts of a layer",
         range=whole(2),
-        aliases=("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"),
+        aliases=("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "n_experts"),
         fixed=SHAPE,
         by_topic=True,
     )
@@ -79,7 +79,10 @@ class ExpertsConfig(Settings):
         768,
         "width of an expert",
         range=whole(1),
-        aliases=("moe_intermediate_size", "moe_mlp_dim", "base_moe_mlp_dim", "moe_hidden_dim", "moe_ffn_hidden_size"),
+        aliases=(
+            *("moe_intermediate_size", "moe_mlp_dim", "base_moe_mlp_dim", "moe_hidden_dim", "moe_ffn_hidden_size"),
+            *(f"model.experts.{name}" for name in ("hidden", "hidden_size", "hidden_dim", "mlp", "ffn_dim", "d_ff")),
+        ),
         fixed=SHAPE,
         by_topic=True,
     )

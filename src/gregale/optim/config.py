@@ -64,7 +64,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     scales_rates: ClassVar[bool] = False  # whether `Scaling` has the factors of its rates
 
     learning_rate: float = setting(
-        1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "rate", "peak_lr", "max_lr", "step_size")
+        1e-3, "peak learning rate", range=at_least(0), aliases=("lr", "peak_lr", "max_lr", "step_size", "outer_lr")
     )
     schedule: ScheduleConfig = setting(
         CosineSchedule(),
@@ -79,7 +79,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         1.0,
         "largest gradient norm; null: no clipping",
         range=above(0),
-        aliases=("grad_clip", "clip", "gradient_clipping", "clip_grad_norm", "gradient_clip"),
+        aliases=("grad_clip", "clip", "gradient_clipping", "clip_grad_norm", "clip_grad", "gradient_clip"),
     )
 
     clip_update_norm: float | None = setting(

@@ -25,7 +25,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         0.0,
         "steps of warmup; below 1: a fraction of the run",
         range=between(0, LONGEST),
-        aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
+        aliases=("num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction", "warmup"),
     )
     begin: int = setting(0, "step after which it begins; of a stage: the stage's", range=whole(0), by_topic=True)
     end: int | None = setting(None, "step at which it ends; null: the end of the run", range=whole(1), by_topic=True)
@@ -94,7 +94,7 @@ def _final(default: float):
         default,
         "learning rate at the end, divided by the peak",
         range=between(0, 1),
-        aliases=("min_ratio", "final_ratio"),
+        aliases=("min_ratio", "final_ratio", "final_lr", "end_lr"),
     )
 
 

@@ -42,7 +42,7 @@ class BatchConfig(Settings):
         1024,
         "number of tokens in a sequence",
         range=whole(1),
-        aliases=("context_length", "seq_length", "context", "n_ctx"),
+        aliases=("context_length", "seq_length", "context", "n_ctx", "max_position_embeddings", "model.context"),
         fixed=Fixed("examples are cut to this length, and others would repeat or leave out text"),
     )
     microbatches: int = setting(
@@ -62,7 +62,7 @@ class SamplesConfig(Settings):
     """Texts that the model continues at every evaluation, written to samples.txt."""
 
     prompts: list[str] = setting(list, "beginnings for the model to continue", aliases=("prompt",))
-    tokens: int = setting(128, "tokens to add to each prompt", range=whole(1), aliases=("max_new_tokens",))
+    tokens: int = setting(128, "tokens to add to each prompt", range=whole(1), aliases=("max_new_tokens", "max_tokens"))
     temperature: float = setting(0.8, "randomness; 0: always the likeliest token", range=at_least(0))
 
 
@@ -77,13 +77,13 @@ class EvaluationConfig(Settings):
         None,
         "steps between evaluations; null: only at the end",
         range=whole(1),
-        aliases=("eval_steps", "evaluation_steps"),
+        aliases=("eval_steps", "evaluation_steps", "interval", "samples.every"),
     )
     batches: int | None = setting(
         None,
         "held-out batches to evaluate on; null: all",
         range=whole(1),
-        aliases=("eval_batches", "eval_iters"),
+        aliases=("eval_batches", "eval_iters", "num_batches"),
     )
     sequence_lengths: list[int] = setting(list, "further lengths of held-out sequences", range=whole(2), unique=True)
     by_position: bool = setting(False, "also the loss by a token's position in its document")
@@ -97,7 +97,7 @@ class EvaluationConfig(Settings):
 class InspectConfig(Settings):
     """Inspection of layers: norms of parameters and gradients, update-to-weight ratios, largest attention logits."""
 
-    every: int | None = setting(None, "steps between inspections; null: never", range=whole(1))
+    every: int | None = setting(None, "steps between inspections; null: never", range=whole(1), aliases=("interval",))
     granularity: str = setting(
         "layer", "of what there are norms: of each layer, or of each array", choices=("layer", "array")
     )
@@ -150,13 +150,14 @@ class TrainConfig(Settings):
     adapter: AdapterConfig | None = setting(
         None,
         "small weights to train beside those of start_from, which are frozen; null: none",
+        aliases=("lora", "peft"),
         fixed=SHAPE,
         by_topic=True,
     )
     objective: ObjectiveConfig = setting(NextTokenConfig(), "what is minimised: next_token, dpo", by_topic=True)
     compute: ComputeConfig = setting(ComputeConfig(), "how the model is computed")
     pipeline: PipelineConfig | None = setting(None, "layers pipelined over mesh.stage; null: no pipeline")
-    data: DataConfig = setting(DataConfig(), "the data to train on")
+    data: DataConfig = setting(DataConfig(), "the data to train on", aliases=("dataset",))
     batch: BatchConfig = setting(BatchConfig(), "the batch of one step")
     optimizer: OptimizerConfig = setting(
         AdamWConfig(),
@@ -168,10 +169,10 @@ class TrainConfig(Settings):
     reduce: ReduceConfig = setting(ReduceConfig(), "the data sent between replicas")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "when to save, what to keep")
     export: ExportConfig = setting(ExportConfig(), "folders for transformers", by_topic=True)
-    evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks")
+    evaluation: EvaluationConfig = setting(EvaluationConfig(), "the held-out loss, and tasks", aliases=("eval",))
     samples: SamplesConfig = setting(SamplesConfig(), "texts to continue")
     inspect: InspectConfig = setting(InspectConfig(), "metrics of each layer")
-    trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio")
+    trackers: list[TrackerConfig] = setting(list, "further trackers: tensorboard, wandb, trackio", aliases=("logger",))
     callbacks: list[CallbackConfig] = setting(list, "your callbacks, which `plugins` register")
     distributed: DistributedConfig = setting(DistributedConfig(), "the rendezvous and timeouts of several processes")
     islands: IslandsConfig = setting(IslandsConfig(), "training at several sites (`gregale island`)")

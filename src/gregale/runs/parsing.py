@@ -122,13 +122,9 @@ def split_arguments(
         if values and argument.removeprefix("--") in lists and len(words) >= max_words:
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
-        pairs.append(f"{argument}={_as_one(values)}" if values else argument)
+        value = values[0] if len(values) == 1 else json.dumps(values, ensure_ascii=False)  # JSON is also YAML
+        pairs.append(f"{argument}={value}" if values else argument)
     return words, pairs
-
-
-def _as_one(values: list[str]) -> str:
-    """Return several words as a JSON list, which is also YAML."""
-    return values[0] if len(values) == 1 else json.dumps(values, ensure_ascii=False)
 
 
 def _with_underscores(argument: str) -> str:

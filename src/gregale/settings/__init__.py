@@ -17,7 +17,7 @@ and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -115,19 +115,26 @@ class Settings:
 
 def check(settings: Any) -> None:
     """Raise `KeyedError` for the first value of a dataclass that is out of range, no valid choice, or there twice."""
-    for each in fields(settings):
-        if each.metadata.get("unique") and len(set(found := getattr(settings, each.name))) < len(found):
+    for error in invalid_values(type(settings), vars(settings)):
+        raise error
+
+
+def invalid_values(kind: Any, values: Mapping[str, Any]) -> Iterator[KeyedError]:
+    """Yield an error for each of the values, by the names of a dataclass's fields, that the metadata do not allow."""
+    for each in (each for each in fields(kind) if each.name in values):
+        found = values[each.name]
+        if each.metadata.get("unique") and len(set(found)) < len(found):
             twice = next(value for value in found if found.count(value) > 1)
-            raise KeyedError(each.name, f"has {shown(twice)} twice", "; give each of its values once.")
-        for key, value in _values(each.name, getattr(settings, each.name)):
+            yield KeyedError(each.name, f"has {shown(twice)} twice", "; give each of its values once.")
+        for key, value in _values(each.name, found):
             wanted = None if isinstance(value, str) else each.metadata.get("range")
             if wanted is not None and value not in wanted:
                 _, _, null = str(each.metadata.get("help", "")).partition("null: ")  # what null means, if it is valid
                 needed = wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
-                raise KeyedError(key, f"is {shown(value)}", f"; it has to be {needed}.")
+                yield KeyedError(key, f"is {shown(value)}", f"; it has to be {needed}.")
             if (choices := each.metadata.get("choices")) is not None and value not in choices:
                 near = did_you_mean(get_close_matches(str(value), choices))
-                raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
+                yield KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 
 def in_steps(length: float, steps: int) -> int:

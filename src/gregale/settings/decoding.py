@@ -1,39 +1,36 @@
 """A decoder from plain mappings, lists and scalars to configuration dataclasses, with errors that name key and origin.
 
+It collects the mistakes of all keys (unknown, missing, of a wrong type, out of range) and raises them as one error.
 draccus provides the registries of choices and the encoding. This module has its own decoder, because that of draccus
 reports class names and hides the errors of configuration classes.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from gregale.errors import KeyedError, UserError
-from gregale.settings import did_you_mean, shortened, shown
+from gregale.errors import KeyedError, Mistakes, UserError
+from gregale.settings import did_you_mean, invalid_values, shortened, shown
 from gregale.settings.config_schema import (
     REQUIRED,
     TYPE,
-    Entry,
     choice_name,
     choices,
     default_of,
-    entries,
     is_registry,
     is_union,
     join,
     type_name,
     types_of,
 )
-from gregale.settings.other_projects import names_of, rows_at, sentences
+from gregale.settings.other_projects import rows_at, sentences
+from gregale.settings.suggestions import field_names, is_known, known_entries, section_of, suggestions
 
 COMMAND_LINE, KEYWORD = "on the command line", "as a keyword"  # origins of keys outside of a file
 _ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
-CLOSE = 0.72  # minimum similarity (difflib's ratio) of a mistyped name and a suggestion
 
 
 class Text(str):
@@ -56,7 +53,7 @@ class Decoder:
     def decode(self, kind: Any, raw: Any, key: str = "", default: Any = REQUIRED) -> Any:
         """Decode `raw` as a value of type `kind`; absent fields of a dataclass come from `default`.
 
-        Raises `UserError` that names the dotted key, the value and the valid values.
+        Raises `UserError` with every mistake, which names the dotted key, the value and the valid values.
         """
         origin = get_origin(kind)
         if kind is Any:
@@ -68,88 +65,103 @@ class Decoder:
         if origin is dict:
             return self._mapping(kind, self._read(raw, key), key)
         if origin in (list, tuple):
-            items = self._items(kind, raw, key)
-            return origin(self.decode(item, value, join(key, i)) for i, (item, value) in enumerate(items))
+            items = enumerate(self._items(kind, raw, key))
+            return origin(self._parts(key, ((i, item, value, REQUIRED) for i, (item, value) in items)).values())
         return self._scalar(kind, raw, key)
+
+    def _parts(self, key: str, parts: Iterable[tuple], owner: Any = None, found: Iterable[str] = ()) -> dict:
+        """Decode the parts of a value, each (name, type, raw value, default); return the values by name.
+
+        Raises the mistakes of all parts, those `found` before, and values that the class `owner` does not allow.
+        """
+        values, mistakes = {}, list(found)
+        for name, kind, raw, default in parts:
+            try:
+                values[name] = self.decode(kind, raw, join(key, name), default)
+            except UserError as error:
+                mistakes += error.found if isinstance(error, Mistakes) else [str(error)]
+        if owner is not None:
+            mistakes += [self._invalid(key, error) for error in invalid_values(owner, values)]
+        if mistakes:
+            raise Mistakes(mistakes)
+        return values
 
     def _dataclass(self, kind: Any, raw: Any, key: str, default: Any) -> Any:
         if not isinstance(raw, dict):
             raise self._wrong(kind, raw, key)
-        given = dict(raw)
+        given, choice = dict(raw), None
         if is_registry(kind):
-            kind = self._choose(kind, given, key, default)
-        self._check_known(kind, given, key)
-        hints = types_of(kind)
-        base = default if type(default) is kind else REQUIRED
-        values = {}
+            choice, kind = self._choose(kind, given, key, default)
+        hints, base = types_of(kind), default if type(default) is kind else REQUIRED
+        defaults = {each.name: default_of(each, base) for each in fields(kind)}
+        mistakes = self._unknown(kind, choice, given, key)
         for each in fields(kind):
-            inner, fallback = join(key, each.name), default_of(each, base)
-            if each.name in given:
-                values[each.name] = self.decode(hints[each.name], given[each.name], inner, fallback)
-            elif fallback is REQUIRED:
+            inner = join(key, each.name)
+            is_missing = each.name not in given and defaults[each.name] is REQUIRED
+            if is_missing and not any(f"`{inner}`" in mistake for mistake in mistakes):
                 meaning = f" ({each.metadata['help']})" if "help" in each.metadata else ""
-                raise UserError(
-                    f"`{inner}`{meaning} is missing: it has no default. Give it in the YAML file, or as "
-                    f"`--{inner} VALUE`; its type is {type_name(hints[each.name])}."
+                advice = (
+                    f"Give it in the YAML file, or as `--{inner} VALUE`; its type is {type_name(hints[each.name])}."
                 )
+                mistakes.append(f"`{inner}`{meaning} is missing: it has no default. {advice}")
+        parts = ((name, hints[name], value, defaults[name]) for name, value in given.items() if name in defaults)
+        values = self._parts(key, parts, kind, mistakes)
         try:
             return kind(**values) if base is REQUIRED else replace(base, **values)
         except KeyedError as error:
-            wrong = join(key, error.key)
-            raise UserError(f"{wrong} {error.found}{self._at(wrong)}{error.rest}") from None
+            raise Mistakes([self._invalid(key, error)]) from None
 
-    def _choose(self, registry: Any, given: dict, key: str, default: Any) -> Any:
+    def _invalid(self, key: str, error: KeyedError) -> str:
+        wrong = join(key, error.key)
+        return f"{wrong} {error.found}{self._at(wrong)}{error.rest}"
+
+    def _choose(self, registry: Any, given: dict, key: str, default: Any) -> tuple[str, Any]:
+        """Return the name and the class of a registry's choice, and remove the name from the `given` keys."""
         known, names = choices(registry), ", ".join(choices(registry))
         if TYPE not in given:
             name = choice_name(registry, default)
             if name is None:
                 raise UserError(f"`{join(key, TYPE)}` is missing{self._at(key)}; valid choices: {names}.")
-            return known[name]
+            return name, known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
             near = did_you_mean(get_close_matches(str(name), known))
-            own = " One of your own needs its module in `plugins`." if "plugins" in _field_names(self.root) else ""
+            own = " One of your own needs its module in `plugins`." if "plugins" in field_names(self.root) else ""
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.{'' if near else own}")
-        return known[name]
+        return name, known[name]
 
-    def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
-        valid = [each.name for each in fields(kind)]
-        unknown = [name for name in given if name not in valid]
-        if not unknown:
-            return
-        named = ", ".join(f"`{join(key, name)}`" for name in unknown)
-        origins = dict.fromkeys(self._at(join(key, name)) for name in unknown)
-        at, of = "".join(origins), f"under `{key}`" if key else "at the top"
-        if is_registry(kind):
-            of += f" with {TYPE} {choice_name(kind)}"
-            valid.append(TYPE)
-        verb = "is not a valid key" if len(unknown) == 1 else "are not valid keys"
-        hints = "".join(self._hint(join(key, name), name, kind, given[name]) for name in unknown)
-        raise UserError(f"{named}{at} {verb} {of}.{hints} Valid keys {of}: {', '.join(sorted(valid))}.")
+    def _unknown(self, kind: Any, choice: str | None, given: Mapping[str, Any], key: str) -> list[str]:
+        """Return the mistakes of the keys that a class lacks; `choice` is its name if a registry has it."""
+        names = field_names(kind)
+        of = (f"under `{key}`" if key else "at the top") + (f" with {TYPE} {choice}" if choice else "")
+        valid = f" Valid keys {of}: {', '.join(sorted([*names, TYPE] if choice else names))}."
+        unknown = {join(key, name): name for name in given if name not in names}
+        hints = {inner: self._hint(inner, name, kind, given[name]) for inner, name in unknown.items()}
+        unclear = [inner for inner, hint in hints.items() if not hint]
+        hints |= dict.fromkeys(unclear[-1:], valid)  # once
+        return [f"`{inner}`{self._at(inner)} is not a valid key {of}.{hint}" for inner, hint in hints.items()]
 
     def _hint(self, key: str, name: str, kind: Any, value: Any) -> str:
         if "." in name and key in known_entries(self.root):
             *above, last = name.split(".")
             nested = "".join(f"{level}: {{" for level in above) + f"{last}: {_show(value)}" + "}" * len(above)
             return f" Dots are for the command line (`--{key}`); in YAML one level lies in another: `{nested}`."
-        if is_registry(kind):
-            others = [other for other, choice in kind.get_known_choices().items() if name in _field_names(choice)]
-            if others:
-                return f" `{name}` belongs to {TYPE} {' or '.join(others)}."
+        if text := _owners(kind, name):
+            return text
         known = known_entries(self.root)
-        rows = [row for row in rows_at(key, value) if not row.ours or _has(known, row.ours)]
+        rows = [row for row in rows_at(key, value) if not row.ours or is_known(known, row.ours)]
         if rows and isinstance(value, dict):
             return sentences(rows)
-        beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # includes groups of keys
-        near = suggestions(key, beside, known)
+        near = [section_of(each) if isinstance(value, dict) else each for each in suggestions(key, kind, known)]
         rows = [row for row in rows if row.note or row.ours not in near]
-        return sentences(rows) + did_you_mean(each for each in near if each not in [row.ours for row in rows])
+        meant = did_you_mean(each for each in near if each not in [row.ours for row in rows])
+        return sentences(rows) + meant + "".join(_owners(kind, each.removeprefix(key[: -len(name)])) for each in near)
 
     def _mapping(self, kind: Any, raw: Any, key: str) -> dict:
         if not isinstance(raw, dict):
             raise self._wrong(kind, raw, key)
-        return {name: self.decode(get_args(kind)[1], value, join(key, name)) for name, value in raw.items()}
+        return self._parts(key, ((name, get_args(kind)[1], value, REQUIRED) for name, value in raw.items()))
 
     def _items(self, kind: Any, raw: Any, key: str) -> list[tuple[Any, Any]]:
         """Return (type, value) of every element of a list; on the command line `1,2` is also a list."""
@@ -161,7 +173,8 @@ class Decoder:
         if isinstance(raw, dict) and raw and is_dataclass(arguments[0]):
             one = shortened(", ".join(f"{name}: {_show(value)}" for name, value in raw.items()))
             raise UserError(
-                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`."
+                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: "
+                f"`{key.rpartition('.')[2]}: [{{{one}}}]`."
             )
         if not isinstance(raw, list):
             raise self._wrong(kind, raw, key)
@@ -175,6 +188,8 @@ class Decoder:
         members = [member for member in get_args(kind) if member is not type(None)]
         if len(members) < len(get_args(kind)) and (raw is None or (isinstance(raw, Text) and raw in ("null", "~"))):
             return None
+        if isinstance(raw, dict) and any(map(is_dataclass, members)):  # whose message names the key below
+            members = [member for member in members if is_dataclass(member)]
         if len(members) == 1:
             return self.decode(members[0], raw, key, default)
         for member in members:
@@ -226,7 +241,7 @@ class Decoder:
         if is_registry(kind):
             advice = f"; choose with `{join(key, TYPE)}`: {', '.join(choices(kind))}"
         elif is_dataclass(kind):
-            advice = f" with the keys {', '.join(sorted(_field_names(kind)))}"
+            advice = f" with the keys {', '.join(sorted(field_names(kind)))}"
         elif kind in (str, Path) and raw is not None and not isinstance(raw, list):
             advice = f"; in quotes, '{_show(raw)}', it would be one"
         return UserError(f"{found} is {_describe(raw)}; expected {type_name(kind)}{meaning}{advice}.")
@@ -237,62 +252,11 @@ class Decoder:
         return f" ({self.origins[key]})" if key else ""
 
 
-@cache
-def known_entries(root: type) -> dict[str, Entry]:
-    """Return every key of a configuration; if several choices have a key, the entry of the first one.
-
-    Its aliases have the key's names in other projects, unless a key beside it has such an alias of its own.
-    """
-    found: dict[str, Entry] = {}
-    for entry in entries(root):
-        found.setdefault(entry.key, entry)
-    own = {join(key.rpartition(".")[0], alias) for key, entry in found.items() for alias in entry.aliases}
-    for key, entry in found.items():
-        others = (name for name in names_of(key) if join(key.rpartition(".")[0], name) not in own)
-        found[key] = replace(entry, aliases=(*entry.aliases, *others))
-    return found
-
-
-def _has(known: Mapping[str, Entry], key: str) -> bool:
-    """Return whether a key or a section is known."""
-    return key in known or any(other.startswith(f"{key}.") for other in known)
-
-
-def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list[str]:
-    """Return likely corrections of `key`: keys with this alias, the same name in other sections, similar names.
-
-    - `beside`: the valid keys of the same section
-    - `known`: all keys of the configuration
-    """
-    above, _, name = key.rpartition(".")
-    written = name.lower().replace("-", "_")
-    groups = [other.rpartition(".")[0] for other in known]
-    candidates = dict.fromkeys([*beside, *known, *groups])
-    meant = [other for other, entry in known.items() if written in entry.aliases]
-    same = [other for other in candidates if _last(other) == written]
-    if not meant and not same:
-        near = get_close_matches(written, {_last(other) for other in beside}, cutoff=CLOSE)
-        meant = [join(above, name) for name in near]
-    if not meant and not same:
-        near = get_close_matches(written, {_last(other) for other in candidates}, n=1, cutoff=CLOSE)
-        meant = [other for other in candidates if _last(other) in near]
-    shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
-    nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
-    shortest = [[key for key in found if key.count(".") == min(each.count(".") for each in found)] for found in nearest]
-    return list(dict.fromkeys(shortest[0] + shortest[1]))[:3]
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _shared_levels(key: str, other: str) -> int:
-    pairs = zip(key.split("."), other.split("."), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _field_names(kind: Any) -> set[str]:
-    return {each.name for each in fields(kind)}
+def _owners(kind: Any, name: str) -> str:
+    """Return a sentence with the choices that have a key which the choice `kind` lacks; "" if there is none."""
+    known = kind.get_known_choices() if is_registry(kind) and name not in field_names(kind) else {}
+    others = [other for other, choice in known.items() if name in field_names(choice)]
+    return f" `{name}` belongs to {TYPE} {' or '.join(others)}." if others else ""
 
 
 def _show(raw: Any) -> str:
