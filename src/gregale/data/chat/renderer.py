@@ -1,6 +1,7 @@
 """Provides the texts of conversations, from a process that evaluates the template and may die of it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from gregale.data.chat.conversation import Conversation
 from gregale.data.chat.template import ChatTemplate
 from gregale.errors import UserError
 
-PROGRAM = Path(__file__).with_name("rendering.py")  # not imported, because it imports Jinja
+PROGRAM = "gregale.data.chat.rendering"  # not imported, because it imports Jinja
+ROOT = Path(__file__).parents[3]  # of this package, which the process imports, too
 
 
 class Limits(NamedTuple):
@@ -63,13 +65,14 @@ class Renderer:
         Raises `NotRendered` if the template rejects the conversation; `UserError` if it cannot be used at all.
         """
         if self._process is None:
-            command = [sys.executable, "-P", "-X", "utf8", str(PROGRAM)]
+            command = [sys.executable, "-P", "-X", "utf8", "-m", PROGRAM]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 start_new_session=True,  # Ctrl-C is for the process that waits
             )
             self._ask(json.dumps(self._start), "its first line")
