@@ -31,10 +31,15 @@ class Marked(NamedTuple):
     spans: Spans
 
 
-def with_marks(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a message with marks behind the first character of each word and behind the last word."""
+def with_marks(message: dict[str, Any], number: int, in_empty: bool) -> dict[str, Any]:
+    """Return a message with marks behind the first character of each word and behind the last word.
+
+    - `in_empty`: an empty content has a mark, too
+    """
     own, called = mark(2 * number), mark(2 * number + 1)
     texts = {name: within(message[name], own) for name in ("content", *REASONING) if name in message}
+    if in_empty and message.get("content") == "":
+        texts["content"] = own
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return {**message, **texts}

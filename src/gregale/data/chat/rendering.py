@@ -111,7 +111,10 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return (
+        re.sub(r"[^\x00-\x7f\ufdd0-\ufdef]", lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+    )
 
 
 def raise_exception(message: str) -> None:
@@ -152,7 +155,7 @@ class Templates:
             self._takes_parts[has_tools] = takes_parts(render)
         if self._takes_parts[has_tools]:
             messages = [in_parts(each) for each in messages]
-        rendering = Rendering(render, messages, asked["prompt"], self._names)
+        rendering = Rendering(render, messages, asked["prompt"], self._names, self._variables.get("eos_token", ""))
         rendering.check_calls()
         text, spans = rendering.text, []
         if not asked["prompt"]:
@@ -209,13 +212,20 @@ class Rendering:
 
     - `render(messages, prompt, marks_spans)`: what the template writes
     - `names`: a regular expression of the special tokens
+    - `stop`: the one that ends generation by the tokenizer's configuration
     """
 
-    def __init__(self, render: Callable[..., list[Part]], messages: Messages, prompt: bool, names: re.Pattern[str]):
-        self._render, self._messages, self._names = render, messages, names
+    def __init__(
+        self, render: Callable[..., list[Part]], messages: Messages, prompt: bool, names: re.Pattern[str], stop: str
+    ):
+        self._render, self._messages, self._names, self._stop = render, messages, names, stop
         self._parts = render(messages, prompt)
         self.text = joined(self._parts)
-        self._marked = self._with_marks([with_marks(each, number) for number, each in enumerate(messages)], prompt)
+        self._marked = None
+        for in_empty in [False] if any(each.owner is not None for each in self._parts) else [True, False]:
+            if self._marked is None or self._marked.text != self.text:
+                marked = [with_marks(each, number, in_empty) for number, each in enumerate(messages)]
+                self._marked = self._with_marks(marked, prompt)
         self._prompts: dict[str, str] = {}
 
     def _with_marks(self, messages: Messages, prompt: bool) -> Marked | None:
@@ -239,14 +249,16 @@ class Rendering:
         supervised = chosen(self._messages, loss_on)
         if not supervised:
             return []
-        known = self._marked if self._marked and self._marked.text == self.text else None
+        known = self._marked is not None and self._marked.text == self.text
         if told:
-            return self._told(known or self._with_marks(self._messages, False), supervised)
-        turns = Turns(self._parts, known and known.contents, self._prompt, self._names)
+            return self._told(self._marked if known else self._with_marks(self._messages, False), supervised)
+        turns = Turns(self._parts, self._marked.contents, self._prompt, self._names, self._stop) if known else None
         return [span for number in supervised for span in self._turn(turns, number)]
 
-    def _turn(self, turns: Turns, number: int) -> Spans:
+    def _turn(self, turns: Turns | None, number: int) -> Spans:
         try:
+            if turns is None:
+                raise NotCertain
             return turns.spans(number)
         except NotCertain:
             raise Refused(

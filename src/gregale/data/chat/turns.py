@@ -40,19 +40,22 @@ class Turns:
     """The turns in the text of a conversation.
 
     - `parts`: of the text
-    - `contents`: the begin of each word of a message and the end of its last one, in order; None: not known
+    - `contents`: the begin of each word of a message and the end of its last one, in order
     - `prompt(message)`: the generation prompt before a message
     - `special`: a regular expression of the special tokens
+    - `stop`: the token that ends generation by the tokenizer's configuration; empty: not known
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
-        contents: Sequence[Content] | None,
+        contents: Sequence[Content],
         prompt: Callable[[int], str],
         special: re.Pattern[str],
+        stop: str = "",
     ):
-        self._text, self._contents = "".join(part.text for part in parts), contents or ()
+        self._stop = stop
+        self._text, self._contents = "".join(part.text for part in parts), contents
         self._prompt, self._special = prompt, special
         self._written: dict[int, list[tuple[int, int]]] = {}  # by message, the spans that its iteration wrote
         self._nested, first = set(), 0  # where the text of a message begins inside of another's iteration
@@ -72,6 +75,8 @@ class Turns:
         written, prompt = self._written.get(message, []), self._prompt(message)
         if own and not any(first <= at < end for at in own for first, end in written):
             written = [self._around(own, prompt)]
+        elif not written and not self._written:
+            raise NotCertain
         elif not written:
             return []
         (first, end), *more = written
@@ -83,6 +88,7 @@ class Turns:
         first, end = written[-1]
         after = max((at + 1 for at in own if first <= at < end), default=first)
         written[-1] = first, self._end(after, end, prompt)
+        written = [span for each in written for span in self._stopped(*each)]
         found = [(first, end) for first, end in written if self._text[first:end].strip()]
         if any(first <= at < end for at, other in self._contents if other != message for first, end in found):
             raise NotCertain
@@ -96,6 +102,15 @@ class Turns:
         # The prompt may begin with what ends the message before.
         same = max((common(symbols, wanted[skipped:]) for skipped in range(len(wanted))), default=0)
         return same and same + len(text) - len(text.lstrip())
+
+    def _stopped(self, first: int, end: int) -> Spans:
+        """Return what is left of a span without the special tokens behind a stop, which the model does not write."""
+        if not self._stop:
+            return [(first, end)]
+        stop = re.escape(self._stop)
+        behind = re.compile(f"(?<={stop})(?:(?!{stop})(?:{self._special.pattern}))+")
+        bounds = [first, *(at for each in behind.finditer(self._text, first, end) for at in each.span()), end]
+        return list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _around(self, own: Sequence[int], prompt: str) -> tuple[int, int]:
         """Return the span of a turn with its header that no iteration wrote, by what is around the message's text."""
@@ -121,7 +136,8 @@ class Turns:
     def _begins(self, prompt: str, name: str) -> bool:
         """Return whether a special token is an assistant's header, and does not end the message before."""
         prompt = prompt.lstrip()
-        return prompt.startswith(name) and not self._special.match(prompt, len(name))
+        others = {each[0] for each in self._special.finditer(prompt)} - {name}
+        return prompt.startswith(name) and not any(each in self._text.partition(name)[0] for each in others)
 
     def _begin_of(self, prompt: str) -> str:
         """Return the first symbol of a generation prompt, spaces apart."""
