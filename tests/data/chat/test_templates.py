@@ -139,7 +139,7 @@ def test_all_pieces_of_a_last_character_have_loss():
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ m.content | upper }}{{ loop.revindex }}{% endfor %}", "has no {% generation %}"),
+        ("{{ messages | map(attribute='content') | join }}", "has no {% generation %}"),
         ("{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),

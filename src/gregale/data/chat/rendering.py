@@ -24,16 +24,30 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from gregale.data.chat.marks import CLOSE, MARK, OPEN, OWN, REASONING, Marked, read_marks, with_marks
+from gregale.data.chat.messages import (
+    CLOSE,
+    MARK,
+    OPEN,
+    OWN,
+    Marked,
+    Messages,
+    chosen,
+    in_parts,
+    is_text,
+    plain,
+    read_marks,
+    with_marks,
+)
 from gregale.data.chat.turns import NotCertain, Part, Spans, Turns, common, symbols_of
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Messages = list[dict[str, Any]]
-
 
 class Refused(Exception):
     """The template cannot be used, whatever the conversation."""
+
+
+FATAL = (Refused, SecurityError, MemoryError, RecursionError)
 
 
 class Generation(Extension):
@@ -47,6 +61,7 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
 
     def _between(self, caller: Callable[[], str]) -> str:
+        assert isinstance(self.environment, Environment)
         return f"{OPEN}{caller()}{CLOSE}" if self.environment.marks_spans else caller()
 
 
@@ -148,7 +163,7 @@ class Templates:
         special token in the conversation has `MARK` after its first character, so that it is none of these.
         """
         given = {"tools": None, "documents": None, **self._marked(asked["conversation"])}
-        messages, has_tools = [self._plain(each) for each in given.pop("messages")], "tools" in asked["conversation"]
+        messages, has_tools = [plain(each) for each in given.pop("messages")], "tools" in asked["conversation"]
         self._environment.date = asked["date"]
         render = partial(self._render, self._templates[has_tools], given)
         if self._takes_parts[has_tools] is None:
@@ -199,13 +214,6 @@ class Templates:
             return {self._marked(name): self._marked(each) for name, each in value.items()}
         return value
 
-    @staticmethod
-    def _plain(message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as transformers gives it to templates: no null, the reasoning by the names of all models."""
-        kept = {name: value for name, value in message.items() if value is not None}
-        reasoning = next((kept[name] for name in REASONING if name in kept), None)
-        return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
-
 
 class Rendering:
     """The text of a conversation by a template, and the spans of its messages.
@@ -219,57 +227,43 @@ class Rendering:
         self, render: Callable[..., list[Part]], messages: Messages, prompt: bool, names: re.Pattern[str], stop: str
     ):
         self._render, self._messages, self._names, self._stop = render, messages, names, stop
-        self._parts = render(messages, prompt)
+        self._parts, self._prompts = render(messages, prompt), {}
         self.text = joined(self._parts)
-        self._marked = None
-        for in_empty in [False] if any(each.owner is not None for each in self._parts) else [True, False]:
-            if self._marked is None or self._marked.text != self.text:
-                marked = [with_marks(each, number, in_empty) for number, each in enumerate(messages)]
-                self._marked = self._with_marks(marked, prompt)
-        self._prompts: dict[str, str] = {}
-
-    def _with_marks(self, messages: Messages, prompt: bool) -> Marked | None:
-        """Return what marks in messages say of the text; None if the template cannot render these."""
-        try:
-            return read_marks(joined(self._render(messages, prompt, True)))
-        except (Refused, SecurityError, MemoryError, RecursionError):
-            raise
-        except Exception:  # the template's own code may raise any
-            return None
+        untold = all(each.owner is None for each in self._parts)
+        marked = [with_marks(each, number, untold) for number, each in enumerate(messages)]
+        found = tried(render, marked, prompt, True)
+        self._marked = None if found is None else read_marks(joined(found))
 
     def check_calls(self) -> None:
         called = {number for number, each in enumerate(self._messages) if each.get("tool_calls")}
-        if called and self._marked is not None and not called <= self._marked.calls:
+        if self._marked and not called <= self._marked.calls:
             raise_exception("it leaves out the calls of tools")
 
-    def spans(self, loss_on: str, told: bool) -> Spans:
-        """Return the spans that the loss is on; `told`: the template has `{% generation %}`."""
+    def spans(self, loss_on: str, has_spans: bool) -> Spans:
+        """Return the spans that the loss is on; `has_spans`: the template has `{% generation %}`."""
         if loss_on == "all":
             return [(0, len(self.text))]
         supervised = chosen(self._messages, loss_on)
-        if not supervised:
-            return []
-        known = self._marked is not None and self._marked.text == self.text
-        if told:
-            return self._told(self._marked if known else self._with_marks(self._messages, False), supervised)
-        turns = Turns(self._parts, self._marked.contents, self._prompt, self._names, self._stop) if known else None
-        return [span for number in supervised for span in self._turn(turns, number)]
-
-    def _turn(self, turns: Turns | None, number: int) -> Spans:
+        marked = self._marked if self._marked and self._marked.text == self.text else None
+        if has_spans:
+            return self._told(marked or read_marks(joined(self._render(self._messages, False, True))), supervised)
         try:
-            if turns is None:
+            if marked is None and supervised:
                 raise NotCertain
-            return turns.spans(number)
+            turns = Turns(self._parts, marked.contents if marked else [], self._prompt, self._names, self._stop)
+            for number in supervised:
+                if is_text(self._messages[number].get("content")) and not turns.has(number):
+                    raise_exception(f"it leaves out the text of message {number + 1}")
+            return [span for number in supervised for span in turns.spans(number)]
         except NotCertain:
             raise Refused(
-                f"has no {{% generation %}}, and which tokens the assistant wrote is not certain in message "
-                f"{number + 1}. Put {{% generation %}} and {{% endgeneration %}} around them in a copy of the "
-                "template, and name it in data.chat_template"
+                "has no {% generation %}, and which tokens the assistant wrote is not certain. Put {% generation %} "
+                "and {% endgeneration %} around them in a copy of the template, and name it in data.chat_template"
             ) from None
 
-    def _told(self, marked: Marked | None, supervised: list[int]) -> Spans:
+    def _told(self, marked: Marked, supervised: list[int]) -> Spans:
         """Return the spans of `{% generation %}` in some messages."""
-        if marked is None or marked.text != self.text:
+        if marked.text != self.text:
             raise Refused("writes another text where {% generation %} is")
         found, owner = [], None
         owners = [each.owner for each in self._parts for _ in each.text]
@@ -278,33 +272,36 @@ class Rendering:
             if any(self._messages[each]["role"] != "assistant" for each in inside):
                 raise Refused("has the text of another message in {% generation %}")
             owner = min(inside, default=next((each for each in owners[start:end] if each is not None), owner))
-            if owner in supervised or owner is None:
+            if supervised and (owner in supervised or owner is None):
                 found.append((start, end))
         return found
 
     def _prompt(self, number: int) -> str:
         """Return the text between the messages before one of the assistant's and what the model writes."""
         role = self._messages[number - 1]["role"] if number else ""
-        if role not in self._prompts:
-            more = [*self._messages, {"role": "user", "content": "a"}]
-            candidates = (self._messages[:number], self._messages, more)
-            self._prompts[role] = next(
-                (text for each in candidates if each and (text := self._prompt_after(each)).strip()), ""
-            )
+        more = [*self._messages, {"role": "user", "content": "a"}]
+        for messages in (self._messages[:number], self._messages, more):
+            if messages and not self._prompts.get(role, "").strip():
+                self._prompts[role] = self._prompt_after(messages)
         return self._prompts[role]
 
     def _prompt_after(self, messages: Messages) -> str:
-        try:
-            found = self._render(messages, True)
-            last = max((number for number, each in enumerate(found) if each.owner is not None), default=len(found))
-            if (text := joined(found[last + 1 :])).strip():
-                return text
-            text, without = joined(found), joined(self._render(messages))
-            return text[common(symbols_of(text, self._names), symbols_of(without, self._names)) :]
-        except (Refused, SecurityError, MemoryError, RecursionError):
-            raise
-        except Exception:  # the template's own code may raise any
-            return ""
+        found = tried(self._render, messages, True) or []
+        last = max((number for number, each in enumerate(found) if each.owner is not None), default=len(found))
+        if (text := joined(found[last + 1 :])).strip():
+            return text
+        text, without = joined(found), joined(tried(self._render, messages) or [])
+        return text[common(symbols_of(text, self._names), symbols_of(without, self._names)) :]
+
+
+def tried(render: Callable[..., list[Part]], *given: Any) -> list[Part] | None:
+    """Return what a template writes; None if it rejects what it is given."""
+    try:
+        return render(*given)
+    except FATAL:
+        raise
+    except Exception:  # the template's own code may raise any
+        return None
 
 
 def joined(parts: list[Part]) -> str:
@@ -314,20 +311,8 @@ def joined(parts: list[Part]) -> str:
 def takes_parts(render: Callable[..., list[Part]]) -> bool:
     """Return whether a template writes contents that are lists of parts, and leaves out texts."""
     talk = [{"role": role, "content": word} for role, word in (("user", "question"), ("assistant", "answer"))]
-    found = []
-    for messages in (talk, [in_parts(each) for each in talk]):
-        try:
-            found.append("answer" in joined(render(messages)))
-        except (Refused, SecurityError, MemoryError, RecursionError):
-            raise
-        except Exception:  # the template's own code may raise any
-            found.append(False)
-    return found == [False, True]
-
-
-def in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    found = [tried(render, messages) for messages in (talk, [in_parts(each) for each in talk])]
+    return ["answer" in joined(each or []) for each in found] == [False, True]
 
 
 def limit_time(seconds: int) -> None:
@@ -335,14 +320,6 @@ def limit_time(seconds: int) -> None:
     used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = int(used.ru_utime + used.ru_stime) + seconds + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
-
-
-def chosen(messages: list[dict[str, Any]], loss_on: str) -> list[int]:
-    """Return the indices of the assistant's messages that the loss is on."""
-    roles = [each.get("role") for each in messages]
-    first = 0 if loss_on != "completion" or "user" not in roles else len(roles) - roles[::-1].index("user")
-    turns = [number for number in range(first, len(roles)) if roles[number] == "assistant"]
-    return turns[-1:] if loss_on == "last" else turns
 
 
 def main() -> None:
@@ -358,7 +335,7 @@ def main() -> None:
                 templates, found = Templates(**asked), {}
             else:
                 found = templates.answer(asked)
-        except (Refused, SecurityError, MemoryError, RecursionError, jinja2.TemplateSyntaxError) as error:
+        except (*FATAL, jinja2.TemplateSyntaxError) as error:
             found = {"refused": str(error) or f"failed with {type(error).__name__}"}
         except Exception as error:  # the template's own code may raise any
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "

@@ -94,6 +94,10 @@ class Turns:
             raise NotCertain
         return found
 
+    def has(self, message: int) -> bool:
+        """Return whether anything of a message is in the text."""
+        return any(each.message == message for each in self._contents)
+
     def _header(self, text: str, prompt: str) -> int:
         """Return the length of the header that a turn begins with; `text`: the turn up to the message's own text."""
         if prompt and prompt in text:

@@ -1,4 +1,4 @@
-"""Characters inside of texts that say where the messages of a conversation and the spans of a template are."""
+"""The messages that templates get, with characters in their texts that say where they and spans are in an output."""
 
 import re
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ MARKS = re.compile(f"({OPEN}|{CLOSE}|{FROM}[\ufde0-\ufdef]+)")
 WORD = re.compile(r"((?:(?<=[\s>])|\A)[^\s<|\[/{])")
 LAST_WORD = re.compile(r"((?:(?<=\s)|\A)[^\s<>|\[\]/{}]+)(?=\s*\Z)")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first or second
+
+Messages = list[dict[str, Any]]
 
 
 class Marked(NamedTuple):
@@ -36,33 +38,23 @@ def with_marks(message: dict[str, Any], number: int, in_empty: bool) -> dict[str
 
     - `in_empty`: an empty content has a mark, too
     """
-    own, called = mark(2 * number), mark(2 * number + 1)
-    texts = {name: within(message[name], own) for name in ("content", *REASONING) if name in message}
-    if in_empty and message.get("content") == "":
-        texts["content"] = own
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return {**message, **texts}
-    return {**message, **texts, "tool_calls": [call_with_marks(each, called) for each in calls]}
+    own, calls = mark(2 * number), message.get("tool_calls")
+    found = {name: within(message[name], own) for name in ("content", *REASONING) if name in message}
+    if calls:
+        found["tool_calls"] = within(calls, mark(2 * number + 1))
+    elif in_empty and message.get("content") == "":
+        found["content"] = own
+    return {**message, **found}
 
 
-def call_with_marks(call: Any, own: str) -> Any:
-    """Return a call of a tool with marks in its name and its arguments."""
-    if not isinstance(call, dict):
-        return call
-    inner = call.get("function")
-    found = {name: within(call[name], own) for name in ("name", "arguments") if name in call}
-    return {**call, **found, **({"function": call_with_marks(inner, own)} if inner else {})}
-
-
-def within(value: Any, own: str) -> Any:
-    """Return a value with marks in its texts; names and types of objects stay."""
-    if isinstance(value, str):
+def within(value: Any, own: str, name: str = "") -> Any:
+    """Return a value with marks in its texts; `name`: of the field that has it."""
+    if isinstance(value, str) and name not in ("id", "type"):
         return LAST_WORD.sub(rf"\1{own}", WORD.sub(rf"\1{own}", value))
     if isinstance(value, list):
         return [within(each, own) for each in value]
     if isinstance(value, dict):
-        return {name: each if name == "type" else within(each, own) for name, each in value.items()}
+        return {each: within(inner, own, each) for each, inner in value.items()}
     return value
 
 
@@ -85,3 +77,28 @@ def read_marks(marked: str) -> Marked:
             contents.append(Content(at - 1, value // 2))
             calls |= {value // 2} if value % 2 else set()
     return Marked("".join(text), contents, calls, spans)
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers gives it to templates: no null, the reasoning by the names of all models."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def is_text(content: Any) -> bool:
+    """Return whether a message has text that no template leaves out, as some do with thoughts."""
+    return isinstance(content, str) and content.strip()[-1:] not in ("", ">", "]")
+
+
+def chosen(messages: Messages, loss_on: str) -> list[int]:
+    """Return the indices of the assistant's messages that the loss is on."""
+    roles = [each.get("role") for each in messages]
+    first = 0 if loss_on != "completion" or "user" not in roles else len(roles) - roles[::-1].index("user")
+    turns = [number for number in range(first, len(roles)) if roles[number] == "assistant"]
+    return turns[-1:] if loss_on == "last" else turns
