@@ -30,6 +30,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import StoragePath
 
+MASKS = 2  # version of the rules by which conversations become tokens with loss
 POLL_SECONDS = 0.5
 POLL_PARTS_SECONDS = 5.0  # between two listings of the parts that other hosts have finished
 
@@ -52,7 +53,7 @@ class TokenCache:
 
 def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
     """Return the name of the store of a source and a tokenizer: a hash of everything that determines its content."""
-    template = [asdict(tokenizer.chat_template)] if source.has_conversations and tokenizer.chat_template else []
+    template = [asdict(tokenizer.chat_template), MASKS] if source.has_conversations and tokenizer.chat_template else []
     return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint, *template])[:24]
 
 

@@ -218,9 +218,9 @@ def check_loss(group: str, sources: Mapping[str, Rows]) -> None:
     for name, rows in sources.items():
         if len(rows) and not rows.targets:
             raise UserError(
-                f"{group}.{name}: the loss is on none of its {len(rows.stream):,} tokens. {rows.note} Conversations "
-                "have it on messages of the role assistant that loss_on chooses and long_documents keeps: look at the "
-                "roles of the rows and at these settings, or set batch.sequence_length higher."
+                f"{group}.{name}: the loss is on none of its {len(rows.stream):,} tokens. Conversations have it on "
+                "messages of the role assistant that loss_on chooses and long_documents keeps: look at the roles of "
+                f"the rows and at these settings, or set batch.sequence_length higher.{rows.note and f' {rows.note}.'}"
             )
 
 

@@ -266,12 +266,14 @@ class Rendering:
         if marked.text != self.text:
             raise Refused("writes another text where {% generation %} is")
         found, owner = [], None
+        turns = chosen(self._messages, "assistant")
         owners = [each.owner for each in self._parts for _ in each.text]
         for start, end in marked.spans:
             inside = {each.message for each in marked.contents if start <= each.at < end}
-            if any(self._messages[each]["role"] != "assistant" for each in inside):
+            if not inside.issubset(turns):
                 raise Refused("has the text of another message in {% generation %}")
-            owner = min(inside, default=next((each for each in owners[start:end] if each is not None), owner))
+            # Another message's iteration may write the end of a turn.
+            owner = min(inside, default=next((each for each in owners[start:end] if each in turns), owner))
             if supervised and (owner in supervised or owner is None):
                 found.append((start, end))
         return found

@@ -89,7 +89,7 @@ class Turns:
         after = max((at + 1 for at in own if first <= at < end), default=first)
         written[-1] = first, self._end(after, end, prompt)
         written = [span for each in written for span in self._stopped(*each)]
-        found = [(first, end) for first, end in written if self._text[first:end].strip()]
+        found = [(first, end) for first, end in written if first < end]
         if any(first <= at < end for at, other in self._contents if other != message for first, end in found):
             raise NotCertain
         return found
