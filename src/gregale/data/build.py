@@ -31,6 +31,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import StoragePath
 
+MASKS = 2  # version of the rules by which conversations become tokens with loss
 POLL_SECONDS = 0.5
 POLL_PARTS_SECONDS = 5.0  # between two listings of the parts that other hosts have finished
 
@@ -55,7 +56,7 @@ def identity_of(source: SourceConfig, tokenizer: Tokenizer) -> dict:
     """Return everything that determines the content of the store of a source and a tokenizer, as in its manifest."""
     found = {"source": source.identity(), "tokenizer": tokenizer.fingerprint}
     template = tokenizer.chat_template if source.has_conversations else None
-    return found | ({"chat_template": asdict(template)} if template else {})
+    return found | ({"chat_template": [asdict(template), MASKS]} if template else {})
 
 
 def store_key(identity: dict) -> str:

@@ -60,10 +60,11 @@ class Windows(Sequence[ExampleBatch]):
 
     @property
     def targets(self) -> int:
-        """Return the number of targets in all windows."""
-        places = len(self) * self.sequence_length
-        firsts = np.searchsorted(self.stream.starts[1:-1], places, side="right")  # tokens that begin a document
-        return places - (0 if self._cross else int(firsts))
+        """Return the number of targets in all windows that the loss is on."""
+        starts, stops = self.stream.starts[:-1], self.stream.starts[1:]
+        ends = np.minimum(stops, len(self) * self.sequence_length + 1)
+        starts = np.maximum(starts, 1) if self._cross else starts + 1
+        return int(self.stream.supervised_in(np.minimum(starts, ends), ends).sum())
 
     @property
     def needs(self) -> str:

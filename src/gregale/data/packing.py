@@ -39,7 +39,7 @@ class PackedRows(Sequence[ExampleBatch]):
     - `packing`: FIT for `first_fit`, or PAD for one document a row; a longer document is cut to L + 1 tokens or refused
     - `evaluates`: whether examples also have `more_bytes`, as in `gregale.data.examples.Windows`
 
-    - `targets`: the number of targets in all rows
+    - `targets`: the number of targets in all rows that the loss is on
     - `note`: a sentence about the documents that are cut, "" if there are none
     """
 
@@ -52,9 +52,14 @@ class PackedRows(Sequence[ExampleBatch]):
         lengths = np.diff(stream.starts)
         self.note = self._note(lengths, packing)
         sizes = np.minimum(lengths - 1, sequence_length)
+        stops = stream.starts[1:] if self._keeps_end else stream.starts[:-1] + 1 + sizes
+        targets = stream.supervised_in(stops - sizes, stops)
+        self.targets = int(targets.sum())
+        lost = (targets == 0) & (stream.supervised_in(stream.starts[:-1] + 1, stream.starts[1:]) > 0)
+        if lost.any():
+            self.note += f"; {lost.sum():,} of them keep no token that the loss is on"
         documents = np.flatnonzero(sizes).astype(np.int32)
         sizes = sizes[documents]
-        self.targets = int(sizes.sum())
         if packing.kind == FIT:
             rows = first_fit(sizes, sequence_length)
             self._documents = documents[np.argsort(rows, kind="stable")]

@@ -96,9 +96,11 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     rows = source_rows(SOURCES, train, sequence_length, config, evaluates=False)
     check_rows(rows, config.held_out)
     held_out_rows = source_rows(SOURCES, held_out, sequence_length, config)
+    check_loss(f"data.{SOURCES}", rows)
     validating = stores_of(VALIDATION, config, tokenizer, report)
     validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
     validation_rows = source_rows(VALIDATION, validation, sequence_length, config)
+    check_loss(f"data.{VALIDATION}", validation_rows)
     validation_sets = {}
     for name, each in validation_rows.items():
         with naming(f"data.{VALIDATION}.{name}"):
@@ -208,6 +210,17 @@ def check_rows(sources: Mapping[str, Rows], held_out: float) -> None:
             raise UserError(
                 f"data.sources.{name}: too little text to train on. {rows.needs}; this source has {len(rows.stream)} "
                 f"after holding out {held_out:g} of it. Shorten the sequences, give more text, or lower data.held_out."
+            )
+
+
+def check_loss(group: str, sources: Mapping[str, Rows]) -> None:
+    """Raise `UserError` for a source in which the loss is on no token."""
+    for name, rows in sources.items():
+        if len(rows) and not rows.targets:
+            raise UserError(
+                f"{group}.{name}: the loss is on none of its {len(rows.stream):,} tokens. Conversations have it on "
+                "messages of the role assistant that loss_on chooses and long_documents keeps: look at the roles of "
+                f"the rows and at these settings, or set batch.sequence_length higher.{rows.note and f' {rows.note}.'}"
             )
 
 

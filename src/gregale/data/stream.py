@@ -78,6 +78,12 @@ class DocumentStream:
             return np.ones(len(places), bool)
         return self._supervised.at(places + self._shifts[documents])
 
+    def supervised_in(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return the number of tokens with loss between two indices in each document, int64 [document]."""
+        if self._supervised is None:
+            return stops - starts
+        return self._supervised.before(stops + self._shifts) - self._supervised.before(starts + self._shifts)
+
     def _indices(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each token's index in the store, and the index of its document."""
         first = np.searchsorted(self.starts, start, side="right") - 1

@@ -26,6 +26,12 @@ class Supervised(NamedTuple):
         """Return the mask at some indices, bool [index]."""
         return np.searchsorted(self.changes, indices, side="right") % 2 == 1
 
+    def before(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens with loss before some indices, int64 [index]."""
+        signed = np.append(0, (self.changes * (1 - 2 * (np.arange(len(self.changes)) % 2 == 0))).cumsum())
+        at = np.searchsorted(self.changes, indices)
+        return signed[at] + indices * (at % 2)
+
     def packed(self) -> str:
         """Return the mask as a short text."""
         return base64.b64encode(zlib.compress(np.diff(self.changes, prepend=0).astype("<i8").tobytes())).decode("ascii")

@@ -1,4 +1,4 @@
-"""Chat templates with the layouts of twelve families of models, in few lines of our own.
+"""Chat templates with the layouts of families of models, in few lines of our own.
 
 `[[` and `]]` are around what the assistant writes: `{% generation %}` in the variant whose masks are the oracle.
 """
@@ -210,6 +210,82 @@ GPT_OSS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+GEMMA4 = """
+{{- bos_token }}{% set ns = namespace(open=false, stopped=false) %}
+{%- for m in messages %}{% if m.role not in ('tool', 'assistant') %}
+    {{- '<|turn>' + m.role + '\\n' + m.content + '<turn|>\\n' }}
+{%- elif m.role == 'assistant' %}
+    {%- if not ns.open %}{{ '<|turn>model\\n' }}{% endif %}
+    {%- set ns.open = false %}{% set ns.stopped = false %}
+    {%- if m.tool_calls %}[[
+        {%- for call in m.tool_calls %}{{ '<|tool_call>' + call.function.name + '{}<tool_call|>' }}{% endfor %}]]
+        {%- for k in range(loop.index0 + 1, messages | length) %}
+            {%- set answer = messages[k] %}
+            {%- if answer.role != 'tool' %}{% set ns.stopped = true %}
+            {%- elif not ns.stopped %}
+                {{- '<|tool_response>' + answer.content + '<tool_response|>' }}{% set ns.open = true %}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- set text %}{{ m.content or '' }}{% endset %}
+    {%- if text | trim | length or not ns.open %}[[{{ text }}<turn|>]]{{ '\\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+
+QWEN36 = """
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- if ns.last < 0 %}{{ raise_exception('no question') }}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought, content = m.reasoning_content or '', m.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last %}{{ '<think>\\n' }}[[{{ thought + '\\n</think>\\n\\n' }}]]{% endif %}
+        {#- -#}[[{{ content }}<|im_end|>]]{{ '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+
+COMMAND = """
+{{- bos_token }}
+{%- for i in range(messages | length) %}{% set m = messages[i] %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|start|><|assistant|>' }}[[{{ m.content }}<|return|><|end|>]]
+    {%- else %}
+        {{- '<|start|>' + m.role + ': ' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|><|assistant|>' }}{% endif %}"""
+
+GLM = """
+{{- '[gMASK]' }}
+{%- for m in messages %}
+    {%- set answers = loop.index0 > 0 and messages[loop.index0 - 1].role == 'assistant' %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>' }}[[{{ '\\n' + (m.content or '') }}
+        {%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}]]
+    {%- elif m.role == 'tool' %}
+        {%- if answers %}[[<|observation|>]]{% else %}<|observation|>{% endif %}{{ '\\n' + m.content }}
+    {%- else %}
+        {%- if answers %}[[{{ '<|' + m.role + '|>' }}]]{% else %}{{ '<|' + m.role + '|>' }}{% endif %}
+        {{- '\\n' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+JAMBA = """
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}[[<|end|>]]
+    {%- elif not loop.first %}<|end|>
+    {%- endif %}
+    {{- '<|start|><|' + m.role + '|> ' }}{% if m.role == 'assistant' %}[[{{ m.content + '\\n' }}]]{% else %}{{ m.content }}{% endif %}
+{%- endfor %}
+{%- if messages[-1].role == 'assistant' %}[[<|end|>]]{% else %}<|end|>{% endif %}
+{%- if add_generation_prompt %}{{ '<|start|><|assistant|> ' }}{% endif %}"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "smollm": SMOLLM,
@@ -223,15 +299,28 @@ TEMPLATES = {
     "phi": PHI,
     "zephyr": ZEPHYR,
     "gpt-oss": GPT_OSS,
+    "gemma 4": GEMMA4,
+    "qwen 3.6": QWEN36,
+    "command a": COMMAND,
+    "glm 4.5": GLM,
+    "jamba": JAMBA,
 }
-WITH_TOOLS = ("llama 3.1", "qwen 2.5", "qwen 3", "mistral", "gpt-oss")
+WITH_TOOLS = ("llama 3.1", "qwen 2.5", "qwen 3", "mistral", "gpt-oss", "gemma 4", "glm 4.5")
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<|endoftext|>"),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    *("<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    *("<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|turn>", "<turn|>"),
+    *("<|tool_response>", "<tool_response|>", "<|assistant|>", "<|user|>", "<|system|>", "<|observation|>"),
 ]
-ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # tokens that are not special
+ADDED = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|tool_call>",
+    "<tool_call|>",
+]  # tokens that are not special
 
 
 def turns(*contents: str, **more) -> list[dict]:
@@ -250,8 +339,11 @@ TALKS = {
     "a system's text": [SYSTEM, *turns(" a b ", "  the\n", "c", "\nthe  ")],
     "several turns": turns("a", "the", "b", "the", "a", "the"),
     "empty content": [SYSTEM, *turns("", "", "a", "")],
-    "emoji": turns("👩‍👩‍👧 a", "the 🙂", "b", "🏳️‍🌈é"),
+    "emoji": turns("👩‍👩‍👧 a", "the 🙂 the", "b", "🏳️‍🌈é a"),  # transformers leaves out pieces of a last character
     "what looks like JSON or markup": turns('{"a": "\\n"}', '<b>"the"</b> & {{ x }}\n```', "a", "{% x %}"),
+    "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.", "the", "the")],
+    "the assistant first": turns("", "the 42", "a", "the")[1:],
+    "two in turn": [*turns("a", "the", "b", "c"), *turns("", "d")[1:]],
     "reasoning": [SYSTEM, *turns("a", "the", "b", "the", reasoning_content="x\ny")],
     "reasoning in the content": turns("a", "<think>\nx\n</think>\n\nthe", "b", "<think>\ny\n</think>\n\nc"),
 }

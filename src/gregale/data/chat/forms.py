@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MESSAGES, SHAREGPT, PROMPT, INSTRUCTION, PAIRS = ("messages", "sharegpt", "prompt", "instruction", "pairs")
-ROLES = {
+USUAL = {  # roles by their spellings, without spaces around and in small letters
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatbot"), "assistant"),
     "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+ROLES = {**USUAL, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}  # of ShareGPT
+OTHERS = ("developer", "tool", "function", "observation", "ipython", "environment", "context")  # which templates have
 CALL = "function_call"  # a turn of ShareGPT's in which the assistant calls tools
 COLUMNS = {  # by form, the columns of a row and the fields of a message
     MESSAGES: ("messages", "tools", "documents", "role", "content"),
@@ -59,12 +60,21 @@ class Row:
         """Return a message with the usual names; fields that have no name here stay."""
         own = {self.name("role"): "role", self.name("content"): "content"}
         message = {own.get(name, name): value for name, value in self.values.items()}
-        self.text("role")
+        message["role"] = self.role("role", USUAL | dict(zip(OTHERS, OTHERS, strict=True)))
+        if isinstance(message.get("tool_calls"), str):
+            message["tool_calls"] = [each.values for each in self.rows("tool_calls")]
         if isinstance(parts := message.get("content"), list):
             return {**message, "content": "".join(self._text_of(each) for each in parts)}
         if message.get("content") is not None or not message.get("tool_calls"):
             self.text("content")
         return message
+
+    def role(self, usual: str, known: Mapping[str, str]) -> str:
+        """Return the role that a field names; raise `Malformed` for one that no template has."""
+        found = self.text(usual)
+        if (role := found.strip().lower()) not in known:
+            raise Malformed(f"`{self.name(usual)}` is {found!r}, and none of {', '.join(known)}")
+        return known[role]
 
     def _text_of(self, part: Any) -> str:
         """Return the text of a part of a message's content."""
@@ -85,11 +95,8 @@ def from_messages(row: Row) -> Messages:
 
 
 def from_sharegpt(row: Row) -> Messages:
-    turns = [(each.text("from"), each.text("value")) for each in row.rows("conversations")]
-    if wrong := next((role for role, _ in turns if role not in (*ROLES, CALL)), None):
-        raise Malformed(f"`{row.name('from')}` is {wrong!r}, and none of {', '.join((*ROLES, CALL))}")
-    made = [calls_of(text) if role == CALL else {"role": ROLES[role], "content": text} for role, text in turns]
-    return [*system_of(row), *made]
+    turns = [(each.role("from", {**ROLES, CALL: CALL}), each.text("value")) for each in row.rows("conversations")]
+    return with_system(row, [calls_of(text) if role == CALL else say(role, text) for role, text in turns])
 
 
 def calls_of(text: str) -> dict[str, Any]:
@@ -113,25 +120,47 @@ def calls_of(text: str) -> dict[str, Any]:
 
 
 def from_prompt(row: Row) -> Messages:
-    return [*system_of(row), *part_of(row, "prompt", "user"), *part_of(row, "completion", "assistant")]
+    return with_system(row, [*part_of(row, "prompt", "user"), *part_of(row, "completion", "assistant")])
 
 
 def part_of(row: Row, name: str, role: str) -> Messages:
     """Return the messages of a column, or its text as a message of a role."""
     is_text = isinstance(row.get(name), str)
-    return [{"role": role, "content": row.text(name)}] if is_text else [each.message() for each in row.rows(name)]
+    return [say(role, row.text(name))] if is_text else [each.message() for each in row.rows(name)]
 
 
 def from_pair(row: Row) -> list[Messages]:
     """Return the chosen and the rejected conversation, of one prompt, which `chosen` and `rejected` may begin with."""
+    prompt = part_of(row, "prompt", "user") if row.get("prompt") else []
     found = [part_of(row, name, "assistant") for name in ("chosen", "rejected")]
-    if found[0][0]["role"] not in ("system", "user"):
-        found = [[*part_of(row, "prompt", "user"), *answer] for answer in found]
+    texts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
+    if all(isinstance(each, str) for each in texts) and all(rests := [behind(texts[0], each) for each in texts[1:]]):
+        found = [[say("assistant", each)] for each in rests]
+    found = [with_prompt(row, prompt, each) for each in found]
+    if found[0] == found[1]:
+        raise Malformed(f"`{row.name('chosen')}` and `{row.name('rejected')}` are equal: there is nothing to prefer")
     if prompt_of(found[0]) != prompt_of(found[1]):
         raise Malformed(
             f"`{row.name('chosen')}` and `{row.name('rejected')}` differ before the user's last message ends"
         )
-    return [[*system_of(row), *each] for each in found]
+    return [with_system(row, each) for each in found]
+
+
+def behind(prompt: str, text: str) -> str:
+    """Return the rest of a text that begins with the whole words of a prompt; empty if it does not."""
+    rest = text.removeprefix(prompt)
+    is_inside = prompt[-1:].isalnum() and rest[:1].isalnum()
+    return "" if rest == text or is_inside else rest.lstrip()
+
+
+def with_prompt(row: Row, prompt: Messages, answer: Messages) -> Messages:
+    """Return the messages of a prompt and an answer, which may begin with the prompt."""
+    if all(each["role"] in ("assistant", "tool") for each in answer) and answer[: len(prompt)] != prompt:
+        return [*(prompt or part_of(row, "prompt", "user")), *answer]
+    own = answer[1:] if answer[0]["role"] == "system" and prompt[:1] != answer[:1] else answer
+    if own[: len(prompt)] != prompt:
+        raise Malformed(f"`{row.name('prompt')}` is another one than the answers begin with; leave one of them out")
+    return answer
 
 
 def prompt_of(messages: Messages) -> Messages:
@@ -142,12 +171,19 @@ def prompt_of(messages: Messages) -> Messages:
 
 def from_instruction(row: Row) -> Messages:
     asked = "\n\n".join([row.text("instruction"), *([row.text("input")] if row.get("input") else [])])
-    answer = {"role": "assistant", "content": row.text("output")}
-    return [*system_of(row), {"role": "user", "content": asked}, answer]
+    return with_system(row, [say("user", asked), say("assistant", row.text("output"))])
 
 
-def system_of(row: Row) -> Messages:
-    return [{"role": "system", "content": row.text("system")}] if row.get("system") else []
+def with_system(row: Row, messages: Messages) -> Messages:
+    """Return messages after that of the column `system`, which they may begin with; raise `Malformed` for two."""
+    own = [say("system", row.text("system"))] if row.get("system") else []
+    if own and messages[0]["role"] == "system" and messages[:1] != own:
+        raise Malformed(f"`{row.name('system')}` is another text than the system's message")
+    return messages if messages[:1] == own else [*own, *messages]
+
+
+def say(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
 
 
 FORMS: dict[str, Callable[[Row], list[Messages]]] = {  # two conversations of a row are a pair

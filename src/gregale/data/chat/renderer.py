@@ -1,6 +1,7 @@
 """Provides the texts of conversations, from a process that evaluates the template and may die of it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from gregale.data.chat.conversation import Conversation
 from gregale.data.chat.template import ChatTemplate
 from gregale.errors import UserError
 
-PROGRAM = Path(__file__).with_name("rendering.py")  # not imported, because it imports Jinja
+PROGRAM = "gregale.data.chat.rendering"  # not imported, because it imports Jinja
+ROOT = Path(__file__).parents[3]  # of this package, which the process imports, too
 
 
 class Limits(NamedTuple):
@@ -63,20 +65,25 @@ class Renderer:
         Raises `NotRendered` if the template rejects the conversation; `UserError` if it cannot be used at all.
         """
         if self._process is None:
-            command = [sys.executable, "-P", "-X", "utf8", str(PROGRAM)]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the process that waits
-            )
+            self._process = self._started()
             self._ask(json.dumps(self._start), "its first line")
         options = {"loss_on": conversation.loss_on, "date": conversation.date, "prompt": prompt}
         line = f'{{"conversation": {conversation.text}, {json.dumps(options)[1:]}'
         found = self._ask(line, conversation.location)
         return Rendered(found["pieces"], [(first, end) for first, end in found["spans"]])
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Return the process, which imports this package and nothing of the working directory."""
+        paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return subprocess.Popen(
+            [sys.executable, "-P", "-X", "utf8", "-m", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C is for the process that waits
+        )
 
     def _ask(self, line: str, location: str) -> dict[str, Any]:
         assert self._process is not None

@@ -22,22 +22,36 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-# Unicode guarantees that no text has these characters: they are for the inside of programs.
-MARK, OPEN, CLOSE, FIRST, LAST = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
-OWN = re.compile(f"[{MARK}{OPEN}{CLOSE}{FIRST}{LAST}]")
+from gregale.data.chat.messages import (
+    CLOSE,
+    MARK,
+    OPEN,
+    OWN,
+    Marked,
+    Messages,
+    chosen,
+    in_parts,
+    is_text,
+    plain,
+    read_marks,
+    with_marks,
+)
+from gregale.data.chat.turns import NotCertain, Part, Spans, Turns, common, symbols_of
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first or second
-
-Spans = list[tuple[int, int]]
 
 
 class Refused(Exception):
     """The template cannot be used, whatever the conversation."""
 
 
+FATAL = (Refused, SecurityError, MemoryError, RecursionError)
+
+
 class Generation(Extension):
-    """The block `{% generation %}`: its output is between `OPEN` and `CLOSE`."""
+    """The block `{% generation %}`: its output is between `OPEN` and `CLOSE` in an environment that `marks_spans`."""
 
     tags = {"generation"}  # noqa: RUF012 -- a class variable of Jinja's
 
@@ -47,24 +61,79 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
 
     def _between(self, caller: Callable[[], str]) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
+        assert isinstance(self.environment, Environment)
+        return f"{OPEN}{caller()}{CLOSE}" if self.environment.marks_spans else caller()
+
+
+class Loops(NodeTransformer):
+    """Puts calls into the loops of a template that say which message an iteration is about, see `Environment`."""
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        inside = {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
+        targets = [
+            name.name for name in (node.target, *node.target.find_all(nodes.Name)) if isinstance(name, nodes.Name)
+        ]
+        calls = [said("begin_iteration", node, each) for each in targets]
+        for item in node.find_all(nodes.Getitem):  # `messages[i]`, in a loop over numbers
+            at, of = item.arg, item.node
+            if (
+                isinstance(at, nodes.Name)
+                and at.name in targets
+                and isinstance(of, nodes.Name)
+                and of.name not in inside
+            ):
+                calls.append(said("begin_iteration", node, at.name, of.name))
+        node.body = [*calls, *node.body]
+        return [said("begin_loop", node), node, said("end_loop", node)]
+
+
+def said(method: str, at: nodes.Node, *names: str) -> nodes.Node:
+    """Return a statement that calls a method of the environment with variables."""
+    given: list[nodes.Expr] = [nodes.Name(name, "load") for name in names]
+    call = nodes.Call(nodes.EnvironmentAttribute(method), given, [], None, None)
+    return nodes.ExprStmt(call).set_lineno(at.lineno, override=True)
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """The environment in which transformers evaluates chat templates, which also knows whose iteration runs.
+
+    - `date`: what `strftime_now` formats
+    - `owners`: for each loop that runs, the index of its iteration's message, or else that of the loop around it
+    """
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        self.date, self.marks_spans, self.owners, self.messages = "", False, [None], {}
+        self.filters["tojson"] = tojson
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = lambda form: datetime.fromisoformat(self.date).strftime(form)
+
+    def traced(self, text: str) -> jinja2.Template:
+        tree = Loops().visit(self.parse(text)).set_environment(self)
+        return self.template_class.from_code(self, self.compile(tree), self.globals)
+
+    def begin_loop(self) -> None:
+        self.owners.append(self.owners[-1])
+
+    def begin_iteration(self, item: Any, items: Any = None) -> None:
+        if isinstance(items, list) and type(item) is int and 0 <= item < len(items):
+            item = items[item]
+        self.owners[-1] = self.messages.get(id(item), self.owners[-1])
+
+    def end_loop(self) -> None:
+        self.owners.pop()
 
 
 def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return (
+        re.sub(r"[^\x00-\x7f\ufdd0-\ufdef]", lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+    )
 
 
 def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def environment(date: Callable[[], str]) -> ImmutableSandboxedEnvironment:
-    """Return the environment in which transformers evaluates chat templates; `date`: what `strftime_now` formats."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.fromisoformat(date()).strftime(form)
-    return made
 
 
 class Templates:
@@ -79,12 +148,13 @@ class Templates:
     def __init__(
         self, text: str, tool_use: str, variables: dict[str, str], names: list[str], seconds: int, characters: int
     ):
-        self._date, self._variables, self._seconds, self._characters = "", variables, seconds, characters
+        self._variables, self._seconds, self._characters = variables, seconds, characters
         limit_time(seconds)  # constants are computed when a template is compiled
-        made = environment(lambda: self._date)
-        self._templates = [made.from_string(each) for each in (text, tool_use or text)]
+        self._environment = Environment()
+        self._templates = [self._environment.traced(each) for each in (text, tool_use or text)]
         self._has_spans = [bool(GENERATION.search(each)) for each in (text, tool_use or text)]
         self._names = re.compile(f"({'|'.join(sorted(map(re.escape, names), key=len, reverse=True)) or '(?!)'})")
+        self._takes_parts: list[bool | None] = [None, None]
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the text of a conversation and the spans that the loss is on, as indices of characters.
@@ -92,36 +162,47 @@ class Templates:
         The text is in pieces: the second, fourth and so on are special tokens. Inside of `answer`, each name of a
         special token in the conversation has `MARK` after its first character, so that it is none of these.
         """
-        conversation, self._date = self._marked(asked["conversation"]), asked["date"]
-        messages, has_tools = [self._plain(each) for each in conversation.pop("messages")], "tools" in conversation
-        render = partial(self._render, conversation, has_tools)
-        marked = render(messages, asked["prompt"])
-        text, spans = without_spans(marked), []
-        probed = [with_probed_calls(each) for each in messages]
-        if probed != messages and render(probed, asked["prompt"]) == marked:
-            raise_exception("it leaves out the calls of tools")
-        supervised = [] if asked["prompt"] else chosen(messages, asked["loss_on"])
-        if asked["loss_on"] == "all":
-            spans = [(0, len(text))]
-        elif supervised and self._has_spans[has_tools]:
-            earlier = messages[: supervised[0]] if asked["loss_on"] != "assistant" else []
-            spans = spans_of(marked)[render(earlier, False).count(OPEN) if earlier else 0 :]
-        elif supervised:
-            finder = TurnFinder(messages, text, lambda *given: without_spans(render(*given)), self._names)
-            spans = [finder.span(number) for number in supervised]
+        given = {"tools": None, "documents": None, **self._marked(asked["conversation"])}
+        messages, has_tools = [plain(each) for each in given.pop("messages")], "tools" in asked["conversation"]
+        self._environment.date = asked["date"]
+        render = partial(self._render, self._templates[has_tools], given)
+        if self._takes_parts[has_tools] is None:
+            self._takes_parts[has_tools] = takes_parts(render)
+        if self._takes_parts[has_tools]:
+            messages = [in_parts(each) for each in messages]
+        rendering = Rendering(render, messages, asked["prompt"], self._names, self._variables.get("eos_token", ""))
+        rendering.check_calls()
+        text, spans = rendering.text, []
+        if not asked["prompt"]:
+            spans = rendering.spans(asked["loss_on"], self._has_spans[has_tools])
         pieces = [each.replace(MARK, "") for each in self._names.split(text)]
         return {"pieces": pieces, "spans": [[at - text.count(MARK, 0, at) for at in span] for span in spans]}
 
-    def _render(self, conversation: dict[str, Any], has_tools: bool, messages: list[dict], prompt: bool) -> str:
+    def _render(
+        self,
+        template: jinja2.Template,
+        given: dict[str, Any],
+        messages: Messages,
+        prompt: bool = False,
+        marks_spans: bool = False,
+    ) -> list[Part]:
+        """Return what the template writes.
+
+        - `prompt`: it ends with the begin of the assistant's answer
+        - `marks_spans`: the output of `{% generation %}` is between `OPEN` and `CLOSE`
+        """
         limit_time(self._seconds)
-        given = {"tools": None, "documents": None, **conversation, "add_generation_prompt": prompt}
-        parts, size = [], 0
-        for part in self._templates[has_tools].generate(messages=messages, **self._variables, **given):
-            parts.append(part)
-            size += len(part)
-            if size > self._characters:
+        state = self._environment
+        state.marks_spans, state.owners = marks_spans, [None]
+        state.messages = {id(each): number for number, each in enumerate(messages)}
+        parts, left = [], self._characters * (4 if marks_spans else 1)  # marks of messages are characters, too
+        for text in template.generate(messages=messages, **self._variables, **given, add_generation_prompt=prompt):
+            owners = [each for each in state.owners if each is not None]
+            parts.append(Part(text, state.owners[-1], owners[0] if owners else None))
+            left -= len(text)
+            if left < 0:
                 raise Refused(f"writes more than {self._characters:,} characters for one conversation")
-        return "".join(parts)
+        return parts
 
     def _marked(self, value: Any) -> Any:
         """Return a conversation whose special tokens are not those of the template."""
@@ -133,12 +214,107 @@ class Templates:
             return {self._marked(name): self._marked(each) for name, each in value.items()}
         return value
 
-    @staticmethod
-    def _plain(message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message as transformers gives it to templates: no null, the reasoning by the names of all models."""
-        kept = {name: value for name, value in message.items() if value is not None}
-        reasoning = next((kept[name] for name in REASONING if name in kept), None)
-        return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+class Rendering:
+    """The text of a conversation by a template, and the spans of its messages.
+
+    - `render(messages, prompt, marks_spans)`: what the template writes
+    - `names`: a regular expression of the special tokens
+    - `stop`: the one that ends generation by the tokenizer's configuration
+    """
+
+    def __init__(
+        self, render: Callable[..., list[Part]], messages: Messages, prompt: bool, names: re.Pattern[str], stop: str
+    ):
+        self._render, self._messages, self._names, self._stop = render, messages, names, stop
+        self._parts, self._prompts = render(messages, prompt), {}
+        self.text = joined(self._parts)
+        untold = all(each.owner is None for each in self._parts)
+        marked = [with_marks(each, number, untold) for number, each in enumerate(messages)]
+        found = tried(render, marked, prompt, True)
+        self._marked = None if found is None else read_marks(joined(found))
+
+    def check_calls(self) -> None:
+        called = {number for number, each in enumerate(self._messages) if each.get("tool_calls")}
+        if self._marked and not called <= self._marked.calls:
+            raise_exception("it leaves out the calls of tools")
+
+    def spans(self, loss_on: str, has_spans: bool) -> Spans:
+        """Return the spans that the loss is on; `has_spans`: the template has `{% generation %}`."""
+        if loss_on == "all":
+            return [(0, len(self.text))]
+        supervised = chosen(self._messages, loss_on)
+        marked = self._marked if self._marked and self._marked.text == self.text else None
+        if has_spans:
+            return self._told(marked or read_marks(joined(self._render(self._messages, False, True))), supervised)
+        try:
+            if marked is None and supervised:
+                raise NotCertain
+            turns = Turns(self._parts, marked.contents if marked else [], self._prompt, self._names, self._stop)
+            for number in supervised:
+                if is_text(self._messages[number].get("content")) and not turns.has(number):
+                    raise_exception(f"it leaves out the text of message {number + 1}")
+            return [span for number in supervised for span in turns.spans(number)]
+        except NotCertain:
+            raise Refused(
+                "has no {% generation %}, and which tokens the assistant wrote is not certain. Put {% generation %} "
+                "and {% endgeneration %} around them in a copy of the template, and name it in data.chat_template"
+            ) from None
+
+    def _told(self, marked: Marked, supervised: list[int]) -> Spans:
+        """Return the spans of `{% generation %}` in some messages."""
+        if marked.text != self.text:
+            raise Refused("writes another text where {% generation %} is")
+        found, owner = [], None
+        turns = chosen(self._messages, "assistant")
+        owners = [each.owner for each in self._parts for _ in each.text]
+        for start, end in marked.spans:
+            inside = {each.message for each in marked.contents if start <= each.at < end}
+            if not inside.issubset(turns):
+                raise Refused("has the text of another message in {% generation %}")
+            # Another message's iteration may write the end of a turn.
+            owner = min(inside, default=next((each for each in owners[start:end] if each in turns), owner))
+            if supervised and (owner in supervised or owner is None):
+                found.append((start, end))
+        return found
+
+    def _prompt(self, number: int) -> str:
+        """Return the text between the messages before one of the assistant's and what the model writes."""
+        role = self._messages[number - 1]["role"] if number else ""
+        more = [*self._messages, {"role": "user", "content": "a"}]
+        for messages in (self._messages[:number], self._messages, more):
+            if messages and not self._prompts.get(role, "").strip():
+                self._prompts[role] = self._prompt_after(messages)
+        return self._prompts[role]
+
+    def _prompt_after(self, messages: Messages) -> str:
+        found = tried(self._render, messages, True) or []
+        last = max((number for number, each in enumerate(found) if each.owner is not None), default=len(found))
+        if (text := joined(found[last + 1 :])).strip():
+            return text
+        text, without = joined(found), joined(tried(self._render, messages) or [])
+        return text[common(symbols_of(text, self._names), symbols_of(without, self._names)) :]
+
+
+def tried(render: Callable[..., list[Part]], *given: Any) -> list[Part] | None:
+    """Return what a template writes; None if it rejects what it is given."""
+    try:
+        return render(*given)
+    except FATAL:
+        raise
+    except Exception:  # the template's own code may raise any
+        return None
+
+
+def joined(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def takes_parts(render: Callable[..., list[Part]]) -> bool:
+    """Return whether a template writes contents that are lists of parts, and leaves out texts."""
+    talk = [{"role": role, "content": word} for role, word in (("user", "question"), ("assistant", "answer"))]
+    found = [tried(render, messages) for messages in (talk, [in_parts(each) for each in talk])]
+    return ["answer" in joined(each or []) for each in found] == [False, True]
 
 
 def limit_time(seconds: int) -> None:
@@ -146,133 +322,6 @@ def limit_time(seconds: int) -> None:
     used, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = int(used.ru_utime + used.ru_stime) + seconds + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
-
-
-def chosen(messages: list[dict[str, Any]], loss_on: str) -> list[int]:
-    """Return the indices of the assistant's messages that the loss is on."""
-    roles = [each.get("role") for each in messages]
-    first = 0 if loss_on != "completion" or "user" not in roles else len(roles) - roles[::-1].index("user")
-    turns = [number for number in range(first, len(roles)) if roles[number] == "assistant"]
-    return turns[-1:] if loss_on == "last" else turns
-
-
-def without_spans(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "")
-
-
-def spans_of(text: str) -> Spans:
-    """Return the spans between `OPEN` and `CLOSE`, as indices of the text without these."""
-    spans, at = [], 0
-    for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
-        if number % 2:
-            spans.append((at, at + len(part)))
-        at += len(part)
-    return spans
-
-
-class TurnFinder:
-    """Finds the assistant's turns in the text of a template that does not tell them itself.
-
-    A turn is what the conversation up to it has more than the prompt for it. If the whole text does not begin with
-    these (a template may drop earlier reasoning, or move the system's text), characters that no text has, at the begin
-    and the end of the turn's content, show its place in both.
-    """
-
-    def __init__(self, messages: list[dict], text: str, render: Callable[[list[dict], bool], str], names: re.Pattern):
-        self._messages, self._text, self._render, self._names = messages, text, render, names
-
-    def span(self, number: int) -> tuple[int, int]:
-        """Return the turn of a message, the token that ends it included; raise `Refused` if it is not certain."""
-        before, after = self._render(self._messages[:number], True), self._render(self._messages[: number + 1], False)
-        start = len(before) if self._text.startswith(before) and after.startswith(before) else None
-        if start is not None and self._text.startswith(after) and (end := self._end_of_one(after, start)):
-            return start, end
-        in_text, in_after = self._probed(len(self._messages), number), self._probed(number + 1, number)
-        end = self._end(after, in_after, in_text)
-        if start is None:
-            begin = min(common(before, after), common(after, in_after))
-            if begin < len(before):  # the turn may by chance begin as the prompt ends
-                begin = max((each.end() for each in self._names.finditer(after, 0, begin)), default=begin)
-            start = self._start(number, after, begin, (common(after, in_after), common(self._text, in_text), end))
-            tokens = [len(self._names.findall(each)) for each in (self._text[start:end], after[begin:])]
-            if tokens[0] > tokens[1]:  # it has other turns too
-                raise self._refused(number)
-        if end <= start:
-            raise self._refused(number)
-        return start, end
-
-    def _probed(self, count: int, number: int) -> str:
-        """Return the text of the first messages, with a character before and one after the content of one.
-
-        Names of tools that it calls have them too, because templates may leave out the content beside a call.
-        """
-        message = self._messages[number]
-        probed = {**with_probed_calls(message), "content": around(message.get("content", ""))}
-        return self._render([*self._messages[:number], probed, *self._messages[number + 1 : count]], False)
-
-    def _start(self, number: int, after: str, begin: int, places: tuple[int, int, int]) -> int:
-        """Return the begin of a turn in the text, by what is before it where the turn is the last one.
-
-        - `after`: the conversation up to the turn, which begins there at `begin`
-        - `places`: the begin of the turn's content in `after` and in the text, and the end of the turn in the text
-        """
-        in_after, content, end = places
-        header, lead = after[len(self._render(self._messages[:number], False)) : begin], after[begin:in_after]
-        if self._names.search(header) and header not in after[begin:] and header in self._text[:end]:
-            return self._text.rindex(header, 0, end) + len(header)
-        if header + lead and self._text.endswith(header + lead, 0, content):
-            return content - len(lead)
-        raise self._refused(number)
-
-    def _end(self, after: str, in_after: str, in_text: str) -> int:
-        """Return the end of a turn: what follows its content where it is the last one follows it in the text too."""
-        rest = self._text[len(self._text) - common(self._text[::-1], in_text[::-1]) :]
-        tail = after[len(after) - common(after[::-1], in_after[::-1]) :]
-        first = len(self._text) - len(rest)
-        if tail.strip() and rest.startswith(tail.rstrip()) and not self._ends_twice(tail):
-            return first + len(tail.rstrip())
-        if token := self._names.match(rest):  # another one ends earlier turns, or more than one ends the last
-            return first + token.end()
-        return first + len(tail) if rest.startswith(tail) else 0
-
-    def _ends_twice(self, tail: str) -> bool:
-        """Return whether a text is two or more special tokens, with spaces."""
-        return len(self._names.findall(tail)) > 1 and not self._names.sub("", tail).strip()
-
-    def _end_of_one(self, after: str, start: int) -> int:
-        """Return the index after the special token that ends a turn, spaces after it apart; 0 if not just one does."""
-        *_, before, _, behind = ["", "", *self._names.split(after[start:])]  # text, token, text, token, text
-        is_first = len(self._names.findall(after, start)) == 1
-        return len(after) - len(behind) if not behind.strip() and (is_first or before.strip()) else 0
-
-    def _refused(self, number: int) -> Refused:
-        return Refused(
-            f"has no {{% generation %}}, and the text up to message {number + 1}, of the assistant, is no beginning of "
-            "the whole conversation's: which tokens the assistant wrote is not certain. Put {% generation %} and "
-            "{% endgeneration %} around them in a copy of the template, and name it in data.chat_template"
-        )
-
-
-def around(text: str) -> str:
-    return f"{FIRST}{text}{LAST}"
-
-
-def with_probed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [with_probed_name(each) for each in message["tool_calls"]]}
-
-
-def with_probed_name(call: dict[str, Any]) -> dict[str, Any]:
-    inner = call.get("function", call)
-    named = {**inner, "name": around(inner.get("name", ""))}
-    return {**call, "function": named} if "function" in call else named
-
-
-def common(first: str, second: str) -> int:
-    """Return the number of characters that two texts begin with in common."""
-    least = min(len(first), len(second))
-    return next((at for at in range(least) if first[at] != second[at]), least)
 
 
 def main() -> None:
@@ -288,7 +337,7 @@ def main() -> None:
                 templates, found = Templates(**asked), {}
             else:
                 found = templates.answer(asked)
-        except (Refused, SecurityError, MemoryError, RecursionError, jinja2.TemplateSyntaxError) as error:
+        except (*FATAL, jinja2.TemplateSyntaxError) as error:
             found = {"refused": str(error) or f"failed with {type(error).__name__}"}
         except Exception as error:  # the template's own code may raise any
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "

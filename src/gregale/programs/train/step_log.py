@@ -222,8 +222,8 @@ def measured(report: StepReport) -> dict[str, float]:
     """
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
-    total = weights.sum()
-    loss = np.sum(losses * weights, where=weights > 0) / total if total else np.nan
+    total = weights.sum() or 1  # a batch without targets has the loss 0
+    loss = np.sum(losses * weights, where=weights > 0) / total
     values = {"loss": float(loss), "grad_norm": float(norms.mean())}
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
