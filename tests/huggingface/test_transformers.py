@@ -151,8 +151,9 @@ def test_a_configuration_that_transformers_reads_back_is_the_same(name):
     model_type, settings = MODELS[name]
     first = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
     family, config = read_config(first, "config.json")
+    assert written_config(config, family, VOCABULARY, first) == first | {"architectures": [family.architecture]}
     config = replace(config, head_size=config.HeadSize.size)
-    for before in (first, {}):  # with rope_parameters, and as older versions say it
+    for before in ({"rope_parameters": {}}, {}):  # and as older versions say it
         written = written_config(config, family, VOCABULARY, before)
         read = transformers.AutoConfig.for_model(**written)
         assert read_config(read.to_dict(), "config.json") == (family, config)

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gregale.errors import UserError
 from gregale.formatting import listed
+from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.settings import whole
+from gregale.settings.config_schema import types_of
 
 MLP_ONLY, FIRST_DENSE = "mlp_only_layers", "first_k_dense_replace"
 SPARSE_STEP, MLP_TYPES = "decoder_sparse_step", "mlp_layer_types"
@@ -36,33 +38,32 @@ class FamilyExperts:
         """Return the keys that config.json needs."""
         return [key for key, ours in self.keys.items() if ours in SIZES]
 
-    def read(self, given: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields `experts` and `dense_layers` of a configuration; arguments as for `read_config`."""
-        fields = {**self.same, **{ours: given[key] for key, ours in self.keys.items()}}
+    def read(self, given: TypedJson) -> dict[str, Any]:
+        """Return the fields `experts` and `dense_layers` of a configuration; `given`: the keys of config.json."""
+        kinds = types_of(ExpertsConfig) | {LOSS: float}
+        fields = {**self.same, **{ours: given.read(key, kinds[ours]) for key, ours in self.keys.items()}}
         balance = BalanceConfig(loss=fields.pop(LOSS, 0.0), bias=fields.pop(BIAS, False))
         if self.shared_in_widths:
             fields["shared"] *= fields["width"]
-        return {"experts": ExpertsConfig(**fields, balance=balance), "dense_layers": self._dense_layers(given, source)}
+        return {"experts": ExpertsConfig(**fields, balance=balance), "dense_layers": self._dense_layers(given)}
 
-    def _dense_layers(self, given: Mapping[str, Any], source: str) -> int:
-        layers = given["num_hidden_layers"]
+    def _dense_layers(self, given: TypedJson) -> int:
+        layers = given.read("num_hidden_layers", int)
         if self.dense == MLP_TYPES:
-            kinds = given.get(MLP_TYPES) or [DENSE, *[SPARSE] * (layers - 1)]
+            kinds = given.read(MLP_TYPES, list[str] | None, None) or [DENSE, *[SPARSE] * (layers - 1)]
             if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
-                raise UserError(
-                    f"{source}: {MLP_TYPES} needs {DENSE} or {SPARSE} for each of {layers} layers: {kinds}."
-                )
+                raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of the {layers} layers.")
             rule, dense = MLP_TYPES, [layer for layer, kind in enumerate(kinds) if kind == DENSE]
         elif self.dense == MLP_ONLY:
-            step, only = given.get(SPARSE_STEP) or 1, given.get(MLP_ONLY) or []
-            rule = f"{SPARSE_STEP} {step} and {MLP_ONLY} {only}"
-            dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
+            step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int] | None, None) or []
+            rule, named = f"{SPARSE_STEP} {step} and {MLP_ONLY} {only}", set(only)
+            dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
         else:
-            return 0 if self.dense is None else given.get(self.dense) or 0
+            return 0 if self.dense is None else given.read(self.dense, int | None, None, whole(0)) or 0
         if dense != [*range(len(dense))]:
-            raise UserError(
-                f"{source}: by {rule}, the layers without experts are "
-                f"{listed(list(map(str, dense)))}; Gregale computes models in which they are the first ones."
+            raise given.error(
+                f"by {rule}, the layers without experts are {listed(list(map(str, dense)))}; Gregale computes models "
+                "in which they are the first ones."
             )
         return len(dense)
 

@@ -84,10 +84,11 @@ def lacking(config: LlamaConfig, family: Family, before: Mapping[str, Any] = {})
     found = [] if family.any_heads or config.hidden % config.heads == 0 else [f"model.heads {config.heads}"]
     if config.heads * config.HeadSize.size != config.hidden and not family.any_head_size:
         found.append(f"model.head_size {config.HeadSize.size}")
-    if config.experts and (lacks := family.experts.lacks(config) if family.experts else []):
-        found += lacks
-        config = replace(config, experts=replace(config.experts, shared=config.experts.width))
+    lacks = family.experts.lacks(config) if family.experts else []
+    found += lacks
     try:
+        if lacks and config.experts:  # so that the rest can be written
+            config = replace(config, experts=replace(config.experts, shared=config.experts.width))
         return found + differing(config, read_again(config, family, before))
     except UserError as error:
         return found or [str(error)]

@@ -175,7 +175,7 @@ def weight_files(path: Path) -> list[str]:
 def read_json(path: StoragePath) -> dict[str, Any]:
     """Return the JSON object of a file; raise `UserError` if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}.") from None
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> s
     ids = saved.get("eos_token_id") if ids is None else ids
     first = ids[0] if isinstance(ids, list) and ids else ids
     names = {token["id"]: token["content"] for token in _added(folder)}
-    if not isinstance(first, int) or first not in names:
+    if type(first) is not int or first not in names:
         raise UserError(
             f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
             f"the token that ends a text, {otherwise}: {', '.join(list(names.values())[:20]) or 'none'}."

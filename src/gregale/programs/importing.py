@@ -32,6 +32,7 @@ from gregale.huggingface.mxfp4 import Packed
 from gregale.huggingface.safetensors import Tensor, plan_file
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
+from gregale.huggingface.typed_json import TypedJson
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.huggingface.writing import write_index
 from gregale.model.compute_config import ComputeConfig
@@ -39,7 +40,7 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import Settings, setting
+from gregale.settings import Settings, setting, whole
 from gregale.storage import write_bytes
 from gregale.streams import say
 
@@ -151,6 +152,8 @@ def write_decoded(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:
     """Return a configuration with the model, its tokenizer and its context, for the user to complete."""
+    saved = TypedJson(folder.saved, str(folder.path / CONFIG))
+    context = saved.read("max_position_embeddings", int, MAX_SEQUENCE_LENGTH, whole(1))
     exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
     tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
     return TrainConfig(
@@ -159,15 +162,8 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
         data=DataConfig(tokenizer=tokenizer, held_out=0),
-        batch=BatchConfig(sequence_length=min(context_of(folder), MAX_SEQUENCE_LENGTH)),
+        batch=BatchConfig(sequence_length=min(context, MAX_SEQUENCE_LENGTH)),
     )
-
-
-def context_of(folder: Folder) -> int:
-    context = folder.saved.get("max_position_embeddings", MAX_SEQUENCE_LENGTH)
-    if not isinstance(context, int) or context < 1:
-        raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
-    return context
 
 
 COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))
