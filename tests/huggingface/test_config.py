@@ -53,11 +53,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
             "is of type 'longrope'; Gregale has default, linear, llama3, yarn",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; it has to be of type float"),
         ({"rope_scaling": {"type": "dynamic", "factor": 6.0}}, "'dynamic'; .* it is that of none: remove it"),
         ({"model_type": "internlm3", "qkv_bias": True}, "attention_bias is True"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"model_type": "exaone4"}, "sliding_window is 4096; Gregale computes models whose sliding_window is None"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; it has to be of type float"),
         (
             SLIDING | {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS},
             r"has 2 entries \(chunk",
@@ -358,7 +358,7 @@ def test_layers_without_experts_by_their_types_are_the_first_ones():
     assert read_config(hunyuan | {"mlp_layer_types": ["dense", "dense", "sparse"]}, "")[1].dense_layers == 2
     for kinds, words in (
         (["sparse", "dense", "sparse"], "the layers without experts are 1;"),
-        (["dense"], "for each of 3"),
+        (["dense"], "for each of the 3"),
     ):
         with pytest.raises(UserError, match=words):
             read_config(hunyuan | {"mlp_layer_types": kinds}, "")

@@ -142,8 +142,10 @@ def _scaling(rope: TypedJson) -> RotaryScaling | None:
         return None
     if kind not in SCALINGS:
         hint = " Up to max_position_embeddings tokens it is that of none: remove it, if you need no longer texts."
-        known = f"Gregale has default, {', '.join(SCALINGS)}.{hint if kind == 'dynamic' else ''}"
-        raise rope.error(f"the rotary scaling is of type {kind!r}; {known}")
+        raise rope.error(
+            f"the rotary scaling is of type {kind!r}; Gregale has default, {', '.join(SCALINGS)}."
+            f"{hint if kind == 'dynamic' else ''}"
+        )
     types, given = types_of(SCALINGS[kind]), {}
     for key, ours in _keys_of(SCALINGS[kind]).items():
         given[ours] = rope.read(key, types[ours] | None, None) if ours in OPTIONAL else rope.read(key, types[ours])
@@ -164,7 +166,7 @@ def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
     has_windows = family.window == "sliding_window" or (family.window and given.read(family.window, bool, False))
     window = given.read("sliding_window", int | None, None, whole(1)) if has_windows else None
     kinds = given.read("layer_types", list[str] | None, None) if family.has_layer_types else None
-    if window is None and kinds is None and family.full_every is None:
+    if window is None and kinds is None and (family.full_every is None or family.window is None):
         return none
     if kinds is None and not family.derives_layer_types:
         raise given.error("it has no layer_types, and versions of transformers differ in which layers have windows.")
@@ -187,12 +189,8 @@ def _layer_types(given: TypedJson, family: Family, layers: int) -> list[str]:
     """Return the `layer_types` that transformers derives for an older config.json, which has a rule instead."""
     every, first = given.read("_sliding_window_pattern", int, family.full_every, whole(1)), family.first_full
     every = given.read("sliding_window_pattern", int, every, whole(1)) if family.full_every else None
-    first = 0 if first is None else given.read("max_window_layers", int, first, whole(0))
-
-    def is_full(layer: int) -> bool:
-        return layer < first or (every is not None and (layer - family.full_at) % every == 0)
-
-    return [FULL if is_full(layer) else SLIDING for layer in range(layers)]
+    first, at = 0 if first is None else given.read("max_window_layers", int, first, whole(0)), family.full_at
+    return [FULL if layer < first or (every and (layer - at) % every == 0) else SLIDING for layer in range(layers)]
 
 
 def written_config(config: LlamaConfig, family: Family, vocabulary: int, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,11 +202,10 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
       rotary frequencies. If it describes this model, the result keeps all of its keys: several forms mean the same
     """
     fields = _written_fields(config, family, vocabulary, before)
-    if before.get("model_type") == family.model_type:
-        with suppress(UserError):  # not whole: what it lacks is written
-            _, there = read_config(before, "config.json")
-            if _written_fields(there, family, there.vocabulary, before) == fields:
-                return {**before, "architectures": [family.architecture]}
+    with suppress(UserError):  # of another model
+        own, there = read_config(before, "config.json")
+        if own == family and _written_fields(there, family, there.vocabulary, before) == fields:
+            return {**before, "architectures": [family.architecture]}
     return {**before, **fields, "model_type": family.model_type, "architectures": [family.architecture]}
 
 
@@ -248,9 +245,9 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
 def _written_rotary(config: LlamaConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary keys: `rope_parameters` if `before` has it, else `rope_theta` and `rope_scaling`."""
     scaling, rope = config.rotary_scaling, {}
-    # A subclass is written as its base class is, and found by the read that proves an export.
-    if kind := next((name for name, each in SCALINGS.items() if isinstance(scaling, each)), None):
-        own = {"rope_type": kind, **{key: getattr(scaling, ours) for key, ours in _keys_of(SCALINGS[kind]).items()}}
+    if scaling is not None and type(scaling) in SCALINGS.values():
+        own = {key: getattr(scaling, ours) for key, ours in _keys_of(type(scaling)).items()}
+        own = {"rope_type": scaling.get_choice_name(type(scaling)), **own}
         rope = {key: value for key, value in own.items() if (key, value) != ("truncate", True) and value is not None}
     base, local_base = config.rotary_base, config.window_rotary_base
     whole = {"rope_type": "default", **rope, "rope_theta": base}

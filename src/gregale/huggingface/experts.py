@@ -52,7 +52,7 @@ class FamilyExperts:
         if self.dense == MLP_TYPES:
             kinds = given.read(MLP_TYPES, list[str] | None, None) or [DENSE, *[SPARSE] * (layers - 1)]
             if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
-                raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of {layers} layers: {kinds}.")
+                raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of the {layers} layers.")
             rule, dense = MLP_TYPES, [layer for layer, kind in enumerate(kinds) if kind == DENSE]
         elif self.dense == MLP_ONLY:
             step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int] | None, None) or []
@@ -62,8 +62,8 @@ class FamilyExperts:
             return 0 if self.dense is None else given.read(self.dense, int | None, None, whole(0)) or 0
         if dense != [*range(len(dense))]:
             raise given.error(
-                f"by {rule}, the layers without experts are "
-                f"{listed(list(map(str, dense)))}; Gregale computes models in which they are the first ones."
+                f"by {rule}, the layers without experts are {listed(list(map(str, dense)))}; Gregale computes models "
+                "in which they are the first ones."
             )
         return len(dense)
 

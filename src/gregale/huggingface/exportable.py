@@ -45,8 +45,8 @@ def exported_family(base: Any, config: LlamaConfig, Vocab: Axis, before: Mapping
     _check_part(base, twin, family, "the model")
     buffers = parameters_of(buffers_of(base)).keys()
     ours, theirs = ({path: leaf.axes for path, leaf in parameters_of(each).items()} for each in (base, twin))
-    for path in sorted(ours.keys() | theirs.keys() - buffers):
-        if ours.get(path) != theirs.get(path) and path not in buffers:
+    for path in sorted((ours.keys() | theirs.keys()) - buffers):
+        if ours.get(path) != theirs.get(path):
             axes = [str(each.get(path, "none")) for each in (ours, theirs)]
             raise UserError(
                 f"model: {path} is {axes[0]}, and {axes[1]} in a {family.model_type}, so that nothing could load it."
@@ -84,10 +84,11 @@ def lacking(config: LlamaConfig, family: Family, before: Mapping[str, Any] = {})
     found = [] if family.any_heads or config.hidden % config.heads == 0 else [f"model.heads {config.heads}"]
     if config.heads * config.HeadSize.size != config.hidden and not family.any_head_size:
         found.append(f"model.head_size {config.HeadSize.size}")
-    if config.experts and (lacks := family.experts.lacks(config) if family.experts else []):
-        found += lacks
-        config = replace(config, experts=replace(config.experts, shared=config.experts.width))
+    lacks = family.experts.lacks(config) if family.experts else []
+    found += lacks
     try:
+        if lacks and config.experts:  # so that the rest can be written
+            config = replace(config, experts=replace(config.experts, shared=config.experts.width))
         return found + differing(config, read_again(config, family, before))
     except UserError as error:
         return found or [str(error)]
@@ -113,7 +114,7 @@ def differing(config: LlamaConfig, other: LlamaConfig) -> list[str]:
 def _shown(value: Any, other: Any) -> str:
     """Return a value for a message; of a list for all layers, that of the first layer that differs."""
     if not isinstance(value, list):
-        return shortened(str(value))
+        return shortened(value.__qualname__ if isinstance(value, type) else str(value))
     layer, first = next(pair for pair in enumerate(value) if pair[1] not in other[pair[0] : pair[0] + 1])
     return f"{shortened(str(first[-1] if isinstance(first, tuple) else first))} in layer {layer}"
 
@@ -129,7 +130,7 @@ def _meaning(config: LlamaConfig, own: list[str]) -> dict[str, Any]:
         "head_size": config.HeadSize.size,
         "score_width": config.score_width or config.HeadSize.size,
         "logits": config.logits.cap,
-        "experts": type(experts).__qualname__,
+        "experts": type(experts),
         "experts.balance.bias": experts is not None and experts.balance.bias,
         "kinds": [(type(kinds[number]), kinds[number]) for number in config.kind_numbers],
         "structure_numbers": list(config.structure_numbers),
@@ -157,12 +158,15 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
         for name in vars(twin).keys() & vars(found).keys():
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
         return
-    if isinstance(twin, list) and len(found) == len(twin):
+    if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
         for number, pair in enumerate(zip(found, twin, strict=True)):
             _check_part(*pair, family, f"{place}.{number}")
         return
-    lacks = [] if found == twin else [f"{shortened(str(found))} and not {shortened(str(twin))}"]
-    if lacks := differing(found, twin) if isinstance(twin, LlamaConfig) else lacks:
+    if isinstance(twin, LlamaConfig) and isinstance(found, LlamaConfig):
+        lacks = differing(found, twin)
+    else:
+        lacks = [] if found == twin else [f"{shortened(str(found))} and not {shortened(str(twin))}"]
+    if lacks:
         raise UserError(f"{place} is not that of a {family.model_type}: {', '.join(lacks)}.")
 
 
