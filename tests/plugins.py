@@ -8,6 +8,7 @@ from pathlib import Path
 from gregale.codecs.config import FIRST_LEGS, SECOND_LEGS
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
+from gregale.huggingface.families import FAMILIES
 from gregale.methods.config import SyncConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
@@ -26,7 +27,7 @@ REGISTRIES = (
 @contextmanager
 def plugins_from(folder: Path) -> Iterator[None]:
     """Modules of a folder can be imported; at the end they are gone, with all that they have registered."""
-    known = [FIRST_LEGS, SECOND_LEGS, *(registry.get_known_choices() for registry in REGISTRIES)]
+    known: list[dict] = [FIRST_LEGS, SECOND_LEGS, FAMILIES, *(registry.get_known_choices() for registry in REGISTRIES)]
     before, path = [dict(each) for each in known], list(sys.path)
     sys.path.insert(0, str(folder))
     try:

@@ -41,6 +41,10 @@ class Busy(UserError):
     exit_code = os.EX_TEMPFAIL
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the command, which has reported it; the argument is the exit code."""
+
+
 class KeyedError(UserError):
     """A mistake in one key, raised by a class that does not know its own key; the message is `key found rest`.
 

@@ -12,7 +12,7 @@ import pytest
 
 import gregale
 from gregale.cli import PROGRAMS, Program, main
-from gregale.errors import UserError
+from gregale.errors import Interrupted, UserError
 from gregale.programs.command import Command
 
 
@@ -26,6 +26,7 @@ class Options:
 class Model:
     layers: int = field(default=2, metadata={"help": "number of layers"})
     tied: bool = field(default=False, metadata={"help": "one table"})
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays"})
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,10 @@ def test_the_last_words_fill_a_list(calls, capsys):
         (["trian"], "there is no command `trian`. Did you mean `train`? Commands: train, sample, many, bare, fail."),
         (["train"], "CONFIG is missing. Usage: gregale train CONFIG [--key value ...]"),
         (["train", "{config}", "more"], "'more' is one word too many. Usage: gregale train CONFIG"),
+        (["train", "{config}", "--model.betas", "0.9", "0.98"], "with commas: `--model.betas 0.9,0.98`"),
+        (["train", "--model.betas", "0.9", "0.98", "{config}"], "with commas: `--model.betas 0.9,0.98`"),
+        (["train", "--model.betas", "0.9", "0.98"], "with commas: `--model.betas 0.9,0.98`"),
+        (["train", "--model.betas", "0.9,0.98", "no.yaml"], "no.yaml: there is no such configuration file"),
         (["train", "{config}", "--frehs"], "`frehs` (on the command line) is not a valid key"),
         (["sample"], "RUN is missing. Usage: gregale sample RUN [PROMPT] [--key value ...]"),
         (["sample", "a", "--run", "b"], "run is given twice"),
@@ -157,6 +162,8 @@ def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
     calls.error = KeyboardInterrupt()
     assert calls.main("fail") == 130
     assert capsys.readouterr().err == "gregale: interrupted\n"
+    calls.error = Interrupted(143)
+    assert (calls.main("fail"), capsys.readouterr().err) == (143, ""), "the signal was reported"
     for calls.error in (RuntimeError("a bug"), JaxRuntimeError("INTERNAL: a bug")):
         with pytest.raises(RuntimeError, match="a bug"):
             calls.main("fail")

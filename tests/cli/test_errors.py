@@ -49,6 +49,7 @@ TWO, THREE = ("[" + ", ".join(count * ["{words: 1}"]) + "]" for count in (2, 3))
 MISTAKES = {
     "--batch.size 12": "batch.size is 12 ... replica 2 x data 2 x microbatches 2 = 8 ... 8 or 16 would work",
     "--data.sources '{}'": "data.sources: empty ... csv, tsv, huggingface, jsonl, parquet, chat ... text, tokens",
+    "--data.sources.words.files '*.a' '*.b'": "one word ... commas: `--data.sources.words.files *.a,*.b`",
     "--batch.microbatches 3": "batch.size is 8 ... microbatches 3 = 12 ... 12 would work",
     "--model.hidden 30 --model.head_size 16": "model.hidden is 30 ... = 4 ... 30 / 4 = 7.5 ... 28 or 32 would",
     "--model.kv_heads 1": "model.kv_heads is 1 ... model 2 = 2 devices ... model.kv_heads 2 would work",
@@ -71,7 +72,7 @@ MISTAKES = {
     "--cpu_devices 3 --distributed.processes 2": "cpu_devices is 3 ... Use a multiple of 2",
     f"{STREAMING} --sync.period 4 --sync.delay 4 --sync.fragments 2": "sync.delay is 4 and sync.period is 4 ... most 3",
     f"{STREAMING} --sync.fragments 6 --model.layers 4": "sync.fragments is 6 ... the 4 layers ... 1 to 4 + 1 = 5",
-    f"{DILOCO} --sync.outer.type muon": "sync.outer.type is 'muon' ... whole matrices ... sgd would work",
+    f"{DILOCO} --sync.outer.type muon": "`sync.outer.type` is 'muon' ... not a known choice ... adamw, lion, sgd",
     "--mesh.island 2 --mesh.replica 1": "mesh.island is 2 ... sync.type is 'psdp'",
     f"{DILOCO} {MIXTURES} '[{{words: 1.0}}]'": "has 1 mixtures ... mesh.replica is 2 ... Give 2 mixtures",
     f"{DILOCO} --mesh.island 2 --mesh.data 1 {MIXTURES} '{THREE}'": "has 3 mixtures ... mesh.island is 2",

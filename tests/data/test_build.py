@@ -1,5 +1,6 @@
 """One builder of a store: what it writes, what it refuses, and what stays when its processes die."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from gregale.data import parts
-from gregale.data.build import store_key
+from gregale.data.build import identity_of, store_key
+from gregale.data.chat.template import ChatTemplate
 from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import make_tasks, token_dtype
 from gregale.data.sources import TextSource, TokensSource
+from gregale.data.sources.chat import ChatSource
 from gregale.data.store import open_store
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
@@ -86,7 +89,27 @@ def test_documents_are_encoded_and_ended_and_a_store_is_reused_until_its_files_c
     (tmp_path / "a").write_text("other")
     assert build(source, tmp_path / "cache").folder != store.folder
     skips = TextSource(files=source.files, on_bad_document="skip")
-    assert store_key(skips, BYTES) != store_key(source, BYTES)
+    assert store_key(identity_of(skips, BYTES)) != store_key(identity_of(source, BYTES))
+
+
+def test_a_store_under_the_name_of_another_is_refused_and_its_parts_are_encoded_anew(tmp_path, contents):
+    for name, text in (("a", "of a, longer"), ("b", "b")):
+        (tmp_path / name).write_text(text)
+    a, b = (TextSource(files=(f"{tmp_path}/{name}",)) for name in "ab")
+    copied, folder = (
+        Path(str(build(a, tmp_path / "cache").folder)),
+        tmp_path / "cache" / store_key(identity_of(b, BYTES)),
+    )
+    shutil.copytree(copied, folder)
+    with pytest.raises(UserError, match=f"{folder} has tokens of another source or tokenizer than its name"):
+        build(b, tmp_path / "cache")
+    (folder / "manifest.json").unlink()
+    assert contents(build(b, tmp_path / "cache")) == [[98, 256]], "and not the parts of the other"
+    shutil.copytree(tmp_path / "cache", tmp_path / "elsewhere")
+    assert contents(build(b, tmp_path / "elsewhere")) == [[98, 256]], "a whole cache may be copied"
+    tokenizer = BytesTokenizer()
+    tokenizer.chat_template = ChatTemplate("{{ messages }}")
+    assert "chat_template" in identity_of(ChatSource(files=(f"{tmp_path}/a",)), tokenizer)
 
 
 def test_a_killed_builder_leaves_no_store_and_no_process_and_the_next_writes_what_one_process_writes(
@@ -98,7 +121,7 @@ def test_a_killed_builder_leaves_no_store_and_no_process_and_the_next_writes_wha
     killed = builder(cache, "die")
     killed.communicate()  # returns when the last process that holds the pipe has ended: the workers too
     assert killed.returncode == -9
-    folder = cache / store_key(source, BYTES)
+    folder = cache / store_key(identity_of(source, BYTES))
     assert list(folder.glob("*.claim")), "it was at work"
     with pytest.raises(UserError, match=r"manifest\.json: missing"):
         opened(folder)

@@ -11,7 +11,7 @@ import pytest
 
 from gregale.data import build as building
 from gregale.data import claims, parts
-from gregale.data.build import Build, NamedSource, store_key
+from gregale.data.build import Build, NamedSource, identity_of, store_key
 from gregale.data.parts import discard, make_tasks, read_part, read_part_manifest
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
@@ -80,7 +80,7 @@ def build_as_two_hosts(source, cache, report):
     """Builds a store in two threads, each of which is on a machine of its own."""
 
     def on_host(name: str):
-        builder = Build(NamedSource("x", source), BYTES, cache / store_key(source, BYTES), 1, report)
+        builder = Build(NamedSource("x", source), BYTES, cache / store_key(identity_of(source, BYTES)), 1, report)
         builder.host = name
         builder()
         return build(source, cache)
@@ -99,7 +99,7 @@ def test_what_is_finished_is_not_done_again_unless_it_is_damaged(source, whole, 
         build(source, tmp_path / "cache")
     damages = (lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], lambda data: b"", None)
     for number, (ending, damage) in enumerate(product(("bin", "json"), damages)):
-        path = tmp_path / "cache" / store_key(source, BYTES) / f"part-{number:08}.{ending}"
+        path = tmp_path / "cache" / store_key(identity_of(source, BYTES)) / f"part-{number:08}.{ending}"
         path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
     READ.clear()
     FAILING.clear()
@@ -121,7 +121,7 @@ def test_a_full_disk_is_said_and_what_was_finished_stays(source, whole, tmp_path
 
 def test_hosts_build_together_and_one_that_is_killed_stops_no_other(source, whole, tmp_path):
     """Another host leaves its claims and some of its parts, in no order; then two hosts build."""
-    folder = tmp_path / "cache" / store_key(source, BYTES)
+    folder = tmp_path / "cache" / store_key(identity_of(source, BYTES))
     folder.mkdir(parents=True)
     for number in (7, 2, 5):
         parts.encode_part(make_tasks(source)[number], BYTES, folder)

@@ -1,11 +1,15 @@
 """A file that another program writes while it is encoded: nothing of it is kept under the file's old identity."""
 
+import os
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from gregale.data.build import store_key
+from gregale.data.build import identity_of, store_key
 from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
-from gregale.data.sources import JsonLinesSource
+from gregale.data.sources import CsvSource, JsonLinesSource, ParquetSource, TextSource, TokensSource
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer
 from gregale.errors import UserError
 from gregale.storage import storage_path, write_bytes
@@ -36,7 +40,7 @@ def test_a_store_is_not_completed_and_the_next_build_has_the_new_text(
     for name in "ab":
         write_bytes(storage_path(f"{root}/{name}.jsonl"), LINES)
     source = JsonLinesSource(files=(f"{root}/*.jsonl",), on_bad_document="skip")
-    folder = tmp_path / "cache" / store_key(source, BytesTokenizer())
+    folder = tmp_path / "cache" / store_key(identity_of(source, BytesTokenizer()))
     message = CHANGED if method == "scan" else "one of its files changed while it was read"
     with monkeypatch.context() as patch:
         writing_at(patch, method, f"{root}/b.jsonl", change)
@@ -46,6 +50,26 @@ def test_a_store_is_not_completed_and_the_next_build_has_the_new_text(
     store = build(source, tmp_path / "cache")
     assert store.folder != folder
     assert len(store.offsets) - 1 == 9 + change.count(b"old")
+
+
+@pytest.mark.parametrize("kind", [JsonLinesSource, TextSource, CsvSource, TokensSource, ParquetSource])
+@pytest.mark.parametrize("method", ["scan", "split"])
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch, kind, method):
+    """Without a program that writes to it, an open of a pipe waits for ever."""
+    path, called = tmp_path / "b", getattr(kind, method)
+    path.write_bytes(LINES)
+
+    def replaced(self, *arguments):
+        if path.is_file():
+            path.unlink()
+            os.mkfifo(path)
+        return called(self, *arguments)
+
+    if kind is ParquetSource:
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+    monkeypatch.setattr(kind, method, replaced)
+    with pytest.raises(UserError, match="b is a pipe or a device"):
+        build(kind(files=(str(path),)), tmp_path / "cache")
 
 
 def test_a_file_that_is_damaged_because_it_changes_is_said_to_change(tmp_path, monkeypatch):

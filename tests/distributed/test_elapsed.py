@@ -36,12 +36,11 @@ def test_the_clock_of_process_0_decides_for_all(monkeypatch):
         def __init__(self, process: int):
             self.process, self.last = process, None
 
-        def exchange(self, flag):
+        def exchanged(self, flag):
+            was_any_set = self.last is not None and any(flags[self.last] for flags in said.values())
             self.last = len(said.setdefault(self.process, []))
             said[self.process].append(flag)
-
-        def last_any(self):
-            return self.last is not None and any(flags[self.last] for flags in said.values())
+            return was_any_set
 
     now = [0.0, 0.0]
     all_elapsed = [Elapsed(60, lambda number=number: now[number], check_every=2) for number in range(2)]

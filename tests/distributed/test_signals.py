@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gregale.distributed.signals import StopRequest, process_goes_on
+from gregale.distributed.signals import SIGNALS, Cut, StopRequest, ended_by_signals, process_goes_on
+from gregale.errors import Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +37,15 @@ def test_the_first_signal_only_asks_and_a_second_sigterm_is_patient(number):
         assert stop.agreed(3)
 
 
+@pytest.fixture
+def timer(monkeypatch) -> Mock:
+    """In place of the one that would end this process."""
+    monkeypatch.setattr("gregale.distributed.signals.Timer", timer := Mock())
+    return timer
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_interrupt_is_raised(monkeypatch, first):
-    monkeypatch.setattr("gregale.distributed.signals.Timer", timer := Mock())  # it would end this process
+def test_a_second_interrupt_is_raised(timer, first):
     with StopRequest() as stop:
         os.kill(os.getpid(), first)
         assert not timer.called
@@ -48,27 +55,64 @@ def test_a_second_interrupt_is_raised(monkeypatch, first):
     assert timer.return_value.start.called
 
 
-def test_who_interrupts_twice_does_not_wait_for_what_does_not_answer():
-    """A store that is away, say, to which a checkpoint is on its way in a thread that Python would wait for."""
-    program = """
-import os, signal, time
-from concurrent.futures import ThreadPoolExecutor
-from gregale.distributed.signals import StopRequest, process_goes_on
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_where_nothing_is_to_be_saved_the_first_signal_ends_the_command(timer, number):
+    said = []
+    with ended_by_signals(SIGNALS) as stop:
+        stop.report = said.append
+        with pytest.raises(Interrupted) as raised:
+            os.kill(os.getpid(), number)
+    assert raised.value.args == (128 + number,)
+    assert said == [f"{number.name}: there is nothing to save, and the command ends."]
+    assert timer.return_value.start.called
 
-with StopRequest(exit_seconds=0.1), ThreadPoolExecutor() as saving:
-    saving.submit(time.sleep, 600)
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+
+def test_what_is_between_batches_is_left_after_a_signal_and_not_for_a_reason():
+    said = []
+    with StopRequest() as stop:
+        stop.report = said.append
+        stop.ask("the loss falls no more")
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Cut):
+            stop.check()
+        assert stop.is_cut
+    assert said == ["SIGTERM: the run ends after its present step or batch, and saves its state."]
+
+
+PROGRAM = """
+import hashlib, sys
+from gregale.distributed.signals import StopRequest
+
+with StopRequest(exit_seconds=0.1) as stop:
+    stop.unsaved = lambda: sys.argv[1] == "unsaved"
+    print("begun", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)  # minutes without an instruction of Python, as a compiler
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 130
-    assert done.stderr == (
-        "gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n"
-    )
+INSISTED = "gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n"
+ENDS = {
+    "unsaved": (130, "SIGTERM: the run ends after its present step or batch, and saves its state.\n" + INSISTED),
+    "saved": (143, "SIGTERM: there is nothing to save, and the command ends.\n"),
+}
 
 
-def test_a_process_that_goes_on_is_not_ended_by_a_second_interrupt(monkeypatch):
-    monkeypatch.setattr("gregale.distributed.signals.Timer", timer := Mock())
+def test_a_signal_is_told_and_a_process_ends_whatever_its_main_thread_does():
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PROGRAM]
+    processes = {state: subprocess.Popen([*command, state], **streams) for state in ENDS}
+    for state, process in processes.items():
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.readline()
+        if state == "unsaved":
+            process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=120)
+        assert (process.returncode, said + rest) == (ENDS[state][0], f"gregale: {ENDS[state][1]}")
+
+
+def test_a_process_that_goes_on_is_not_ended_by_a_second_interrupt(timer):
     with process_goes_on(), StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

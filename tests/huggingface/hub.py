@@ -11,6 +11,7 @@ from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
 
 VOCABULARY, CONTEXT = 257, 64
+PROMPT = "the wind and the "
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
@@ -35,11 +36,14 @@ YARN = {
 }
 WINDOW = {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TIED = {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 10}
+MIXED_KINDS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+MIXED = MIXED_KINDS | {"head_dim": 10}
 GEMMA = {"head_dim": 16, "sliding_window": 5}
 # A name -> model_type and what its config.json has beside the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4, "rope_parameters": LINEAR}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama3": ("llama", TIED),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("qwen2", WINDOW),
     "qwen3": ("qwen3", {
@@ -57,7 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {
-        "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 7,
+        "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0, 1], "use_sliding_window": True,
+        "sliding_window": 7, "num_hidden_layers": 3,
     }),
     "qwen3_moe_plain": ("qwen3_moe", EXPERTS),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
@@ -78,11 +83,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "intermediate_size": 64,
         "rope_parameters": YARN | {"truncate": False},
     }),
+    "ministral": ("ministral", MIXED | {"rope_parameters": LLAMA3}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 10}),
+    "iquestcoder": ("iquestcoder", TIED),
+    "internlm3": ("internlm3", TIED),
+    "cwm": ("cwm", MIXED | {"rope_parameters": LLAMA3, "bos_token_id": 0}),
+    "exaone4": ("exaone4", {"head_dim": 10, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "olmo3": ("olmo3", MIXED_KINDS | {"rope_parameters": {
+        "full_attention": YARN | {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    }}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "hy_v3": ("hy_v3", {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_shared_experts": 2,
+        "head_dim": 10, "router_scaling_factor": 1.5,
+    }),
+    "solar_open": ("solar_open", {
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+        "head_dim": 10, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2,
+    }),
     "gpt_oss_plain": ("gpt_oss", {
         "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 7,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }),
 }  # fmt: skip
+
+# Of these only the configurations are compared: other rows have the same arithmetic.
+CONFIGURATIONS = ("llama2", "gpt_oss_plain", "qwen3_moe_plain", "olmoe_normalised", "qwen2_moe_normalised")
+# Of these logits and gradients are compared, and no export and no text: other rows have the same programs.
+WITHOUT_TEXT = ("mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3")
 
 
 def of_family(family: Family, **sizes: Any) -> LlamaConfig:
@@ -116,3 +145,14 @@ def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32", **
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     write_tokenizer(BytesTokenizer(), folder, CONTEXT)
     return model
+
+
+def continued(folder: Path) -> str:
+    """What transformers continues the prompt with, of bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
+    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")

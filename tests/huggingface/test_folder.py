@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from haliax import Axis
 
 from gregale.cli import main
 from gregale.errors import UserError
+from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import check_files, made_whole, open_folder
 from gregale.huggingface.hub import model_folder
+from gregale.huggingface.tensor_names import check_names, slots_of
+from gregale.model.config import LlamaConfig
+from gregale.model.experts_config import ExpertsConfig
 from gregale.programs.runtime.trained_model import find_run
 from tests.huggingface.hub import SIZES
 
@@ -27,6 +33,7 @@ TENSOR = struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 4
         ({}, "has no config.json"),
         ({"config.json": CONFIG}, "has no model.safetensors and no model.safetensors.index.json"),
         ({"config.json": "[" * 100_000}, "config.json is damaged, not JSON"),
+        ({"config.json": CONFIG.encode("utf-16")}, "config.json is damaged, not JSON"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is an adapter, by its adapter_config.json"),
         ({"adapter_config.json": "{}", "config.json": CONFIG}, "is an adapter"),
         ({"model-Q4_K_M.gguf": "GGUF"}, "has its weights in model-Q4_K_M.gguf, which is another format"),
@@ -35,7 +42,7 @@ TENSOR = struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 4
 )
 def test_what_is_no_model_in_safetensors_is_told(tmp_path, files, words):
     for name, content in files.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=words):
         open_folder(tmp_path)
 
@@ -132,6 +139,14 @@ def test_a_place_on_this_machine_never_asks_the_network(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub")
     with pytest.raises(UserError, match="a/b--c is no folder here, and a/b--c cannot be the name of a repository"):
         model_folder("a/b--c")
+
+
+def test_a_file_that_names_more_experts_than_memory_holds_is_refused():
+    config = LlamaConfig(layers=2, hidden=8, heads=2, mlp=4, vocabulary=16, experts=ExpertsConfig(2**31 - 1, width=4))
+    model = jax.eval_shape(lambda: config.init(Axis("vocab", 16), jax.random.key(0)))
+    slots = slots_of(model, FAMILIES["mixtral"])
+    with pytest.raises(UserError, match=r"the model has 12,884,901,899 tensors, and its files 4\."):
+        check_names({"model.norm.weight", "x", "y", "z"}, slots, "here")
 
 
 def test_two_do_not_make_one_folder_at_once(tmp_path):

@@ -10,8 +10,8 @@ from gregale.errors import UserError
 from gregale.huggingface.safetensors import read_header
 
 
-def file_with(path: Path, header: str, data: int = 8) -> Path:
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * data)
+def file_with(path: Path, header: bytes, data: int = 8) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * data)
     return path
 
 
@@ -29,14 +29,21 @@ def entry(begin: object, end: object, *shape: object) -> dict:
         ({"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}, "the header of a safetensors file is JSON"),
         ("[" * 100_000, "the header of a safetensors file is JSON"),
         (json.dumps({"a": entry(0, 4, 1), "b": entry(4, 8, 1)}).replace("b", "a", 1), "a begins at byte"),
-        (json.dumps({"a": entry(0, 8, 2)}).replace("[2]", f"[{'9' * 5000}]"), "is JSON, and this is not"),
+        (json.dumps({"a": entry(0, 8, 2)}).replace("[2]", f"[{'9' * 5000}]"), r"is JSON in UTF-8.* It is not\."),
+        (json.dumps({"a": entry(0, 8, 2)}).encode("utf-16"), "is JSON in UTF-8"),
+        (json.dumps({"a": entry(0, 8, 2)}).encode("utf-8-sig"), "is JSON in UTF-8"),
+        (" " + json.dumps({"a": entry(0, 8, 2)}), "is JSON in UTF-8"),
+        ({"__metadata__": {"format": {"name": "pt"}}, "a": entry(0, 8, 2)}, "with texts in __metadata__"),
+        ({"__metadata__": {"version": 1}, "a": entry(0, 8, 2)}, "with texts in __metadata__"),
+        ({"__metadata__": ["pt"], "a": entry(0, 8, 2)}, "with texts in __metadata__"),
+        ({"a": entry(0, 8, True, 2)}, "are not all whole numbers"),
     ],
-    ids=range(8),
+    ids=range(15),
 )
 def test_a_header_that_is_no_table_of_tensors_is_refused(tmp_path, header, words):
-    text = header if isinstance(header, str) else json.dumps(header)
+    text = json.dumps(header) if isinstance(header, dict) else header
     with pytest.raises(UserError, match=words):
-        read_header(file_with(tmp_path / "model.safetensors", text))
+        read_header(file_with(tmp_path / "model.safetensors", text if isinstance(text, bytes) else text.encode()))
 
 
 def test_a_length_of_terabytes_is_refused_unread(tmp_path):

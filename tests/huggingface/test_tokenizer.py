@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from gregale.data.tokenizers import LibraryTokenizer
+from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.tokenizer import rebuilt
 from tests.data.test_text_bytes import END, LLAMA, byte_level, sentence_piece
 
@@ -31,14 +32,21 @@ def folder_of(folder: Path, library: Tokenizer, model_type: str, **settings) -> 
     return json.loads(library.to_str())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "olmo2", "gemma2", "gemma3_text"])
+SETTINGS = [
+    {"tokenizer_class": "LlamaTokenizer", "legacy": False},
+    {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+    {"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": False},
+    {"tokenizer_class": "PreTrainedTokenizerFast", "legacy": False},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"tokenizer_class": "LlamaTokenizer", "legacy": False},
-        {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
-        {"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": False},
-        {"tokenizer_class": "PreTrainedTokenizerFast", "legacy": False},
+    ("model_type", "settings"),
+    [(name, SETTINGS[0]) for name in FAMILIES if name != "qwen2"]  # which has tokenizers of bytes alone
+    + [
+        (name, settings)
+        for name in ("llama", "mistral", "qwen3", "olmo2", "gemma2", "gemma3_text")
+        for settings in SETTINGS[1:]
     ],
 )
 def test_ids_are_those_of_transformers(tmp_path, model_type, settings):

@@ -1,25 +1,40 @@
 """Logits and gradients of every family equal those of transformers, float32."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from safetensors import safe_open
 
 from gregale.axes.layout import BATCH, is_named
-from gregale.huggingface.config import read_config, written_config
-from gregale.huggingface.families import FAMILIES, family_that_has
+from gregale.cli import main
+from gregale.huggingface.config import read_config, text_part, written_config
+from gregale.huggingface.exportable import family_that_has, lacking
+from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import open_folder
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.weights import read_model
 from gregale.model.config import GemmaConfig
 from gregale.model.llama import Llama
-from gregale.model.losses import losses_of
-from tests.huggingface.hub import MODELS, SIZES, VOCABULARY, made, of_family
+from tests.huggingface.hub import (
+    CONFIGURATIONS,
+    MODELS,
+    PROMPT,
+    SIZES,
+    VOCABULARY,
+    WITHOUT_TEXT,
+    continued,
+    made,
+    of_family,
+)
 from tests.mesh.support import layout_of, one_device
 
 ROWS, POSITIONS = 2, 24
@@ -49,17 +64,20 @@ def assert_near(found: np.ndarray, wanted: np.ndarray, name: str) -> None:
 
 @jax.jit
 def logits_and_gradients(model: Llama):
-    def loss(model):
-        losses = losses_of(model.loss(batch(), one_device()))
-        return losses.loss / losses.weight
+    """Return logits and the gradients of their cross entropy, in one pass; `Llama.loss` has its own tests."""
 
-    logits = model.logits(batch(), one_device()).rearrange((BATCH, "position", "vocab"))
-    return logits.array, jax.grad(loss)(model)
+    def loss(model):
+        logits = model.logits(batch(), one_device()).rearrange((BATCH, "position", "vocab")).array
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], -1).mean(), logits
+
+    gradients, logits = jax.grad(loss, has_aux=True)(model)
+    return logits, gradients
 
 
 def gradient_of(parameters: dict[str, Any], name: str) -> np.ndarray:
     """Return the gradient of a tensor of the files; transformers holds those of a layer's experts in two parameters."""
-    name = name.replace("block_sparse_moe", "mlp")
+    for ours, theirs in (("block_sparse_moe", "mlp"), ("router.gate", "gate"), ("shared_mlp", "shared_experts")):
+        name = name.replace(ours, theirs)
     if (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
         return parameters[name].grad.numpy()
     stack, expert, kind = found.groups()
@@ -68,13 +86,17 @@ def gradient_of(parameters: dict[str, Any], name: str) -> np.ndarray:
     return np.split(parameters[f"{stack}.gate_up_proj"].grad[int(expert)].numpy(), 2)[kind in ("up_proj", "w3")]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama2", "gpt_oss_plain")])
-def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
-    torch = pytest.importorskip("torch")
-    theirs = made(name, tmp_path)
-    folder = open_folder(tmp_path)
-    assert folder.family.model_type == MODELS[name][0]
-    model = read_model(folder, abstract(folder), layout_of())
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each tensor that the files have, without Gregale's names and rules."""
+    files = [safe_open(path, "np") for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file.get_tensor(name).tobytes() for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def assert_logits_and_gradients(theirs: Any, folder: Path) -> None:
+    import torch
+
+    found = open_folder(folder)
+    model = read_model(found, abstract(found), layout_of())
     logits, gradients = logits_and_gradients(model)
     output = theirs(torch.tensor(TOKENS[:, :-1])).logits
     assert_near(logits, output.detach().numpy(), "logits")
@@ -85,10 +107,29 @@ def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
         for path, leaf in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_named)[0]
     }
     parameters = dict(theirs.named_parameters())
-    for slot in (slot for slot in slots_of(model, folder.family) if not slot.is_buffer):
+    for slot in (slot for slot in slots_of(model, found.family) if not slot.is_buffer):
         for hub, place in slot.tensors().items():
             wanted = slot.as_parameter(gradient_of(parameters, hub))
             assert_near(np.asarray(leaves[slot.path][place]), wanted, hub)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CONFIGURATIONS])
+def test_a_model_is_that_of_transformers(name, tmp_path, capsys):
+    """Its logits and gradients, what `import` and `export` write, and a greedy text."""
+    pytest.importorskip("torch")
+    hub, mine, out = (tmp_path / each for each in ("hub", "mine", "out"))
+    theirs = made(name, hub, "20KB")
+    assert_logits_and_gradients(theirs, hub)
+    if name in WITHOUT_TEXT:
+        return
+    assert main(["import", str(hub), str(mine)]) == 0
+    assert main(["export", str(mine), str(out)]) == 0
+    assert tensors(out) == tensors(hub)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (hub, out))
+    assert {key for key in before if after[key] != before[key]} <= {"use_bidirectional_attention"}
+    capsys.readouterr()
+    assert main(["sample", str(mine), PROMPT, "--tokens", "12", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{continued(out)}\n"
 
 
 def test_shards_of_experts_are_parts_of_the_same_tensors(tmp_path):
@@ -110,13 +151,28 @@ def test_a_configuration_that_transformers_reads_back_is_the_same(name):
     model_type, settings = MODELS[name]
     first = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
     family, config = read_config(first, "config.json")
+    assert written_config(config, family, VOCABULARY, first) == first | {"architectures": [family.architecture]}
     config = replace(config, head_size=config.HeadSize.size)
-    for before in (first, {}):  # with rope_parameters, and as older versions say it
+    for before in ({"rope_parameters": {}}, {}):  # and as older versions say it
         written = written_config(config, family, VOCABULARY, before)
         read = transformers.AutoConfig.for_model(**written)
         assert read_config(read.to_dict(), "config.json") == (family, config)
         assert read_config(written, "config.json") == (family, config)
-        assert family_that_has(config, model_type) == family
+        assert family_that_has(config, {"model_type": model_type}) == family
+
+
+def test_the_text_of_a_gemma_3_with_images_has_the_sizes_that_transformers_derives():
+    """Published files leave most sizes of `text_config` out."""
+    transformers = pytest.importorskip("transformers")
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    saved = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
+    theirs = transformers.AutoConfig.for_model(**saved).text_config.to_dict()
+    found = text_part(saved)
+    assert found["eos_token_id"] == [1, 106]
+    assert read_config(found, "") == read_config(theirs, "")
+    assert read_config(found, "")[1].vocabulary == 262208
+    assert text_part(SIZES) is SIZES
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
@@ -136,7 +192,7 @@ def test_heads_that_do_not_divide_the_width_go_out_where_transformers_takes_them
     transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
     config = of_family(family, layers=1, hidden=10, heads=3, head_size=8, mlp=8)
     written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None})
-    if family.lacks(config):
+    if lacking(config, family):
         with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
             transformers.AutoConfig.for_model(**written)
     else:

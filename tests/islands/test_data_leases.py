@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from gregale.islands.data_leases import DataLeases
-from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
+from gregale.islands.protocol.ledger import Lease, LeasePolicy, LeaseReport, Ledger, advance
 
 BATCH = 4
 
@@ -27,6 +27,9 @@ def test_batches_are_taken_in_the_order_of_the_lease():
     assert leases.used_after(2) == 2 * BATCH
     short = leased(BATCH + 1)
     assert [short.take() for _ in range(2)] == [0, None], "a rest too short for a batch is skipped"
+    short.update(Ledger(18, leases=(Lease("a", "t", 0, ((0, 6), (10, 18))),)), "t")
+    short.begin_stage(0, BATCH)
+    assert [short.take() for _ in range(4)] == [0, 10, 14, None], "and no more than that rest"
 
 
 def test_counts_that_are_not_asked_for_again_are_forgotten():

@@ -16,6 +16,7 @@ from gregale.axes.layout import Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.shards import on_host
 from gregale.methods.diloco import Diloco
+from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.psdp import Psdp
@@ -205,9 +206,10 @@ class InOneMesh:
         inner = psdp_on(layout.inside("replica"))
         self.method = kind(inner, OUTER, layout, schedule, mixing=mixing, reduce=reduce)
         self.state, self.uneven = initial_state(self.method, Net.init), uneven
-        self.stepper = Stepper(self.method, jax.eval_shape(Net.init))
+        self.stepper, self.done = Stepper(self.method, jax.eval_shape(Net.init)), 0
 
     def step(self, t: int) -> None:
+        self.done = t
         layout = self.method.layout
         values = rows(t, layout.replicas, self.uneven)
         self.state, _ = self.stepper(self.state, batch_of(values, layout), t)
@@ -218,5 +220,11 @@ class InOneMesh:
 
     @property
     def theta(self) -> list[np.ndarray]:
-        whole = jax.jit(self.method.outer_parameters)(self.state.method)
+        """theta after every SEND so far; the next step's program computes the last one if it is delayed."""
+        state, schedule = self.state.method, self.method.schedule
+        due = Fragment.at(schedule, schedule.sent(self.done) if schedule.delay else None, self.done)
+        outer = state.outer
+        if due is not None:
+            outer, _ = jax.jit(self.method.round.send)(outer, state.inner.parameters, state.seen, due)
+        whole = jax.jit(self.method.outer_store.parameters)(outer)
         return [np.asarray(array) for array in jax.tree.leaves(whole)]

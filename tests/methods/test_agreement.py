@@ -111,6 +111,7 @@ def test_every_replica_is_measured_on_its_share():
     np.testing.assert_allclose(found.product, product, rtol=1e-4)
 
 
+@pytest.mark.quick
 def test_replicas_that_moved_alike_and_against_one_another():
     alike = np.full((3, 4), 2.0)
     for own, expected in ((alike, 1.0), (np.stack([alike[0], -alike[0]]), -1.0)):
@@ -119,6 +120,15 @@ def test_replicas_that_moved_alike_and_against_one_another():
         assert cosine(PseudoGradient(0.0, weight, (own**2).sum(1), product)) == pytest.approx(expected)
 
 
+@pytest.mark.quick
+def test_a_replica_that_is_left_out_does_not_count():
+    own, weight = pseudo_gradients(4)["whole"], np.array([1.0, 0.0, 3.0, 2.0])
+    product = own @ (weight @ own / weight.sum())
+    found = cosine(PseudoGradient(0.0, weight, (own**2).sum(1), product))
+    assert found == pytest.approx(of_pairs(own[weight > 0], weight[weight > 0]))
+
+
+@pytest.mark.quick
 def test_without_two_that_moved_there_is_none():
     for name, *sums in (
         ("one replica", [1.0], [4.0], [4.0]),

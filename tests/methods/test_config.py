@@ -3,17 +3,24 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from gregale.axes.mapping import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.axes.parameters import trainable
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.shards import host_device
 from gregale.errors import UserError
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
-from gregale.optim import SgdConfig
+from gregale.methods.diloco import Diloco
+from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, SgdConfig
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+from gregale.settings.config_schema import TYPE_NAMES, entries
 from tests.mesh.support import layout_of
 from tests.methods.islands import psdp_on
 
@@ -46,6 +53,7 @@ def test_an_island_has_what_the_mesh_method_has(config, mixing):
     [
         (PsdpConfig(), parts(), "sync.type is 'psdp'.*diloco or streaming_diloco"),
         (DilocoConfig(warmup_steps=3), parts(), "sync.warmup_steps is 3.*Set it to 0"),
+        (DilocoConfig(period=101), parts(), "steps is 100 and sync.period 101, .* no round, .* At least 101 steps"),
         (DilocoConfig(dropout=0.5), parts(), "sync.dropout is 0.5.*Set it to 0"),
         (DilocoConfig(), parts(reduce=replace(FOUR_BITS, measure=True)), "reduce.measure is true.*Set it to false"),
         (
@@ -54,11 +62,89 @@ def test_an_island_has_what_the_mesh_method_has(config, mixing):
             "mesh.island is 2.*set mesh.island to 1",
         ),
     ],
-    ids=["psdp", "warm-up", "dropout", "measure", "islands in a mesh"],
+    ids=["psdp", "warm-up", "no round", "dropout", "measure", "islands in a mesh"],
 )
 def test_what_only_one_mesh_can_do_is_refused(config, given, says):
     with pytest.raises(UserError, match=says):
         config.island(given)
+
+
+LINE = SgdConfig(learning_rate=1.0, momentum=0.0, clip_norm=None, schedule=LinearSchedule())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("config", "steps", "rates"),
+    [
+        (DilocoConfig(period=2, warmup_steps=4, outer=LINE), 8, [1, 1 / 2]),
+        (DilocoConfig(period=2, outer=LINE), 3, [1, 1 / 2]),
+        (DilocoConfig(period=4, warmup_steps=6, outer=LINE), 17, [1, 3 / 4, 1 / 2, 1 / 4]),
+        (DilocoConfig(period=4, warmup_steps=2, outer=LINE).between(8, 17), 99, [1, 2 / 3, 1 / 3]),
+        (StreamingDilocoConfig(period=4, fragments=2, delay=1, outer=LINE), 8, [1, 2 / 3, 1 / 3]),
+    ],
+    ids=["warm-up", "the end", "both", "a stage", "streaming"],
+)
+def test_a_line_to_zero_reaches_it_after_the_last_outer_step(config, steps, rates):
+    """Those that happen: after the warm-up or the beginning of a stage, with the one at the end if there is any."""
+    context = MethodContext(layout_of(replica=2), psdp_on, ReduceConfig(), steps=steps, seed=0)
+    outer, one, found = config.build(context).chosen.outer, {"weight": np.ones(3, np.float32)}, []
+    state = outer.init(one)
+    for _ in range(len(rates) + 1):
+        update, state = outer.update(one, state, one)
+        found.append(-update["weight"][0])
+    np.testing.assert_allclose(found, [*rates, 0], atol=1e-6)
+
+
+@pytest.mark.quick
+def test_outer_steps_that_begin_elsewhere_than_their_schedule_are_refused():
+    DilocoConfig(warmup_steps=4, outer=LINE).check_begins(4)
+    DilocoConfig(outer=LINE).between(9, None).check_begins(9)
+    DilocoConfig().check_begins(9)
+    for config, step in ((DilocoConfig(outer=LINE), 9), (DilocoConfig(outer=LINE).between(9, None), 0)):
+        begin = config.outer.schedule.begin
+        with pytest.raises(
+            UserError, match=rf"schedule.begin is {begin}, but .* after step {step}, .* Set it to {step}"
+        ):
+            config.check_begins(step)
+
+
+def documented() -> list[tuple[str, ...]]:
+    """The arguments of every choice of methods, optimizers, their schedules and codecs in the reference of keys."""
+    found = []
+    for entry in entries(TrainConfig):
+        names = [name for name in entry.type.split(" | ") if name not in TYPE_NAMES.values()]
+        if len(names) > 1 and entry.key.startswith(("optimizer.", "sync.", "reduce.")):
+            key, _, of = entry.choice.partition(" ")
+            above = {"sync.type": "diloco"} if entry.key.startswith("sync.") else {}
+            above |= {key: of.split(", ")[0]} if key else {}
+            found += [tuple(f"--{key}={value}" for key, value in (above | {entry.key: name}).items()) for name in names]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=lambda arguments: " ".join(arguments))
+def test_every_documented_choice_works_with_its_documented_defaults(arguments):
+    """A step without a gradient leaves what the outer optimizer moves as it is."""
+    model = {"type": "llama", "layers": 3, "hidden": 8, "heads": 1, "kv_heads": 1, "mlp": 8}
+    given = {"name": "a", "steps": 9, "model": model, "mesh": {"replica": 2}, "batch": {"size": 2}}
+    setup = set_up(load(TrainConfig, given, arguments), 64, layout_of(replica=2).mesh)
+    jax.eval_shape(lambda model: setup.psdp.optimizer.whole().init(trainable(model)), setup.model)
+    if isinstance(setup.method, Diloco):
+        outer, one = setup.method.outer, {"weight": jnp.ones(3)}
+        still, moved = (outer.update({"weight": jnp.full(3, slope)}, outer.init(one), one)[0] for slope in (0.0, 1.0))
+        np.testing.assert_array_equal(still["weight"], 0)
+        assert np.all(moved["weight"] < 0)
+
+
+def test_an_outer_optimizer_neither_decays_nor_needs_whole_matrices():
+    for outer, told in (
+        (AdamWConfig(), r"sync.outer.weight_decay is 0.1: .* Set it to 0"),
+        (replace(LINE, groups=(GroupConfig("up", weight_decay=0.2),)), r"sync.outer.groups.0.weight_decay is 0.2: "),
+        (MuonConfig(), r"sync.outer.type is 'muon', which needs whole matrices; adamw, lion, sgd.* would work"),
+    ):
+        with pytest.raises(UserError, match=told):
+            DilocoConfig(outer=outer)
+    with pytest.raises(UserError, match=r"`sync.outer.type` is 'muon', which is not a known choice"):
+        load(TrainConfig, {"name": "a", "steps": 9, "sync": {"type": "diloco", "outer": {"type": "muon"}}})
 
 
 def test_an_island_of_many_hosts_does_not_clip_by_the_norm_of_a_part(monkeypatch):
@@ -83,14 +169,14 @@ PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
 
 def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_plain_average():
-    said = DilocoConfig(period=30, warmup_steps=90).config_warning(layout_of(data=8), 690, is_island=True)
-    assert said is not None
+    (said,) = DilocoConfig(period=30, warmup_steps=90).notes(layout_of(data=8), 690, is_island=True)
     assert said.startswith("This run has 20 rounds, ")
     assert "sync.outer.learning_rate 1, sync.outer.momentum 0 and sync.outer.nesterov false" in said
 
 
 def test_a_single_replica_is_allowed_and_said():
-    assert DilocoConfig(period=4).config_warning(layout_of(data=8), 12) == (
+    (said,) = DilocoConfig(period=4).notes(layout_of(data=8), 12)
+    assert said == (
         "sync.type is diloco, but mesh.replica is 1: there is no other replica to be joined with, so the outer "
         "optimizer moves this one by itself, every 4 steps."
     )
@@ -98,8 +184,32 @@ def test_a_single_replica_is_allowed_and_said():
 
 @pytest.mark.parametrize(
     "sync",
-    [DilocoConfig(period=6), StreamingDilocoConfig(period=30, outer=PLAIN_AVERAGE), PsdpConfig()],
+    [DilocoConfig(period=6), DilocoConfig(period=30, outer=PLAIN_AVERAGE), PsdpConfig()],
     ids=["many rounds", "chosen", "psdp"],
 )
 def test_others_are_not(sync: SyncConfig):
-    assert sync.config_warning(layout_of(replica=2, data=4), 600) is None
+    assert sync.notes(layout_of(replica=2, data=4), 600) == []
+
+
+@pytest.mark.parametrize(
+    ("sync", "steps", "is_island", "said"),
+    [
+        (
+            DilocoConfig(period=2, outer=PLAIN_AVERAGE),
+            3,
+            False,
+            "after step 2 of 3. Evaluations, samples, exp",
+        ),
+        (DilocoConfig(period=2, outer=PLAIN_AVERAGE), 3, True, "after step 2 of 3. The run of a fleet ends with it"),
+        (
+            StreamingDilocoConfig(period=8, delay=1, outer=PLAIN_AVERAGE),
+            16,
+            False,
+            "after step 16 of 16, one fragment of 4 at a time. Evaluations",
+        ),
+    ],
+    ids=["diloco", "a fleet", "streaming"],
+)
+def test_a_run_that_does_not_end_on_a_synchronisation_says_so(sync: SyncConfig, steps, is_island, said):
+    (found,) = sync.notes(layout_of(replica=2, data=4), steps, is_island)
+    assert found.startswith(f"The last synchronisation comes {said}")

@@ -72,6 +72,11 @@ def test_two_rounds_of_diloco():
     close(take(2), [[0.9975] * 2, [0.798] * 2])
     # errors 0.793 and -3.2045
     close(take(3), [[0.9975 - 0.2 * 0.793, 0.9975 + 0.1 * 3.2045], [0.798 - 0.1 * 0.793, 0.798 + 0.1 * 3.2045]])
+    # What reads the model now has one more round, of the third step alone, which the state does not have.
+    slope, intercept = 0.9975 - (0.8389 + 1.31795) / 2, 0.798 - (0.7187 + 1.11845) / 2
+    read = method.eval_model(state.method)
+    close(read.slope.array, 0.9975 - 0.7 * (slope + 0.9 * (0.9 * -0.75 + slope)))
+    close(read.intercept.array, 0.798 - 0.7 * (intercept + 0.9 * (0.9 * -0.6 + intercept)))
     # errors 0.3965 and -2.5636: slopes 0.7596 and 1.57431, intercepts 0.67905 and 1.37481
     slope, intercept = 0.9975 - (0.7596 + 1.57431) / 2, 0.798 - (0.67905 + 1.37481) / 2
     assert (slope, intercept) == pytest.approx((-0.169455, -0.22893))
@@ -139,12 +144,15 @@ def test_more_than_a_period_of_streaming():
     rests = rests[0] - left, rests[1] - right
     close(take(5), [[firsts[0] - left, firsts[1] - right], seconds, rests])
 
-    # The rests are due to be sent again: what is evaluated has that round, with the momentum of the first.
-    gradient = rest - (rests[0] + rests[1]) / 2
-    rest = rest - 0.7 * (gradient + 0.9 * (0.9 * -1.875 + gradient))
+    # What is evaluated has one more round of all: of the rests, which are due, and of what the others have since made.
     outer = method.eval_model(state.method)
-    close(outer.weights.array, [first, second])
-    close(outer.rest.array, rest)
+    for found, theta, own, before in (
+        (outer.weights.array[0], first, (firsts[0] - left, firsts[1] - right), -mean),
+        (outer.weights.array[1], second, seconds, momentum),
+        (outer.rest.array, rest, rests, -1.875),
+    ):
+        gradient = theta - (own[0] + own[1]) / 2
+        close(found, theta - 0.7 * (gradient + 0.9 * (0.9 * before + gradient)))
 
 
 def test_a_schedule_of_other_layers_is_refused():

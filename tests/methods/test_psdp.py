@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from gregale.methods.psdp import Psdp
-from gregale.optim import ConstantSchedule, SgdConfig
+from gregale.optim import ConstantSchedule, LionConfig, SgdConfig
 from tests.mesh.support import layout_of
 
 STEPS, ROWS = 8, 32
@@ -79,6 +79,17 @@ def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
     assert float(trained.slope) == pytest.approx(slope, abs=1e-5)
     assert float(trained.offset) == pytest.approx(offset, abs=1e-5)
     assert losses[-1] < losses[0] / 5
+
+
+@pytest.mark.quick
+def test_a_direction_is_clipped_by_its_own_norm():
+    """Lion's direction has the norm sqrt(2) of two signs, whatever the gradient's."""
+    given = {"learning_rate": 0.1, "weight_decay": 0.0, "clip_norm": None, "clip_update_norm": 0.5}
+    config = LionConfig(**given, schedule=ConstantSchedule())
+    method = Psdp(new_line(), loss, config.build(eqx.filter(new_line(), eqx.is_inexact_array), STEPS), layout_of(4, 2))
+    line = method.eval_model(jax.jit(method.step)(jax.jit(method.init)(), next(batches()))[0])
+    moved = np.array([float(line.slope) - 0.5, float(line.offset)])
+    np.testing.assert_allclose(np.abs(moved), 0.1 * 0.5 / np.sqrt(2), rtol=1e-5)
 
 
 def test_microbatches_devices_and_whole_batches_without_a_target_give_no_nan():

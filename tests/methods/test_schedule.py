@@ -51,6 +51,14 @@ def test_the_last_sending_is_the_last_step_with_one(schedule, step):
     assert schedule.last_sent(step) == (slow[-1] if slow else 0)
 
 
+@given(schedules(), st.integers(0, 20), st.integers(1, 40))
+def test_outer_steps_are_the_sends_and_the_synchronisation_at_the_end(schedule, first, more):
+    last, fragments = first + more, range(schedule.fragments)
+    sends = [[step for step in range(first + 1, last + 1) if schedule.sent(step) == each] for each in fragments]
+    assert schedule.outer_steps(first, last, is_island=True) == max(map(len, sends))
+    assert schedule.outer_steps(first, last) == max(len({*steps, last}) for steps in sends)
+
+
 def test_offsets_and_patterns():
     """10 steps and 4 fragments: every fragment again after 10 steps, not after 8."""
     schedule = Schedule(period=10, fragments=4, layers=3)

@@ -27,7 +27,7 @@ from gregale.errors import Busy, UserError
 from gregale.checkpoint import CheckpointConfig
 from gregale.checkpoint.multihost import by_first_process
 from gregale.checkpoint.store import Checkpoints
-from gregale.distributed.signals import StopRequest
+from gregale.distributed.signals import Cut, StopRequest
 from gregale.programs.train.steps import Steps
 from gregale.runs.process_agreement import agree_on_text
 
@@ -99,6 +99,17 @@ with StopRequest(check_every=3) as stop:
         if stop.agreed(step):
             break
 
+# It also leaves an evaluation in both after the same batch.
+with StopRequest() as stopped:
+    for batch in range(1, 40):
+        if rank == 1 and batch == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            stopped.check()
+        except Cut:
+            assert stopped.agreed(step + 1), "and no further step is made"
+            break
+
 # A callback of one process ends the run in both, at the same step and with the same reason.
 loop = SimpleNamespace(stop=StopRequest(check_every=2), step=0, stop_reason=None)
 while not Steps.is_stopped(loop):
@@ -114,14 +125,14 @@ try:
     agree_on_text(corpus, ())
 except UserError as error:
     print(error)
-print("done", rank, step, stop.signal_name)
+print("done", rank, step, stop.signal_name, batch)
 """
 
 
 def test_one_process_restores_what_both_processes_wrote(tmp_path):
     directory = tmp_path / "checkpoints"
     outputs = run_two(WORKER, str(directory))
-    assert [output.splitlines()[-1] for output in outputs] == ["done 0 12 None", "done 1 12 SIGTERM"]
+    assert [output.splitlines()[-1] for output in outputs] == ["done 0 12 None 12", "done 1 12 SIGTERM 12"]
     assert [output.splitlines()[-3] for output in outputs] == ["6 the loss falls no more"] * 2
     refused, name = {output.splitlines()[-2] for output in outputs}.pop(), r"process {} \([\w.-]+, pid \d+\)"
     assert all(output.splitlines()[-2] == refused for output in outputs)

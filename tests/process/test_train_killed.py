@@ -74,6 +74,7 @@ def test_signals_at_any_moment_change_nothing(train, inputs, undisturbed, order)
             continue
         assert (code, err) == (STOPS[number], "")
         saved = f"Stopped by {number.name} after step {reached[-1]} and saved; the same command goes on from there."
+        assert f"{number.name}: the run ends after its present step or batch, and saves its state." in out
         assert out.splitlines()[-1] == saved
         assert reached[-2] < reached[-1] == losses(run)[-1][0] < STEPS, "it went on, and saved where it stopped"
     code, out, err = finished(train(runs))

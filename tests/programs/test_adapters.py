@@ -1,6 +1,8 @@
 """Runs with adapters: PEFT as the oracle, checkpoints without frozen weights, folders of PEFT in and out."""
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ from gregale.axes.layout import BATCH, POSITION
 from gregale.axes.parameters import with_arrays
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
-from gregale.huggingface.peft import adapter_slots
+from gregale.errors import UserError
+from gregale.huggingface.folder import ADAPTER, read_json
+from gregale.huggingface.peft import FREE, adapter_slots, check_settings
 from gregale.huggingface.tensor_names import parameters_of, slots_of
+from gregale.model.adapter_config import LoraConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import losses_of
-from gregale.programs.runtime.adapters import family_of
+from gregale.programs.runtime.adapters import base_name, family_of
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import Base, open_trained, weights_of
 from gregale.programs.train.resume import started_state
@@ -234,10 +239,24 @@ def test_exports_compute_what_the_run_computes(tuned, inputs, gregale):
     base = transformers.AutoModelForCausalLM.from_pretrained(inputs / "hub")
     before = base(tokens).logits.detach().numpy()
     merged = transformers.AutoModelForCausalLM.from_pretrained(inputs / "merged")(tokens).logits.detach().numpy()
-    beside = peft.PeftModel.from_pretrained(base, inputs / "adapters")(tokens).logits.detach().numpy()
+    beside = peft.AutoPeftModelForCausalLM.from_pretrained(inputs / "adapters")(tokens).logits.detach().numpy()
     np.testing.assert_allclose(merged, beside, atol=1e-4)
     assert np.abs(merged - before).max() > 1e-2
     np.testing.assert_allclose(logits_of("tuned"), beside, atol=1e-4)
+
+
+def test_a_base_that_peft_cannot_open_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = Base(RunDirectory(tmp_path / "trained"), 4, "digest")
+    for name in ("merged", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"`gregale export \S+/trained FOLDER --step 4`.*`--base FOLDER"):
+        base_name(trained, None)
+    with pytest.raises(UserError, match="base: empty is no model of transformers"):
+        base_name(trained, "empty")
+    assert base_name(trained, "merged") == str(tmp_path / "merged")
+    assert base_name(trained, "org/name") == "org/name"
 
 
 def logits_of(name: str) -> np.ndarray:
@@ -300,6 +319,37 @@ def test_a_run_continues_adapters_or_merges_them_first(tuned, inputs, monkeypatc
         if path != "blocks.mlp.down.weight":
             np.testing.assert_allclose(merged[path].array, expected, atol=1e-6, err_msg=path)
         np.testing.assert_array_equal(merged[path].array, whole[path].array, err_msg=path)
+
+
+def test_each_key_of_pefts_configuration_has_a_rule():
+    """A new version of PEFT may have another key, which is refused where it is not off."""
+    keys = [each.name for each in dataclasses.fields(peft.LoraConfig)]
+    ours, saved = LoraConfig(rank=8, alpha=8), peft.LoraConfig().to_dict()
+    saved = json.loads(json.dumps({**saved, "peft_type": "LORA"}, default=list))
+    check_settings(saved, ours, "x")
+    check_settings({"peft_type": "LORA", "of_tomorrow": False}, ours, "x")
+    others = [("init_lora_weights", init) for init in ("corda", "loftq", "lora_ga", "newer")] + [("of_tomorrow", "x")]
+    for name, value in [*((name, [7]) for name in keys if name not in FREE), *others]:
+        with pytest.raises(UserError, match=re.escape(f"{name} is {value!r} in x")):
+            check_settings({**saved, name: value}, ours, "x")
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora"])
+def test_adapters_whose_start_changes_the_base_are_refused(init, tmp_path):
+    """What a new adapter of PEFT does to a weight of its base decides."""
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    before = layer[0].weight.detach().clone()
+    model = peft.get_peft_model(layer, peft.LoraConfig(r=2, init_lora_weights=init, target_modules=["0"]))
+    model.save_pretrained(tmp_path / "first")
+    if torch.equal(model.base_model.model[0].base_layer.weight, before):
+        check_settings(read_json(tmp_path / "first" / ADAPTER), LoraConfig(rank=2, alpha=8), "x")
+        return
+    with pytest.raises(UserError, match=f"init_lora_weights is '{init}' in x. PEFT changes the base"):
+        check_settings(read_json(tmp_path / "first" / ADAPTER), LoraConfig(rank=2, alpha=8), "x")
+    model.peft_config["default"].init_lora_weights = True  # as the message advises
+    model.save_pretrained(tmp_path / "first")
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    check_settings(read_json(tmp_path / "plain" / ADAPTER), LoraConfig(rank=4, alpha=16), "x")
 
 
 def test_adapters_that_do_not_fit_are_refused(tuned, refused):

@@ -1,14 +1,17 @@
 """Callbacks of the configuration: the order of their events, their metrics, and their mistakes."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gregale.programs.train.evaluation import Evaluation
 from tests.plugins import EXAMPLES, plugins_from
-from tests.programs.tiny import checkpoint_steps, lines
+from tests.programs.tiny import assert_same_state, checkpoint_steps, lines
 
 PLUGIN = ["--plugins", "recording", "--steps=4", "--evaluation.every=2", "--checkpoint.every=100"]
 RECORDER = [*PLUGIN, "--callbacks", "[{type: recorder}]"]
@@ -110,3 +113,38 @@ def test_a_callback_that_fails_after_a_checkpoint_ends_no_run(gregale, inputs, c
     assert gregale("train", "tiny.yaml", "--name", "kept", *PLUGIN[:-1], *given) == 0
     assert capsys.readouterr().out.count("Failing.on_checkpoint raised ZeroDivisionError (") == 4
     assert checkpoint_steps(inputs / "runs" / "kept") == [4]
+
+
+def test_a_signal_cuts_an_evaluation_which_the_next_start_makes_again(gregale, inputs, capsys, monkeypatch):
+    """The state is saved first; of the cut evaluation and of what follows it nothing is logged."""
+    between, events = Evaluation._between, {}
+
+    def train(name: str, signal_at: int | None = None) -> int:
+        def signalled(evaluation):
+            if evaluation._steps.step == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            between(evaluation)
+
+        monkeypatch.setattr(Evaluation, "_between", signalled)
+        code = gregale("train", "tiny.yaml", "--name", name, *RECORDER)
+        recorded = [event for event in sys.modules["recording"].EVENTS if event[0] in ("evaluation", "after")]
+        events.setdefault(name, []).extend(recorded)
+        return code
+
+    assert train("undisturbed") == 0
+    capsys.readouterr()
+    for step in (2, 4):  # in the middle, and at the end
+        assert train("cut", signal_at=step) == 143
+        *_, saved, stopped = capsys.readouterr().out.splitlines()
+        assert saved == f"The checkpoint of step {step} is saved."
+        assert stopped == f"Stopped by SIGTERM after step {step} and saved; the same command goes on from there."
+        assert [line["step"] for line in lines(inputs / "runs" / "cut") if "eval_loss" in line] == [2][: step // 4]
+    assert train("cut") == 0
+    assert events["cut"] == events["undisturbed"]
+    metrics = ("step", "loss", "eval_loss", "own_after")
+    cut, undisturbed = (
+        [[line.get(name) for name in metrics] for line in lines(inputs / "runs" / name)]
+        for name in ("cut", "undisturbed")
+    )
+    assert cut == undisturbed
+    assert_same_state(inputs / "runs" / "cut", inputs / "runs" / "undisturbed", 4)

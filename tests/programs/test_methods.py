@@ -187,14 +187,32 @@ def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_was(kind, never_stopped, evaluated):
-    """Also on one device, and though a fragment is due to be sent from replicas that only the run's mesh has."""
-    due = kind == "streaming" and STREAMING.sent(STEPS) is not None
-    assert any(name.startswith("joined/") for name in saved_state(never_stopped, STEPS)) == due
+    """Also on one device, and though fragments are still to be sent from replicas that only the run's mesh has."""
+    waits = kind == "streaming"
+    assert any(name.startswith("joined/") for name in saved_state(never_stopped, STEPS)) == waits
     assert evaluated(never_stopped)["eval_loss"] == pytest.approx(lines(never_stopped)[-1]["eval_loss"], rel=1e-6)
     one = open_trained(str(never_stopped), STEPS, devices=1).model
     whole = open_trained(str(never_stopped), STEPS, devices=None).model
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
+def test_a_run_that_ends_between_synchronisations_is_read_after_one_more(
+    inputs, never_stopped, evaluated, tmp_path, capsys
+):
+    """By NumPy from the state of its checkpoint, which stays as it is: steps 5 and 6 of period 4, weighed by tokens."""
+    run = killed(never_stopped, tmp_path, STOPPED)
+    assert train(inputs, run, *SETTINGS["diloco"], "--steps", str(STOPPED)) == 0
+    assert f"The last synchronisation comes after step 4 of {STOPPED}. Evaluations, " in capsys.readouterr().out
+    state = saved_state(run, STOPPED)
+    share = (state["method/seen"] / state["method/seen"].sum())[0]
+    read = open_trained(str(run), STOPPED, devices=1).model
+    theta, before = state["method/outer/parameters/head"], state["method/outer/optimizer/0/1/trace/head"]
+    gradient = theta - np.tensordot(share, state["method/inner/parameters/head"], 1)
+    expected = theta - 0.7 * (gradient + 0.9 * (0.9 * before + gradient))
+    np.testing.assert_allclose(np.asarray(read.head.array), expected, rtol=1e-4, atol=1e-6)
+    assert evaluated(run)["eval_loss"] == pytest.approx(lines(run)[-1]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
@@ -208,4 +226,3 @@ def test_the_model_is_sampled_on_one_device_and_evaluated_as_in_the_run(evaluate
         (run / "config.yaml").write_text(text.replace("evaluate: outer", f"evaluate: {which}"))
         found[which] = evaluated(run, "--batches", "1")["eval_loss"]
     assert len(set(found.values())) == 3, "in the middle of a period they are three models"
-    assert found["average"] < found["outer"], "the replicas have gone on from it"

@@ -15,7 +15,7 @@ from haliax import Axis
 
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.huggingface.exportable import check_family
+from gregale.huggingface.exportable import exported_family
 from gregale.model.base import ModelConfig
 from gregale.model.config import LlamaConfig
 from gregale.model.llama import Block, Llama
@@ -205,12 +205,12 @@ def test_a_subclass_or_a_part_of_ones_own_does_not_inherit_the_right_to_be_expor
     made = {
         kind: jax.eval_shape(partial(kind.init, config, Vocab), jax.random.key(0)) for kind in (Llama, Loss, Hidden)
     }
-    check_family(made[Llama])
-    check_family(made[Loss])
+    for kind in (Llama, Loss):
+        assert exported_family(made[kind], config, Vocab, {}).model_type == "llama"
     part = eqx.tree_at(lambda model: model.blocks, made[Llama], Part(**vars(made[Llama].blocks)))
     for wrong, name in ((made[Hidden], "Hidden"), (part, "Part")):
         with pytest.raises(UserError, match=f"the model has a {name}, a class of your own"):
-            check_family(wrong)
+            exported_family(wrong, config, Vocab, {})
 
 
 def test_a_resumed_run_equals_an_undisturbed_one(folder, gregale):

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import gregale
 from gregale.atomic_files import DISK_ERRORS
-from gregale.errors import Mistakes, UserError, own_code_text
+from gregale.errors import Interrupted, Mistakes, UserError, own_code_text
 from gregale.streams import LEFT_AT_EXIT, ResilientStream, abandon, exit_at_once, say_beside
 
 
@@ -94,6 +94,8 @@ def _run(arguments: Sequence[str] | None, programs: Mapping[str, Program]) -> in
         ResilientStream(sys.stdout).flush()
         say_beside(f"gregale: error: {_disk_error_text(error)}")
         return 2
+    except Interrupted as error:
+        return error.args[0]
     except KeyboardInterrupt:
         say_beside("gregale: interrupted")
         return 130

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import takewhile
 from typing import Any, get_origin
 
 import draccus
@@ -16,7 +17,7 @@ from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.runs import plugins
 from gregale.runs.parsing import load, load_plugins, split_arguments
-from gregale.settings.config_schema import REQUIRED, Entry, default_of, entries, section_at, types_of
+from gregale.settings.config_schema import REQUIRED, Entry, default_of, entries, is_list_at, section_at, types_of
 
 CONFIG = "config"
 WIDTH = 100  # maximum, and the width without a terminal
@@ -64,6 +65,12 @@ def _split(command: Command, arguments: Sequence[str]) -> tuple[list[str], list[
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     lists |= {plugins.KEY} if command.plugins else set()
+    for at, key in enumerate(arguments if command.config else ()):
+        after = takewhile(lambda word: word[:2] != "--" and not word.endswith((".yaml", ".yml")), arguments[at + 1 :])
+        values = [word for word in after if not os.path.exists(word)]
+        is_list = key.startswith("--") and key[2:] not in lists and is_list_at(parts[-1], key[2:].split("."))
+        if is_list and len(values) > 1:
+            raise UserError(f"{key}: on the command line a list is one word, with commas: `{key} {','.join(values)}`.")
     words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     fields_of = {f"--{alias}": f"--{name}" for alias, name in command.aliases.items()}
     return words, ["".join((fields_of.get(key, key), *rest)) for key, *rest in (pair.partition("=") for pair in pairs)]
@@ -74,8 +81,8 @@ def _imported(command: Command, words: Sequence[str], pairs: Sequence[str]) -> b
 
     A pipe (`gregale train <(...)`) can be read once, so `load` alone reads it.
     """
-    of_config = command.config is not None and plugins.KEY in {each.name for each in fields(command.config)}
-    if not (command.plugins or of_config):
+    keys = {each.name for part in (command.options, command.config) if part is not None for each in fields(part)}
+    if not (command.plugins or plugins.KEY in keys):
         return False
     named = [pair for pair in pairs if _key(pair) == plugins.KEY]
     place = command.positional.index(CONFIG) if command.config and CONFIG in command.positional else len(words)

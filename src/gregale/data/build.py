@@ -20,6 +20,7 @@ from gregale.data.sources.base import CHANGED
 from gregale.data.store import (
     FORMAT,
     MANIFEST_NAME,
+    MENDING,
     TokenStore,
     complete_store,
     format_skipped,
@@ -50,10 +51,16 @@ class TokenCache:
     disk: ChunkCache
 
 
-def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
-    """Return the name of the store of a source and a tokenizer: a hash of everything that determines its content."""
-    template = [asdict(tokenizer.chat_template)] if source.has_conversations and tokenizer.chat_template else []
-    return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint, *template])[:24]
+def identity_of(source: SourceConfig, tokenizer: Tokenizer) -> dict:
+    """Return everything that determines the content of the store of a source and a tokenizer, as in its manifest."""
+    found = {"source": source.identity(), "tokenizer": tokenizer.fingerprint}
+    template = tokenizer.chat_template if source.has_conversations else None
+    return found | ({"chat_template": asdict(template)} if template else {})
+
+
+def store_key(identity: dict) -> str:
+    """Return the name of a store: a hash of its identity."""
+    return json_sha256([FORMAT, *identity.values()])[:24]
 
 
 def build_store(
@@ -66,14 +73,17 @@ def build_store(
     parts of an earlier build. Raises `UserError` if the source cannot be read, has no tokens, or has one outside the
     vocabulary; or the cached store is damaged.
     """
-    folder = cache.root / store_key(source.config, tokenizer)
-    if not is_complete(folder):
+    identity = identity_of(source.config, tokenizer)
+    folder = cache.root / store_key(identity)
+    if is_new := not is_complete(folder):
         build = Build(source, tokenizer, folder, workers, report)
         with writing(cache.root):
             folder.mkdir(parents=True, exist_ok=True)
             build()
-        return replace(open_store(folder, cache.disk), is_new=True)
-    return open_store(folder, cache.disk)
+    store = replace(open_store(folder, cache.disk), is_new=is_new)
+    if json_sha256({key: store.manifest.get(key, value) for key, value in identity.items()}) != json_sha256(identity):
+        raise UserError(f"{folder} has tokens of another source or tokenizer than its name says. {MENDING}")
+    return store
 
 
 def is_complete(folder: StoragePath) -> bool:
@@ -103,8 +113,8 @@ class Build:
         self._name, self._tokenizer, self._folder, self._report = source.name, tokenizer, folder, report
         self._tasks = make_tasks(source.config)
         self._workers = workers if len(self._tasks) > 1 else 1
-        self._identity = source.config.identity()
-        if folder.name != store_key(source.config, tokenizer):
+        self._identity = identity_of(source.config, tokenizer)
+        if folder.name != store_key(self._identity):
             raise UserError(f"one of its files {CHANGED}")
         self.host = hashlib.sha256(machine().encode()).hexdigest()[:8]
         self._finished: set[int] = set()
@@ -147,8 +157,7 @@ class Build:
                 raise UserError(" ".join([message, *left_out]))
             description = {
                 "dtype": token_dtype(self._tokenizer.vocabulary_size).name,
-                "tokenizer": self._tokenizer.fingerprint,
-                "source": self._identity,
+                **self._identity,
                 **({"skipped": asdict(skipped)} if skipped.count else {}),
                 **({"unsupervised": asdict(unsupervised)} if unsupervised.count else {}),
                 **({"special_names": dict(names)} if names else {}),

@@ -236,6 +236,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest) -> None:
     """Write the manifest of a part, which finishes it."""
     fields = {key: value for key, value in asdict(manifest).items() if value is not None}
+    fields["store"] = folder.name  # so that a part of another store, which was copied, is encoded again
     content = json.dumps(fields | {"sha256": json_sha256(fields)}).encode()
     write_bytes(folder / part_manifest_name(number), content, durable=True)
 
@@ -245,10 +246,10 @@ def finished_parts(folder: StoragePath) -> set[int]:
 
 
 def read_part_manifest(folder: StoragePath, number: int) -> PartManifest | None:
-    """Return the manifest of a part; None if it is missing or damaged, so that the part must be encoded."""
+    """Return the manifest of a part; None if it is missing, damaged or of another store: the part must be encoded."""
     try:
         content = json.loads((folder / part_manifest_name(number)).read_bytes())
-        if content.pop("sha256") != json_sha256(content):
+        if content.pop("sha256") != json_sha256(content) or content.pop("store", folder.name) != folder.name:
             return None
         return PartManifest(**content)
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):

@@ -39,9 +39,7 @@ class Elapsed:
             return self._taken(offset)
         if step % self._check_every:
             return False
-        was_due = self._processes.last_any()
-        self._processes.exchange(jax.process_index() == 0 and self._taken(offset))
-        return was_due
+        return self._processes.exchanged(jax.process_index() == 0 and self._taken(offset))
 
     def _taken(self, offset: float) -> bool:
         turn, last = self._turn(offset), self._last

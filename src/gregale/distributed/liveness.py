@@ -22,7 +22,7 @@ from threading import Event, Thread
 
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress, find_hung
-from gregale.errors import UserError
+from gregale.errors import Interrupted, UserError
 from gregale.streams import exit_at_once
 
 EXIT_CODE = os.EX_TEMPFAIL
@@ -254,6 +254,9 @@ def monitor_peers(monitor: LivenessMonitor | None, resume_hint: Callable[[], str
     monitor.resume_hint = resume_hint
     try:
         yield monitor.progress
+    except Interrupted as error:  # the others report this process as lost
+        atexit.register(exit_at_once, *error.args)
+        raise
     except (UserError, KeyboardInterrupt) as error:
         monitor.fail(error.exit_code if isinstance(error, UserError) else 130)
         raise

@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gregale.errors import UserError
 from gregale.formatting import listed
+from gregale.huggingface.typed_json import TypedJson
 from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import BalanceConfig, ExpertsConfig
+from gregale.settings import whole
+from gregale.settings.config_schema import types_of
 
 MLP_ONLY, FIRST_DENSE = "mlp_only_layers", "first_k_dense_replace"
-SPARSE_STEP = "decoder_sparse_step"
+SPARSE_STEP, MLP_TYPES = "decoder_sparse_step", "mlp_layer_types"
+DENSE, SPARSE = "dense", "sparse"
 SIZES = ("count", "active", "width", "shared")
 LOSS, BIAS = "balance.loss", "balance.bias"
-# The fields that only some families support; all families support the others.
-COMPARED = ("renormalise", "score", "scale", "groups", "active_groups", "shared", "shared_gate", BIAS)
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,31 @@ class FamilyExperts:
         """Return the keys that config.json needs."""
         return [key for key, ours in self.keys.items() if ours in SIZES]
 
-    def read(self, given: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields `experts` and `dense_layers` of a configuration; arguments as for `read_config`."""
-        fields = {**self.same, **{ours: given[key] for key, ours in self.keys.items()}}
+    def read(self, given: TypedJson) -> dict[str, Any]:
+        """Return the fields `experts` and `dense_layers` of a configuration; `given`: the keys of config.json."""
+        kinds = types_of(ExpertsConfig) | {LOSS: float}
+        fields = {**self.same, **{ours: given.read(key, kinds[ours]) for key, ours in self.keys.items()}}
         balance = BalanceConfig(loss=fields.pop(LOSS, 0.0), bias=fields.pop(BIAS, False))
         if self.shared_in_widths:
             fields["shared"] *= fields["width"]
-        return {"experts": ExpertsConfig(**fields, balance=balance), "dense_layers": self._dense_layers(given, source)}
+        return {"experts": ExpertsConfig(**fields, balance=balance), "dense_layers": self._dense_layers(given)}
 
-    def _dense_layers(self, given: Mapping[str, Any], source: str) -> int:
-        if self.dense != MLP_ONLY:
-            return 0 if self.dense is None else given.get(self.dense) or 0
-        step, only = given.get(SPARSE_STEP) or 1, given.get(MLP_ONLY) or []
-        dense = [layer for layer in range(given["num_hidden_layers"]) if layer in only or (layer + 1) % step]
+    def _dense_layers(self, given: TypedJson) -> int:
+        layers = given.read("num_hidden_layers", int)
+        if self.dense == MLP_TYPES:
+            kinds = given.read(MLP_TYPES, list[str] | None, None) or [DENSE, *[SPARSE] * (layers - 1)]
+            if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
+                raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of {layers} layers: {kinds}.")
+            rule, dense = MLP_TYPES, [layer for layer, kind in enumerate(kinds) if kind == DENSE]
+        elif self.dense == MLP_ONLY:
+            step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int] | None, None) or []
+            rule, named = f"{SPARSE_STEP} {step} and {MLP_ONLY} {only}", set(only)
+            dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
+        else:
+            return 0 if self.dense is None else given.read(self.dense, int | None, None, whole(0)) or 0
         if dense != [*range(len(dense))]:
-            raise UserError(
-                f"{source}: by {SPARSE_STEP} {step} and {MLP_ONLY} {only}, the layers without experts are "
+            raise given.error(
+                f"by {rule}, the layers without experts are "
                 f"{listed(list(map(str, dense)))}; Gregale computes models in which they are the first ones."
             )
         return len(dense)
@@ -63,20 +73,19 @@ class FamilyExperts:
         if self.shared_in_widths:
             values["shared"] //= values["width"]
         found = {key: values[ours] for key, ours in self.keys.items()}
+        dense = config.dense_layers
         if self.dense == MLP_ONLY:
-            return {**found, SPARSE_STEP: 1, MLP_ONLY: [*range(config.dense_layers)]}
-        return found if self.dense is None else {**found, self.dense: config.dense_layers}
+            return {**found, SPARSE_STEP: 1, MLP_ONLY: [*range(dense)]}
+        if self.dense == MLP_TYPES:
+            return {**found, MLP_TYPES: [DENSE] * dense + [SPARSE] * (config.layers - dense)}
+        return found if self.dense is None else {**found, self.dense: dense}
 
     def lacks(self, config: LlamaConfig) -> list[str]:
-        """Return the settings of a model with experts that this family does not support."""
-        values, free = _values(config), self.keys.values()
-        wanted = _values(LlamaConfig(experts=ExpertsConfig())) | dict(self.same)
-        found = [
-            f"experts.{name} {values[name]}" for name in COMPARED if name not in free and values[name] != wanted[name]
-        ]
-        if self.shared_in_widths and (not values["shared"] or values["shared"] % values["width"]):
-            found.append(f"experts.shared {values['shared']} with width {values['width']}")
-        return found + ([f"dense_layers {config.dense_layers}"] if config.dense_layers and self.dense is None else [])
+        """Return the setting of a model with experts that config.json cannot have."""
+        shared, width = (_values(config)[name] for name in ("shared", "width"))
+        if "shared" not in self.keys.values() or (shared and not (self.shared_in_widths and shared % width)):
+            return []
+        return [f"model.experts.shared {shared} with width {width}"]
 
 
 def _values(config: LlamaConfig) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Provides the table of model families that a `LlamaConfig` supports."""
+"""Provides the table of the model families that are read and written, to which a plugin can add its own.
+
+register_family(Family("mine", "MineForCausalLM", {**PROJECTIONS, **NORMS_BEFORE}))
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, FamilyExperts
+from gregale.huggingface.experts import BIAS, FIRST_DENSE, LOSS, MLP_ONLY, MLP_TYPES, FamilyExperts
 from gregale.model.config import GemmaConfig, GptOssConfig, LlamaConfig
 from gregale.model.kernels.reference import CLIP_LIMIT, CLIP_SLOPE
 
@@ -54,12 +57,12 @@ NORMS_OF_ALL_HEADS: Names = {
     "self_attn.q_norm.weight": ("attention.query_norm.weight", "heads head_size"),
     "self_attn.k_norm.weight": ("attention.key_norm.weight", "kv_heads head_size"),
 }
-EXPERTS: Names = {
-    "mlp.gate.weight": ("mlp.router", "router, embed"),
+MATRICES_OF_EXPERTS: Names = {
     "mlp.experts.{expert}.gate_proj.weight": ("mlp.gate", "mlp, embed"),
     "mlp.experts.{expert}.up_proj.weight": ("mlp.up", "mlp, embed"),
     "mlp.experts.{expert}.down_proj.weight": ("mlp.down", "embed, mlp"),
 }
+EXPERTS: Names = {"mlp.gate.weight": ("mlp.router", "router, embed"), **MATRICES_OF_EXPERTS}
 EXPERTS_OF_MIXTRAL: Names = {
     "block_sparse_moe.gate.weight": ("mlp.router", "router, embed"),
     "block_sparse_moe.experts.{expert}.w1.weight": ("mlp.gate", "mlp, embed"),
@@ -87,11 +90,17 @@ OF_GPT_OSS: Names = {
     "mlp.experts.down_proj_bias": ("mlp.down_bias", "experts, embed"),
 }
 BIAS_OF_DOTS: Names = {"mlp.gate.e_score_correction_bias": ("mlp.bias.value", "router")}
+OF_HUNYUAN: Names = {
+    "mlp.router.gate.weight": ("mlp.router", "router, embed"),
+    "mlp.expert_bias": ("mlp.bias.value", "router"),
+    **MATRICES_OF_EXPERTS,
+    **{f"mlp.shared_mlp.{hub}": names for hub, names in SHARED.items()},
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models with the same block and the same tensor names.
+    """Models with the same block and the same tensor names; `register_family` adds one.
 
     The key `window` of config.json enables a sliding window: `sliding_window` itself, or `use_sliding_window`.
     """
@@ -103,10 +112,12 @@ class Family:
     block: Mapping[str, Any] = field(default_factory=dict)  # fields with the same value in all its models
     window: str | None = None  # None: no windows
     first_full: int | None = None  # default of `max_window_layers`, first layers without a window; None: no such key
-    full_every: int | None = None  # without `layer_types`, layers n, 2n, ... see all tokens; None: no such rule
+    full_every: int | None = None  # without `layer_types`, each n-th layer sees all tokens; 0: none; None: no such rule
+    full_at: int = -1  # the number of one of these layers; -1: the last of the first n
     keys: Mapping[str, str] = field(default_factory=dict)  # keys of config.json that not all families have
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     synonyms: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which transformers may write
+    legacy: Mapping[str, Any] = field(default_factory=dict)  # old values of the keys of `only`, with the same meaning
     ignored: tuple[str, ...] = ()  # keys of config.json that transformers reads but does not use: null
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
     any_heads: bool = True  # whether transformers accepts a `hidden_size` that the number of heads does not divide
@@ -114,7 +125,10 @@ class Family:
     derives_layer_types: bool = True  # whether all versions of transformers derive the same `layer_types`
     experts: FamilyExperts | None = None
     rotary: Mapping[str, Any] = field(default_factory=dict)  # `rope_parameters` of a config.json without any
+    rotary_kinds: bool = False  # whether `rope_parameters` are by kinds of layers
     packing: str | None = None  # quantisation that an import decodes
+    part_of: tuple[str, ...] = ()  # types of models of several parts, whose `text_config` is one of this family
+    more_layers: bool = False  # whether files have layers after the last one, which transformers leaves out
 
     @property
     def has_layer_types(self) -> bool:
@@ -125,226 +139,141 @@ class Family:
         own = {hub: f"blocks.{ours.replace(' ', ' blocks.')}" for hub, (ours, _) in self.layer.items()}
         return {**OUTSIDE, **{LAYER + hub: (own[hub], axes) for hub, (_, axes) in self.layer.items()}}
 
-    def lacks(self, config: LlamaConfig) -> list[str]:
-        """Return the settings of a model that this family does not support: `model.norms after`."""
-        wanted = {name: getattr(self.config(), name) for name in BLOCK} | dict(self.block)
-        free = {*self.keys.values()}
-        free |= {"sliding_window"} if self.window is not None else set()
-        free |= {"full_layers"} if self.has_layer_types else set()
-        differing = [name for name in BLOCK if name not in free and getattr(config, name) != wanted[name]]
-        if config.hidden % config.heads and not self.any_heads:
-            differing.append("heads")
-        if config.heads * config.HeadSize.size != config.hidden and not self.any_head_size:
-            differing.append("head_size")
-        found = [f"{name} {getattr(config, name)}" for name in differing]
-        if self.experts is None or config.experts is None:
-            found += [] if self.experts is config.experts else ["experts" if self.experts is None else "experts null"]
-        else:
-            found += self.experts.lacks(config)
-        return [f"model.{setting}" for setting in found]
 
-
-# The fields of a block that only some families support; all families support the others.
-BLOCK = (
-    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window", "sinks"),
-    *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
-)
+SCORE_SOFTCAP, LOCAL_BASE = "attn_logit_softcapping", "rope_local_base_freq"
+SLIDING, USED = "sliding_window", "use_sliding_window"
+LLAMA = {**PROJECTIONS, **NORMS_BEFORE}
+OLMO = {**PROJECTIONS, **NORMS_AFTER, **NORMS_OF_ALL_HEADS}
+OLMO_BLOCK = {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"}
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
 GEMMA_KEYS = {"query_pre_attn_scalar": "score_width", "final_logit_softcapping": "logit_softcap"}
+GELU = "gelu_pytorch_tanh"
+GEMMA_ONLY = {"hidden_activation": GELU, "use_bidirectional_attention": False}
+GEMMA_DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256} | {
+    "query_pre_attn_scalar": 256, SLIDING: 4096,
+}  # fmt: skip
+LLAMA_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 ACTIVE = {"num_experts_per_tok": "active"}
-LOSS_KEY = {"router_aux_loss_coef": LOSS}
-QWEN_EXPERTS = {"num_experts": "count", "moe_intermediate_size": "width", "norm_topk_prob": "renormalise"}
+ACTIVE_AND_LOSS = {**ACTIVE, "router_aux_loss_coef": LOSS}
+MIXTRAL_EXPERTS = {"num_local_experts": "count", **ACTIVE_AND_LOSS, "intermediate_size": "width"}
+QWEN_EXPERTS = {
+    "num_experts": "count", "moe_intermediate_size": "width", "norm_topk_prob": "renormalise", **ACTIVE_AND_LOSS,
+}  # fmt: skip
 QWEN_DEFAULTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
-SCORE_SOFTCAP = "attn_logit_softcapping"
-GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
-GEMMA_DEFAULTS = {
-    "tie_word_embeddings": True,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+OLMO_EXPERTS = {
+    "num_experts": "count", "intermediate_size": "width", "norm_topk_prob": "renormalise", **ACTIVE_AND_LOSS,
+}  # fmt: skip
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": "count", "moe_intermediate_size": "width", "n_shared_experts": "shared", **ACTIVE,
+    "norm_topk_prob": "renormalise", "routed_scaling_factor": "scale", "n_group": "groups",
+    "topk_group": "active_groups",
+}  # fmt: skip
+DEEPSEEK_SAME = {"score": "sigmoid", "router": "float32", BIAS: True}
+DEEPSEEK_DEFAULTS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+HUNYUAN_EXPERTS = {
+    "num_experts": "count", "moe_intermediate_size": "width", "num_shared_experts": "shared", **ACTIVE,
+    "router_scaling_factor": "scale",
+}  # fmt: skip
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("llama", "LlamaForCausalLM", {**PROJECTIONS, **NORMS_BEFORE}, any_heads=False),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            {**PROJECTIONS, **NORMS_BEFORE},
-            window="sliding_window",
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        ),
-        Family(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            {**PROJECTIONS, **NORMS_BEFORE},
-            block={"attention_bias": True},
-            window="use_sliding_window",
-            first_full=28,
-        ),
-        Family(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            {**PROJECTIONS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
-            block={"qk_norm": True},
-            window="use_sliding_window",
-            first_full=28,
-            defaults={"head_dim": 128},
-        ),
-        Family(
-            "olmo2",
-            "Olmo2ForCausalLM",
-            {**PROJECTIONS, **NORMS_AFTER, **NORMS_OF_ALL_HEADS},
-            block={"norms": "after", "qk_norm": True, "qk_norm_over": "heads"},
-            defaults={"rms_norm_eps": 1e-5},
-        ),
-        Family(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            {**PROJECTIONS, **NORMS_AROUND},
-            config=GemmaConfig,
-            block=GEMMA_BLOCK,
-            window="sliding_window",
-            full_every=2,
-            keys={**GEMMA_KEYS, SCORE_SOFTCAP: "score_softcap"},
-            only=GEMMA_ONLY,
-            defaults={**GEMMA_DEFAULTS, SCORE_SOFTCAP: 50.0, "final_logit_softcapping": 30.0},
-            any_heads=False,
-        ),
-        Family(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            {**PROJECTIONS, **NORMS_AROUND, **NORMS_OF_A_HEAD},
-            config=GemmaConfig,
-            block={**GEMMA_BLOCK, "qk_norm": True},
-            window="sliding_window",
-            full_every=6,
-            keys={**GEMMA_KEYS, "rope_local_base_freq": "window_rotary_base"},
-            only=GEMMA_ONLY,
-            ignored=(SCORE_SOFTCAP,),
-            defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-            any_heads=False,
-        ),
-        Family(
-            "mixtral",
-            "MixtralForCausalLM",
-            {**PROJECTIONS, **EXPERTS_OF_MIXTRAL, **NORMS_BEFORE},
-            window="sliding_window",
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6,
-                "router_aux_loss_coef": 0.001,
-            },
-            experts=FamilyExperts({"num_local_experts": "count", **ACTIVE, "intermediate_size": "width", **LOSS_KEY}),
-        ),
-        Family(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            {**PROJECTIONS, **EXPERTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
-            block={"qk_norm": True},
-            window="use_sliding_window",
-            synonyms={"num_local_experts": "num_experts"},
-            defaults={"num_key_value_heads": 4, **QWEN_DEFAULTS},
-            experts=FamilyExperts({**QWEN_EXPERTS, **ACTIVE, **LOSS_KEY}, dense=MLP_ONLY),
-        ),
-        Family(
-            "olmoe",
-            "OlmoeForCausalLM",
-            {**PROJECTIONS, **EXPERTS, **NORMS_BEFORE, **NORMS_OF_ALL_HEADS},
-            block={"qk_norm": True, "qk_norm_over": "heads"},
-            only={"hidden_act": "silu", "clip_qkv": None},
-            defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-            any_head_size=False,
-            experts=FamilyExperts(
-                {
-                    "num_experts": "count",
-                    "intermediate_size": "width",
-                    "norm_topk_prob": "renormalise",
-                    **ACTIVE,
-                    **LOSS_KEY,
-                }
-            ),
-        ),
-        Family(
-            "qwen2_moe",
-            "Qwen2MoeForCausalLM",
-            {**PROJECTIONS, **EXPERTS, **SHARED_OF_QWEN, **NORMS_BEFORE},
-            window="use_sliding_window",
-            first_full=28,
-            derives_layer_types=False,
-            keys={"qkv_bias": "attention_bias"},
-            defaults={"num_key_value_heads": 16, "qkv_bias": True, **QWEN_DEFAULTS},
-            experts=FamilyExperts(
-                {**QWEN_EXPERTS, **ACTIVE, **LOSS_KEY, "shared_expert_intermediate_size": "shared"},
-                same={"shared_gate": True},
-                dense=MLP_ONLY,
-            ),
-        ),
-        Family(
-            "dots1",
-            "Dots1ForCausalLM",
-            {**PROJECTIONS, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_BEFORE, **NORMS_OF_A_HEAD},
-            block={"qk_norm": True},
-            window="sliding_window",
-            first_full=62,
-            defaults={
-                "sliding_window": 4096,
-                "norm_topk_prob": False,
-                "routed_scaling_factor": 1.0,
-                "n_group": 1,
-                "topk_group": 1,
-            },
-            experts=FamilyExperts(
-                {
-                    "n_routed_experts": "count",
-                    "moe_intermediate_size": "width",
-                    "n_shared_experts": "shared",
-                    "norm_topk_prob": "renormalise",
-                    "routed_scaling_factor": "scale",
-                    "n_group": "groups",
-                    "topk_group": "active_groups",
-                    **ACTIVE,
-                },
-                same={"score": "sigmoid", "router": "float32", BIAS: True},
-                dense=FIRST_DENSE,
-                shared_in_widths=True,
-            ),
-        ),
-        Family(
-            "gpt_oss",
-            "GptOssForCausalLM",
-            {**PROJECTIONS, **OF_GPT_OSS, **NORMS_BEFORE},
-            config=GptOssConfig,
-            window="sliding_window",
-            full_every=2,
-            only={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": CLIP_SLOPE, "swiglu_limit": CLIP_LIMIT},
-            defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
-            | {"rope_theta": 150000.0, "router_aux_loss_coef": 0.001},
-            experts=FamilyExperts({"num_local_experts": "count", **ACTIVE, "intermediate_size": "width", **LOSS_KEY}),
-            rotary={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-            | {"original_max_position_embeddings": 4096},
-            packing="mxfp4",
-        ),
-    )
-}
+TABLE = (
+    Family("llama", "LlamaForCausalLM", LLAMA, any_heads=False),
+    Family("mistral", "MistralForCausalLM", LLAMA, window=SLIDING,
+           defaults={"num_key_value_heads": 8, SLIDING: 4096}),
+    Family("qwen2", "Qwen2ForCausalLM", LLAMA, block={"attention_bias": True}, window=USED, first_full=28),
+    Family("qwen3", "Qwen3ForCausalLM", {**LLAMA, **NORMS_OF_A_HEAD}, block={"qk_norm": True}, window=USED,
+           first_full=28, defaults={"head_dim": 128}),
+    Family("olmo2", "Olmo2ForCausalLM", OLMO, block=OLMO_BLOCK, defaults={"rms_norm_eps": 1e-5}),
+    Family("gemma2", "Gemma2ForCausalLM", {**PROJECTIONS, **NORMS_AROUND}, config=GemmaConfig, block=GEMMA_BLOCK,
+           window=SLIDING, full_every=2, keys={**GEMMA_KEYS, SCORE_SOFTCAP: "score_softcap"}, only=GEMMA_ONLY,
+           defaults={**GEMMA_DEFAULTS, SCORE_SOFTCAP: 50.0, "final_logit_softcapping": 30.0}, any_heads=False),
+    Family("gemma3_text", "Gemma3ForCausalLM", {**PROJECTIONS, **NORMS_AROUND, **NORMS_OF_A_HEAD}, config=GemmaConfig,
+           block={**GEMMA_BLOCK, "qk_norm": True}, window=SLIDING, full_every=6,
+           keys={**GEMMA_KEYS, LOCAL_BASE: "window_rotary_base"}, only=GEMMA_ONLY, ignored=(SCORE_SOFTCAP,),
+           # As part of a model, published files leave sizes out.
+           defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, LOCAL_BASE: 1e4, "num_hidden_layers": 26, "hidden_size": 2304,
+                     "num_attention_heads": 8, "intermediate_size": 9216, "vocab_size": 262208},
+           any_heads=False, rotary_kinds=True, part_of=("gemma3",)),
+    Family("mixtral", "MixtralForCausalLM", {**LLAMA, **EXPERTS_OF_MIXTRAL}, window=SLIDING,
+           defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
+           experts=FamilyExperts(MIXTRAL_EXPERTS)),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", {**LLAMA, **EXPERTS, **NORMS_OF_A_HEAD}, block={"qk_norm": True},
+           window=USED, synonyms={"num_local_experts": "num_experts"},
+           defaults={"num_key_value_heads": 4, **QWEN_DEFAULTS},
+           experts=FamilyExperts(QWEN_EXPERTS, dense=MLP_ONLY)),
+    Family("olmoe", "OlmoeForCausalLM", {**LLAMA, **EXPERTS, **NORMS_OF_ALL_HEADS},
+           block={"qk_norm": True, "qk_norm_over": "heads"}, only={"hidden_act": "silu", "clip_qkv": None},
+           defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+           any_head_size=False, experts=FamilyExperts(OLMO_EXPERTS)),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED_OF_QWEN}, window=USED, first_full=28,
+           derives_layer_types=False, keys={"qkv_bias": "attention_bias"},
+           defaults={"num_key_value_heads": 16, "qkv_bias": True, **QWEN_DEFAULTS},
+           experts=FamilyExperts({**QWEN_EXPERTS, "shared_expert_intermediate_size": "shared"},
+                                 same={"shared_gate": True}, dense=MLP_ONLY)),
+    Family("dots1", "Dots1ForCausalLM", {**LLAMA, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS, **NORMS_OF_A_HEAD},
+           block={"qk_norm": True}, window=SLIDING, first_full=62,
+           defaults={**DEEPSEEK_DEFAULTS, SLIDING: 4096, "norm_topk_prob": False},
+           experts=FamilyExperts(DEEPSEEK_EXPERTS, DEEPSEEK_SAME, FIRST_DENSE, shared_in_widths=True)),
+    Family("gpt_oss", "GptOssForCausalLM", {**LLAMA, **OF_GPT_OSS}, config=GptOssConfig, window=SLIDING, full_every=2,
+           only={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": CLIP_SLOPE, "swiglu_limit": CLIP_LIMIT},
+           defaults={"num_key_value_heads": 8, "head_dim": 64, SLIDING: 128, "rms_norm_eps": 1e-5,
+                     "rope_theta": 150000.0, "router_aux_loss_coef": 0.001},
+           experts=FamilyExperts(MIXTRAL_EXPERTS),
+           rotary={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                   "original_max_position_embeddings": 4096},
+           packing="mxfp4"),
+    Family("ministral", "MinistralForCausalLM", LLAMA, window=SLIDING, full_every=0,
+           defaults={"num_key_value_heads": 8, SLIDING: 4096}),
+    Family("gemma", "GemmaForCausalLM", LLAMA, config=GemmaConfig, block={**GEMMA_BLOCK, "norms": "before"},
+           only={"hidden_act": GELU, "use_bidirectional_attention": False}, legacy={"hidden_act": "gelu"},
+           defaults={"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256}),
+    Family("seed_oss", "SeedOssForCausalLM", LLAMA, keys={"attention_bias": "attention_bias"},
+           only={"hidden_act": "silu", "attention_out_bias": False},
+           defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}),
+    Family("iquestcoder", "LlamaForCausalLM", LLAMA, defaults=LLAMA_DEFAULTS, any_heads=False),
+    Family("internlm3", "LlamaForCausalLM", LLAMA, synonyms={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+           defaults={**LLAMA_DEFAULTS, "num_key_value_heads": 2}, any_heads=False),
+    Family("cwm", "CwmForCausalLM", LLAMA, window=SLIDING, full_every=4, full_at=0,
+           defaults={**LLAMA_DEFAULTS, "rope_theta": 1e6, SLIDING: 8192},
+           rotary={"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}, any_heads=False),
+    # With windows, layers without one have no rotary embedding.
+    Family("exaone4", "Exaone4ForCausalLM", {**PROJECTIONS, **NORMS_AFTER, **NORMS_OF_A_HEAD},
+           block={"norms": "after", "qk_norm": True}, full_every=1, only={"hidden_act": "silu", SLIDING: None},
+           defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, SLIDING: 4096}),
+    # LOCAL_BASE is no key of theirs, but what transformers takes.
+    Family("olmo3", "Olmo3ForCausalLM", OLMO, config=GemmaConfig, block=OLMO_BLOCK, window=SLIDING, full_every=4,
+           defaults={"rms_norm_eps": 1e-5, SLIDING: 4096, "rope_theta": 5e5, LOCAL_BASE: 5e5}, rotary_kinds=True),
+    Family("flex_olmo", "FlexOlmoForCausalLM", {**OLMO, **EXPERTS}, block=OLMO_BLOCK,
+           synonyms={"num_local_experts": "num_experts"},
+           defaults={"norm_topk_prob": False, "router_aux_loss_coef": 0.01, "rope_theta": 5e5},
+           experts=FamilyExperts(OLMO_EXPERTS)),
+    # The layers after the last one predict further tokens.
+    Family("hy_v3", "HYV3ForCausalLM", {**LLAMA, **NORMS_OF_A_HEAD, **OF_HUNYUAN}, block={"qk_norm": True},
+           synonyms={"num_local_experts": "num_experts"}, more_layers=True,
+           defaults={**LLAMA_DEFAULTS, "rope_theta": 11158840.0, "initializer_range": 0.006, "num_shared_experts": 1,
+                     "router_scaling_factor": 2.826},
+           experts=FamilyExperts(HUNYUAN_EXPERTS, DEEPSEEK_SAME, MLP_TYPES, shared_in_widths=True)),
+    # No layer has an MLP.
+    Family("solar_open", "SolarOpenForCausalLM", {**LLAMA, **EXPERTS, **BIAS_OF_DOTS, **SHARED_OF_DOTS},
+           synonyms={"num_local_experts": "n_routed_experts"},
+           defaults={**LLAMA_DEFAULTS, **DEEPSEEK_DEFAULTS, "n_shared_experts": 1, "norm_topk_prob": True,
+                     "rope_theta": 1e6, "intermediate_size": 1},
+           experts=FamilyExperts(DEEPSEEK_EXPERTS, DEEPSEEK_SAME, shared_in_widths=True)),
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in TABLE}
 
 
-def family_of(model_type: object, source: str) -> Family:
-    """Return the family of a config.json's `model_type`; raise `UserError` for another one; `source`: its path."""
+def register_family(family: Family) -> None:
+    """Add a family; raise `ValueError` for a `model_type` that is taken."""
+    if FAMILIES.setdefault(family.model_type, family) != family:
+        raise ValueError(f"Cannot register the family {family.model_type}: the name is taken")
+
+
+def family_of(saved: Mapping[str, Any], source: str) -> Family:
+    """Return the family of a config.json by its `model_type`; raise `UserError` for another; `source`: its path."""
+    model_type = saved.get("model_type")
+    if model_type == "mistral" and "layer_types" in saved:  # as transformers reads it
+        model_type = "ministral"
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise UserError(f"{source}: model_type is {model_type!r}; Gregale knows {', '.join(FAMILIES)}.")
-
-
-def family_that_has(config: LlamaConfig, preferred: object = None) -> Family:
-    """Return a family that supports a configuration, the preferred one if possible; raise `UserError` if none does."""
-    candidates = [family for family in FAMILIES.values() if (family.experts is None) == (config.experts is None)]
-    order = sorted(candidates, key=lambda family: family.model_type != preferred)
-    for family in order:
-        if not family.lacks(config):
-            return family
-    lacking = "; ".join(f"{family.model_type} not {', '.join(family.lacks(config))}" for family in order)
-    raise UserError(f"model: no family of transformers has this block, so that nothing could load it ({lacking}).")

@@ -11,8 +11,8 @@ from typing import Any
 
 from gregale.atomic_files import LockHeld, atomic_replace, is_at, locked
 from gregale.errors import UserError
-from gregale.huggingface.config import read_config
-from gregale.huggingface.families import Family
+from gregale.huggingface.config import read_config, text_part
+from gregale.huggingface.families import LAYER, Family
 from gregale.huggingface.mxfp4 import unpacked
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.huggingface.tensor_names import Slot, check_names
@@ -23,6 +23,8 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 ADAPTER = "adapter_config.json"
+# How names of tensors begin in a model of several parts, and in the text part alone.
+OF_TEXT = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Files beside the weights, which training does not change.
 BESIDE = (
@@ -36,10 +38,11 @@ class Folder:
     """A folder with the parsed headers of its tensor files."""
 
     path: Path
-    saved: Mapping[str, Any]  # content of its config.json
+    saved: Mapping[str, Any]  # content of its config.json, of a model of several parts that of its text
     family: Family
     model: LlamaConfig
     tensors: Mapping[str, Tensor]  # tensors of all its files, by name
+    left_out: tuple[str, ...] | None = None  # names of tensors of other parts; None: the files have no other part
 
     @property
     def files(self) -> list[Path]:
@@ -66,9 +69,30 @@ def open_folder(path: Path) -> Folder:
     check_files(path, (*BESIDE, WEIGHTS))
     if not (path / CONFIG).is_file() or not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
         _reject_other_formats(path)
-    saved = read_json(path / CONFIG)
+    whole = read_json(path / CONFIG)
+    saved = text_part(whole)
     family, model = read_config(saved, str(path / CONFIG))
-    return Folder(path, saved, family, model, tensors_of(path))
+    return Folder(path, saved, family, model, *_own_tensors(tensors_of(path), family, model.layers, saved is not whole))
+
+
+def _own_tensors(
+    found: dict[str, Tensor], family: Family, layers: int, is_part: bool
+) -> tuple[dict[str, Tensor], tuple[str, ...] | None]:
+    """Return the tensors of a model by the names of its family, and `Folder.left_out`.
+
+    - `is_part`: the model is the text part of one of several parts
+    """
+    own, others = {}, []
+    for name, tensor in found.items():
+        start = next((start for start in OF_TEXT if name.startswith(start)), "") if is_part else ""
+        named = OF_TEXT.get(start, "") + name.removeprefix(start)
+        number = named.removeprefix(LAYER.partition("{")[0]).partition(".")[0]
+        is_more = family.more_layers and number.isdecimal() and int(number) >= layers
+        if is_more or (is_part and not start and not named.startswith("lm_head.")):
+            others.append(name)
+        else:
+            own[named] = tensor
+    return own, tuple(others) if is_part or others else None
 
 
 def check_files(folder: StoragePath, names: Iterable[str]) -> None:
@@ -151,7 +175,7 @@ def weight_files(path: Path) -> list[str]:
 def read_json(path: StoragePath) -> dict[str, Any]:
     """Return the JSON object of a file; raise `UserError` if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}.") from None
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from gregale.atomic_files import DISK_ERRORS
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import BytesConfig, FileConfig
 from gregale.errors import UserError, install_hint
-from gregale.huggingface.config import read_config
+from gregale.huggingface.config import read_config, text_part
 from gregale.huggingface.folder import (
     ADAPTER,
     BESIDE,
@@ -111,7 +111,7 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     """
     folder = model_folder(given.path, weights=False)
     check_files(folder, BESIDE)
-    saved = read_json(folder / CONFIG)
+    saved = text_part(read_json(folder / CONFIG))
     _, model = read_config(saved, str(folder / CONFIG))
     if not given.with_tokenizer:
         return model, None

@@ -17,11 +17,21 @@ from gregale.model.adapter_config import LoraConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Settings of PEFT's LoraConfig that change the outputs of the adapters that Gregale has.
-ABSENT = {
-    "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "modules_to_save": None,
-    "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None,
+# Keys of adapter_config.json that have to agree with the run's, with PEFT's defaults; keys that do not change what A
+# and B compute (records, training alone, names that the tensors have); and valid values of keys that are not null,
+# false or empty. Every other key has to be, also one of another version of PEFT.
+COMPARED = {"peft_type": None, "r": 8, "lora_alpha": 8, "use_rslora": False}
+FREE = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
+VALID = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica")}
+CONVERSION = (
+    "PEFT changes the base with such adapters. Where they were trained, write plain ones with peft's `save_pretrained("
+    "OTHER, path_initial_model_for_weight_conversion=INITIAL)`; or `AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
+    ".merge_and_unload().save_pretrained(OTHER)` makes a model to import."
+)
 
 
 def adapter_slots(slots: list[Slot], model: Any) -> list[Slot]:
@@ -99,9 +109,8 @@ def read_adapters(folder: Path, config: LoraConfig, slots: list[Slot], model: An
 def check_settings(found: Mapping[str, Any], config: LoraConfig, source: str) -> None:
     """Raise `UserError` if adapters of a file compute other outputs than those of a configuration."""
     wanted = adapter_settings(config, [], "", False)
-    same = ("peft_type", "r", "lora_alpha", "use_rslora")
-    expected = {name: wanted[name] for name in same} | ABSENT
-    for name, value in expected.items():
-        there = found.get(name, ABSENT.get(name))
-        if (there or None) != (value or None):
-            raise UserError(f"adapter.start_from: {name} is {there!r} in {source}; here it has to be {value!r}.")
+    for name, there in (COMPARED | dict(found)).items():
+        valid = (wanted[name],) if name in COMPARED else (None, False, [], {}, *VALID.get(name, ()))
+        advice = CONVERSION if name == "init_lora_weights" else f"Here it is {' or '.join(map(repr, valid))}."
+        if name not in FREE and there not in valid:
+            raise UserError(f"adapter.start_from: {name} is {there!r} in {source}. {advice}")

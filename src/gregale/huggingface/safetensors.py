@@ -63,13 +63,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if length > min(MAX_HEADER, size - LENGTH.size):
             raise UserError(f"{path} is no safetensors file, or cut off: its {size:,} bytes do not hold its header.")
         try:
-            header = json.loads(file.read(length))
-            header.pop(METADATA, None)
+            content = file.read(length)
+            header = json.loads(content.decode("utf-8"))
+            if content[:1] != b"{" or {type(text) for text in header.pop(METADATA, {}).values()} - {str}:
+                raise ValueError
             found = {name: _tensor(path, name, entry, LENGTH.size + length) for name, entry in header.items()}
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
+            text = f"JSON in UTF-8, with texts in {METADATA}"
+            raise UserError(f"{path} is damaged: the header of a safetensors file is {text}. It is not.") from None
     end = LENGTH.size + length
     for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
         if tensor.begin != end:  # an overlap or a gap, as with a duplicate name
@@ -93,7 +96,7 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
         )
     dtype, shape = dtypes[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise UserError(f"{path} is damaged: the shape and the offsets of {name} are not all whole numbers from 0.")
     if end - begin != prod(shape) * dtype.itemsize:
         raise UserError(

@@ -121,6 +121,9 @@ def slots_of(model: Any, family: Family) -> list[Slot]:
 
 def check_names(found: set[str], slots: list[Slot], source: str) -> None:
     """Raise `UserError` for missing tensors and for tensors that the model lacks; `source`: the folder's path."""
+    count = sum(prod(axis.size for axis in slot.axes[: slot.stacked]) for slot in slots if slot.part == 0)
+    if count > 2 * len(found) + 1000:  # before the names are made, which may be billions
+        raise UserError(f"{source}: by its config.json the model has {count:,} tensors, and its files {len(found):,}.")
     wanted = {name for slot in slots for name in slot.tensors()}
     ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
     problems = [

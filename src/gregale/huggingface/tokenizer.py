@@ -13,7 +13,8 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 
 REBUILT_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # not mistral, qwen2 and olmo2
+REBUILT_IN = ("llama", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe", "gemma", "gemma2", "gemma3_text", "dots1", "gpt_oss")
+REBUILT_IN += ("seed_oss", "cwm", "exaone4", "hy_v3", "solar_open")  # not in the other families
 END_OF_DOCUMENT = "<|end_of_document|>"  # its name in the byte tokenizer
 
 
@@ -34,7 +35,7 @@ def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> s
     ids = saved.get("eos_token_id") if ids is None else ids
     first = ids[0] if isinstance(ids, list) and ids else ids
     names = {token["id"]: token["content"] for token in _added(folder)}
-    if not isinstance(first, int) or first not in names:
+    if type(first) is not int or first not in names:
         raise UserError(
             f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
             f"the token that ends a text, {otherwise}: {', '.join(list(names.values())[:20]) or 'none'}."

@@ -47,6 +47,7 @@ class Writer:
         """Open no file yet; `report` takes the number of bytes written since its last call."""
         self._plans, self._layout, self._report = list(plans), layout, report
         self._tensors = {name: tensor for plan in self._plans for name, tensor in plan.tensors.items()}
+        self._programs: dict[tuple, Transposing] = {}  # many parameters have the same shape
 
     def write(self, slot: Slot, parameter: NamedArray) -> None:
         """Write a parameter without the padding of its vocabulary.
@@ -84,7 +85,8 @@ class Writer:
             return found, jnp.isfinite(found).all()
 
         everywhere = NamedSharding(self._layout.mesh, PartitionSpec())
-        return jax.jit(transposed, out_shardings=(self._layout.sharding(slot.flat, self._layout.params), everywhere))
+        shardings = (self._layout.sharding(slot.flat, self._layout.params), everywhere)
+        return self._programs.setdefault((order, own, dtype, shardings), jax.jit(transposed, out_shardings=shardings))
 
 
 def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:

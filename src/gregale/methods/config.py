@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import draccus
 import jax
@@ -16,17 +16,17 @@ from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco
 from gregale.methods.island import Island
 from gregale.methods.method import Method
+from gregale.methods.outer_config import OUTER, OuterConfig
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import sync_axis
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.methods.separate import Mixing
 from gregale.model.compute_config import CompilerOptions
-from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
+from gregale.optim import ConstantSchedule
 from gregale.settings import Range, Settings, between, setting, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
-OUTER = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
 FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
 
 
@@ -82,19 +82,28 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         del layout
         return None
 
+    def between(self, begin: int | None, end: int | None) -> Self:
+        """Return the configuration for a stage that has these steps; None: from, or to, where the run's own does."""
+        del begin, end
+        return self
+
+    def check_begins(self, step: int) -> None:
+        """Raise `UserError` if the method cannot begin after `step` steps."""
+        del step
+
     @property
     def evaluates_replicas(self) -> bool:
         """Return whether evaluation uses the replicas' own parameters, which needs a mesh with replicas."""
         return False
 
-    def config_warning(self, layout: Layout, steps: int, is_island: bool = False) -> str | None:
-        """Return a warning about valid but probably unintended settings.
+    def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
+        """Return what a user should know of a run before it begins, such as probably unintended settings.
 
         - `steps`: of the whole run
         - `is_island`: whether a network joins this mesh with others
         """
         del layout, steps, is_island
-        return None
+        return []
 
 
 @SyncConfig.register_subclass("psdp")
@@ -154,7 +163,7 @@ class DilocoConfig(SyncConfig):
         range=whole(1),
         aliases=("sync_every", "local_steps", "inner_steps", "h", "sync_interval", "sync.every", "sync.steps"),
     )
-    outer: OptimizerConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
+    outer: OuterConfig = setting(OUTER, "the outer optimizer; its steps are outer ones")
     warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))
     dropout: float = setting(0.0, "probability that a replica misses a synchronisation", range=Range(0, 1, below=True))
     evaluate: str = setting("outer", "which parameters are evaluated and sampled", choices=EVALUATED)
@@ -162,16 +171,15 @@ class DilocoConfig(SyncConfig):
     def __post_init__(self):
         super().__post_init__()
         self.schedule(layers=2**31)
-        if isinstance(self.outer, MuonConfig):
-            raise UserError(
-                "sync.outer.type is 'muon': the outer optimizer runs on shards of the parameters, and Muon needs whole "
-                "matrices. adamw, lion and sgd would work; sgd with momentum 0.9 and nesterov is the usual choice."
-            )
-        if self.outer.weight_decay:
-            raise UserError(
-                f"sync.outer.weight_decay is {self.outer.weight_decay:g}: weights decay in the inner steps "
-                f"(optimizer.weight_decay), the outer optimizer only joins replicas. Set it to 0."
-            )
+        if not isinstance(self.outer, OuterConfig):  # from Python
+            object.__setattr__(self, "outer", OuterConfig.of(self.outer))
+        decays = {f"groups.{number}.": each.weight_decay for number, each in enumerate(self.outer.groups)}
+        for key, decay in {"": self.outer.weight_decay, **decays}.items():
+            if decay:
+                raise UserError(
+                    f"sync.outer.{key}weight_decay is {decay:g}: weights decay in the inner steps "
+                    f"(optimizer.weight_decay), the outer optimizer only joins replicas. Set it to 0."
+                )
 
     def build(self, parts: MethodContext) -> Methods:
         """Build exact steps for replicas and warm-up: codecs apply only between replicas."""
@@ -182,7 +190,7 @@ class DilocoConfig(SyncConfig):
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         return Diloco(
             inner=inner,
-            outer=self.outer_optimizer(inner, parts),
+            outer=self.outer_optimizer(inner, parts, is_island=False),
             layout=layout,
             schedule=self.schedule_of(inner.model),
             mixing=self.mixing,
@@ -196,7 +204,7 @@ class DilocoConfig(SyncConfig):
         """Return the method of one island with its own mesh; actions of islands (absence) are not simulated."""
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
-        outer, schedule = self.outer_optimizer(inner, parts), self.schedule_of(inner.model)
+        outer, schedule = self.outer_optimizer(inner, parts, is_island=True), self.schedule_of(inner.model)
         return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
@@ -210,6 +218,9 @@ class DilocoConfig(SyncConfig):
                 f"mesh.island is {islands}: these are islands in one mesh, which `gregale train` joins. An island of a "
                 f"fleet is a process of its own with a mesh of its own: set mesh.island to 1."
             )
+        if not self.schedule(layers=2**31).rounds(parts.steps):
+            found = f"steps is {parts.steps} and sync.period {self.period}, so that the fleet makes no round"
+            raise UserError(f"{found}, with which it ends. At least {self.period} steps would work.")
         refused = {
             "sync.warmup_steps": (self.warmup_steps, 0, "islands train apart from the first step"),
             "sync.dropout": (self.dropout, 0, "an island that misses a round misses it in earnest"),
@@ -225,9 +236,33 @@ class DilocoConfig(SyncConfig):
                 f"sync.outer.clip_norm to null."
             )
 
-    def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
+    def outer_optimizer(self, inner: Psdp, parts: MethodContext, is_island: bool) -> optax.GradientTransformation:
         with below("sync.outer"):
-            return self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
+            schedule, fragments = self.outer.schedule, self.schedule_of(inner.model)
+            end = parts.steps if schedule.end is None else schedule.end
+            count = fragments.outer_steps(max(self.warmup_steps, schedule.begin), end, is_island)
+            outer = replace(self.outer, schedule=replace(schedule, begin=0, end=None))
+            return outer.build(inner.model, max(1, count)).whole()
+
+    @property
+    def _moves(self) -> bool:
+        """Return whether the outer learning rate depends on the number of outer steps."""
+        return not isinstance(self.outer.schedule, ConstantSchedule) or self.outer.schedule.warmup > 0
+
+    def between(self, begin: int | None, end: int | None) -> Self:
+        if not self._moves:
+            return self
+        schedule = self.outer.schedule
+        schedule = replace(schedule, begin=schedule.begin if begin is None else begin, end=end)
+        return replace(self, outer=replace(self.outer, schedule=schedule))
+
+    def check_begins(self, step: int) -> None:
+        begin = self.outer.schedule.begin
+        if self._moves and step >= self.warmup_steps and max(self.warmup_steps, begin) != step:
+            raise UserError(
+                f"sync.outer.schedule.begin is {begin}, but the outer steps begin after step {step:,}, and their "
+                f"learning rate moves from there to the end. Set it to {step}."
+            )
 
     def warm_up(self) -> int:
         return self.warmup_steps
@@ -239,21 +274,27 @@ class DilocoConfig(SyncConfig):
     def evaluates_replicas(self) -> bool:
         return self.evaluate != "outer"
 
-    def config_warning(self, layout: Layout, steps: int, is_island: bool = False) -> str | None:
-        """Return a warning if DiLoCo has a single replica, or so few rounds that others beat the default settings."""
+    def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
+        """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
+        schedule, found = self.schedule(layers=2**31), []
+        rounds, last = schedule.outer_steps(self.warmup_steps, steps, is_island=True), schedule.last_sent(steps)
         if not is_island and layout.mesh.shape[sync_axis(layout)] == 1:
-            return (
+            found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
                 f"be joined with, so the outer optimizer moves this one by itself, every {self.period} steps."
             )
-        rounds = (steps - self.warmup_steps) // self.period
-        if rounds >= FEW_ROUNDS or self.outer != OUTER:
-            return None
-        return (
-            f"This run has {rounds} rounds, and the default outer optimizer is for hundreds: with 6 to 60, as far as "
-            f"that was measured, the plain average of the replicas is better. That is sync.outer.learning_rate 1, "
-            f"sync.outer.momentum 0 and sync.outer.nesterov false."
-        )
+        elif rounds < FEW_ROUNDS and self.outer == OUTER:
+            found.append(
+                f"This run has {rounds} rounds, and the default outer optimizer is for hundreds: with 6 to 60, as far "
+                f"as that was measured, the plain average of the replicas is better. That is sync.outer.learning_rate "
+                f"1, sync.outer.momentum 0 and sync.outer.nesterov false."
+            )
+        if last < steps or schedule.fragments > 1:
+            each = f", one fragment of {schedule.fragments} at a time" if schedule.fragments > 1 else ""
+            then = "Evaluations, samples, exports and start_from read the model after one more, of all of it."
+            then = "The run of a fleet ends with it, without the steps after it." if is_island else then
+            found.append(f"The last synchronisation comes after step {last:,} of {steps:,}{each}. {then}")
+        return found
 
     @property
     def mixing(self) -> float:

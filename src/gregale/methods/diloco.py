@@ -193,14 +193,13 @@ class Diloco(Separate):
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
     def outer_parameters(self, state: DilocoState) -> Tree:
-        """Return theta under `params`, after every SEND up to the state's step.
+        """Return theta under `params` after a synchronisation of all fragments, which the state does not have.
 
-        With tau >= 1 only the next step's program computes the SEND that is due after that step; here it is computed
-        from the current replicas. In a state of `eval_subset` nothing is due.
+        So every step up to the state's counts, in whatever reads it. A state of `eval_subset` is synchronised already.
         """
         outer = state.outer
-        if self.schedule.delay and state.inner is not None:
-            outer = self.round.send_due(self.schedule, outer, state.inner.parameters, state.seen, state.step)
+        if state.inner is not None:
+            outer = self.round.send_all(self.schedule, outer, state.inner.parameters, state.seen, state.step)
         return self.outer_store.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
@@ -246,9 +245,10 @@ class Diloco(Separate):
         return DilocoState(None, outer, None, None)  # type: ignore[arg-type]
 
     def needs_full_state(self, step: int) -> bool:
-        """Return whether replicas have buffers, or a fragment is due after `step` steps and waits for the next step."""
-        waits = self.schedule.delay > 0 and self.schedule.sent(step) is not None
-        return waits or buffers_of(self.inner.model) is not None
+        """Return whether replicas have buffers, or steps that the outer parameters of `eval_subset` lack."""
+        schedule = self.schedule
+        is_joined = schedule.fragments == 1 and schedule.delay == 0 and schedule.sent(step) is not None
+        return not is_joined or buffers_of(self.inner.model) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
         inner = state.inner

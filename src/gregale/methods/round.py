@@ -1,7 +1,6 @@
 """The outer round of one fragment: the replicas' send, the outer step, and the application of its result."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import haliax as hax
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.axes.layout import Layout, Tree, vmap_over
+from gregale.axes.layout import Layout, Tree, is_named, vmap_over
 from gregale.methods.agreement import PseudoGradient, products
 from gregale.methods.fragments import FRAGMENT, Fragment, fragments_alike
 from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter
@@ -45,50 +44,71 @@ class Round:
         - `own`: theta_k of the whole model, [replica, ...]
         - `seen`: [fragment, replica], see `DilocoState`; without a token since the last send nothing changes
         """
+        after, measured = self._sent(fragment.take(outer), fragment.take(own), seen, fragment)
+        return fragment.put(outer, after), measured
+
+    def _sent(
+        self, before: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
+    ) -> tuple[OuterState, PseudoGradient]:
+        """Compute `send` with the fragment's parts."""
         outer_store = self.outer_store
         weights = seen[FRAGMENT, fragment.index] * self.participation_mask(fragment)
         (weight,) = outer_store.reducer.totals(weights)
-        own, before = fragment.take(own), fragment.take(outer)
         sent = outer_store.send(before, own, weights, weight)
         after = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
-        after = outer_store.placed(after)
         norm = jnp.where(weight > 0, outer_store.reducer.norm(sent.gradient), 0)
         agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
-        return fragment.put(outer, after), PseudoGradient(norm, weights.array, *agreement)
+        return outer_store.placed(after), PseudoGradient(norm, weights.array, *agreement)
 
-    def send_due(
+    def send_all(
         self, schedule: Schedule, outer: OuterState, own: Tree, seen: NamedArray, step: jax.Array
     ) -> OuterState:
-        """Return the outer state after the SEND that is due after `step` steps; unchanged if none is.
+        """Return the outer state after a SEND of all fragments after `step` steps; one on its way arrives first.
 
-        `step` is an int32 scalar of the device, so all kinds of fragments are compiled and one is chosen.
+        `step` is an int32 scalar of the device.
         """
         at = jnp.asarray([schedule.offset(fragment) for fragment in range(schedule.fragments)])
-        due = (step > 0) & (step % schedule.period == at)  # [fragment], at most one
-        index = jnp.argmax(due).astype(jnp.int32)
+        since = (step - at) % schedule.period  # [fragment]: steps since its last SEND
+        on_its_way = (since > 0) & (since < jnp.minimum(schedule.delay, step))
         alike = fragments_alike(schedule)
 
-        def sent(rows: dict[str, np.ndarray] | None) -> OuterState:
-            own_rows = jax.tree.map(lambda of_each: jnp.asarray(of_each)[index], rows)
-            fragment = Fragment(index, step, own_rows, whole=schedule.fragments == 1)
-            return self.send(outer, own, seen, fragment)[0]
+        def sent(outer: OuterState, each: tuple) -> tuple[OuterState, None]:
+            index, rows = each
+            fragment = Fragment(index, step, rows, whole=schedule.fragments == 1)
+            part, mine = fragment.take(outer), fragment.take(own)
+            if schedule.delay > 1:
+                before = replace(fragment, sent=step - since[index])
+                arrive, stay = lambda: self._arrived(mine, part, before), lambda: (mine, part)
+                mine, part = jax.lax.cond(on_its_way[index], arrive, stay)
+            return fragment.put(outer, self._sent(part, mine, seen, fragment)[0]), None
 
-        kind = jnp.where(due.any(), 1 + jnp.asarray(alike.kind)[index], 0)
-        branches = [lambda: outer, *(partial(sent, rows) for rows in alike.rows)]
-        return jax.lax.switch(kind, branches)
+        for kind, rows in enumerate(alike.rows):
+            numbers = np.flatnonzero(alike.kind == kind)
+            own_rows = jax.tree.map(lambda of_each, numbers=numbers: of_each[numbers], rows)
+            outer, _ = jax.lax.scan(sent, outer, (numbers.astype(np.int32), own_rows))
+        return outer
 
     def apply(self, parameters: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
         """Return each replica's parameters mixed with theta's fragment, and the changes of its outer state."""
+        mixed, changed = self._mixed(fragment.take(parameters), fragment.take(outer), fragment)
+        return self.layout.constrain(fragment.put(parameters, mixed), self.layout.params), changed
+
+    def _mixed(self, own: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
+        """Compute `apply` with the fragment's parts."""
         layout = self.layout
-        arrived, changed = self.outer_store.arrive(fragment.take(outer))
+        arrived, changed = self.outer_store.arrive(outer)
         arrived = layout.constrain(arrived, layout.params)
         keep = self.participation_mask(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
 
         def mixed(own: Tree, keep: NamedArray) -> Tree:
             return mixed_with(own, arrived, keep.array)
 
-        mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
-        return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
+        return vmap_over(mixed, self.axis, layout)(own, keep), changed
+
+    def _arrived(self, own: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
+        """Return the fragment's parts after its APPLY."""
+        mixed, changed = self._mixed(own, outer, fragment)
+        return mixed, jax.tree.map(lambda old, new: old if new is None else new, outer, changed, is_leaf=is_named)
 
     def participation_mask(self, fragment: Fragment) -> NamedArray:
         """Return 1 for each replica in this synchronisation, 0 for one that is left out, [replica] float32."""

@@ -96,6 +96,12 @@ class Schedule:
         offset = self.offset(fragment)
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
+    def outer_steps(self, first: int, last: int, is_island: bool = False) -> int:
+        """Return a fragment's most outer steps after step `first`, with who reads it after `last` (islands: none)."""
+        due, fragments = self.sent(last), range(self.fragments)
+        more = [not is_island and each != due for each in fragments]
+        return max(self.sends(each, last) - self.sends(each, first) + more[each] for each in fragments)
+
     def last_sent(self, step: int) -> int:
         """Return the last of the first `step` steps after which a fragment was sent; 0 if there was none."""
         return next((s for s in range(step, max(0, step - self.period), -1) if self.sent(s) is not None), 0)

@@ -19,6 +19,7 @@ from gregale.data.split import split_at
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
+from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.programs.command import Command
@@ -79,6 +80,7 @@ class EvalOptions(Settings):
         return self.stride is not None or self.batches is not None or self.all
 
 
+@ended_by_signals()
 def main(options: EvalOptions) -> int:
     """Print the loss in nats per token and bits per byte, and the metrics of tasks."""
     read_tasks(options.tasks)  # rejects wrong files before the model is read

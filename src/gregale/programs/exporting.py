@@ -25,10 +25,11 @@ from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
 from gregale.distributed.liveness import monitor_peers
 from gregale.distributed.malloc_tuning import release_memory
+from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
-from gregale.huggingface.exportable import check_family
-from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.exportable import exported_family
+from gregale.huggingface.families import Family
 from gregale.huggingface.folder import (
     BESIDE,
     CONFIG,
@@ -55,7 +56,7 @@ from gregale.huggingface.writing import (
 )
 from gregale.model.config import LlamaConfig
 from gregale.programs.command import Command
-from gregale.programs.runtime.adapters import write_adapter_settings
+from gregale.programs.runtime.adapters import base_name, write_adapter_settings
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Opened, find_run, on_devices, opened, set_up_run
 from gregale.runs.config import TrainConfig
@@ -81,6 +82,7 @@ class ExportOptions(Settings):
     target: str = field(metadata={"help": "the folder to make"})
     step: int | None = setting(None, "the checkpoint's step; null: the newest checkpoint", range=whole(0))
     adapter: bool = setting(False, "write the run's adapters alone, as PEFT does; else they are merged")
+    base: str | None = setting(None, "the model of these adapters, a folder or ORG/NAME; null: the imported one")
     dtype: str | None = setting(
         None,
         "the dtype of all tensors: float32, bfloat16 or float16; null: the imported model's, else float32",
@@ -147,12 +149,11 @@ def main(options: ExportOptions) -> int:
     if options.adapter and config.adapter is None:
         raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
-    with monitor_peers(watch, lambda: "The same command starts again.") as _, ExitStack() as stack:
+    with monitor_peers(watch, lambda: "The same command starts again."), ended_by_signals(), ExitStack() as stack:
         model = decoder_of(config)
         setup = set_up_run(run, config)
-        check_family(setup.base)
         tokenizer, imported = load_tokenizer(run.path), ImportedFiles.of(run)
-        family = family_that_has(model, imported.config.get("model_type"))
+        family = exported_family(setup.base, model, setup.Vocab, imported.config)
         rows = model.vocabulary or tokenizer.vocabulary_size
         slots = [slot.cut_to(rows) for slot in slots_of(setup.base, family)]
         if options.adapter:
@@ -163,13 +164,14 @@ def main(options: ExportOptions) -> int:
         files = {ADAPTER_WEIGHTS: list(sizes)} if options.adapter else None
         files = files or files_for(sizes, options.shard_gigabytes, imported)
         found = stack.enter_context(opened(run, setup, options.step))
+        base = base_name(found.base, options.base) if options.adapter and found.base else ""
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
         write_tensors(folder, files, slots, found, setup.layout, dtypes)
         exported = Exported(
             run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
         )
         if options.adapter:
-            by_first(lambda: write_adapter_settings(folder, setup, slots, found.metadata["base"]["origin"]), None)
+            by_first(lambda: write_adapter_settings(folder, setup, slots, base), None)
         else:
             by_first(lambda: write_beside(folder, exported, rows, options.dtype or imported.dtype), None)
         if len(files) > 1:

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -16,12 +17,22 @@ from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
+from gregale.huggingface.folder import (
+    CONFIG,
+    TOKENIZER,
+    Folder,
+    copy_beside,
+    made_whole,
+    open_folder,
+    read_json,
+    write_json,
+)
 from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.mxfp4 import Packed
 from gregale.huggingface.safetensors import Tensor, plan_file
 from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
+from gregale.huggingface.typed_json import TypedJson
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.huggingface.writing import write_index
 from gregale.model.compute_config import ComputeConfig
@@ -29,7 +40,7 @@ from gregale.programs.command import Command
 from gregale.programs.runtime.setup import padded_vocabulary
 from gregale.runs.config import BatchConfig, TrainConfig
 from gregale.runs.run_directory import RunDirectory
-from gregale.settings import Settings, setting
+from gregale.settings import Settings, setting, whole
 from gregale.storage import write_bytes
 from gregale.streams import say
 
@@ -43,13 +54,14 @@ class ImportOptions(Settings):
     end_of_document: str | None = setting(
         None, "the name of the token that ends a text; null: the token of eos_token_id"
     )
+    plugins: list[str] = setting(list, "modules to import first, for a family of your own")
 
 
 def main(options: ImportOptions) -> int:
     """Check the model, then copy it; after a failure there is no target folder."""
     folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
-    config = configuration(folder, target, end, model_name(options.source))
+    config = replace(configuration(folder, target, end, model_name(options.source)), plugins=options.plugins)
     beyond = rowless(folder.path, folder.model.vocabulary or 0)
     given = tokenizer_of(folder.path, beyond)
     read = rebuilt(folder.path, given, folder.family.model_type)
@@ -73,16 +85,21 @@ def main(options: ImportOptions) -> int:
         copy_beside(folder.path, run.huggingface)
         if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
-        saved = {key: value for key, value in folder.saved.items() if key != "quantization_config"}
+        saved = {key: value for key, value in folder.saved.items() if key not in ("quantization_config", "auto_map")}
         if not (saved.get("dtype") or saved.get("torch_dtype")):  # for `export` of a run
             dtype = str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))  # holds all values
             saved["torch_dtype"] = dtype
-        if saved != folder.saved:
+        if saved != read_json(folder.path / CONFIG):
             write_json(Path(str(run.huggingface / CONFIG)), saved)
         check_tied(folder)
         copy_weights(folder, partial_target / run.huggingface.name, lambda done: report("copying", done, size))
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
+    if folder.left_out:
+        words = (name.removeprefix("model.").split(".") for name in folder.left_out)
+        others = Counter(".".join(each[: 2 if each[0] == "layers" else 1]) for each in words)
+        text = ", ".join(f"{count:,} tensors of {name}" for name, count in others.items())
+        say(f"{target}: what is no part of a {folder.family.model_type} is left out: {text}.")
     if beyond:
         say(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
     if read != given:
@@ -100,13 +117,16 @@ def main(options: ImportOptions) -> int:
 
 
 def copy_weights(folder: Folder, target: Path, report: Callable[[int], None]) -> None:
-    """Check tensors, and copy their files, with new ones in place of those in MXFP4; `report`: the bytes so far."""
+    """Check tensors, and copy their files, or write new ones without MXFP4 and other parts.
+
+    `report`: takes the bytes so far
+    """
     sizes, done = {name: tensor.end - tensor.begin for name, tensor in folder.tensors.items()}, 0
-    is_packed = any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
+    is_new = folder.left_out is not None or any(isinstance(tensor, Packed) for tensor in folder.tensors.values())
     files: dict[str, list[str]] = {}
     for file in folder.files:
         tensors = {name: tensor for name, tensor in folder.tensors.items() if tensor.path == file}
-        if is_packed:
+        if is_new:
             write_decoded(target / file.name, tensors)
         else:
             for tensor in tensors.values():
@@ -114,7 +134,7 @@ def copy_weights(folder: Folder, target: Path, report: Callable[[int], None]) ->
             shutil.copyfile(file, target / file.name)
         files[file.name] = list(tensors)
         report(done := done + sum(sizes[name] for name in tensors))
-    if is_packed:
+    if is_new:
         write_index(target, files, sizes, {})
 
 
@@ -132,6 +152,8 @@ def write_decoded(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:
     """Return a configuration with the model, its tokenizer and its context, for the user to complete."""
+    saved = TypedJson(folder.saved, str(folder.path / CONFIG))
+    context = saved.read("max_position_embeddings", int, MAX_SEQUENCE_LENGTH, whole(1))
     exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
     tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
     return TrainConfig(
@@ -140,15 +162,8 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
         data=DataConfig(tokenizer=tokenizer, held_out=0),
-        batch=BatchConfig(sequence_length=min(context_of(folder), MAX_SEQUENCE_LENGTH)),
+        batch=BatchConfig(sequence_length=min(context, MAX_SEQUENCE_LENGTH)),
     )
-
-
-def context_of(folder: Folder) -> int:
-    context = folder.saved.get("max_position_embeddings", MAX_SEQUENCE_LENGTH)
-    if not isinstance(context, int) or context < 1:
-        raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
-    return context
 
 
 COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))

@@ -17,6 +17,7 @@ from gregale.settings.config_schema import TYPE, choice_name, join
 # Keys of the whole run, and of a process when it starts.
 OF_A_RUN = ("name", "runs", "steps", STAGES, "start_from", "islands")
 OF_A_RUN += ("plugins", "cpu_devices", "compilation_cache", "distributed")
+JOINING = {"sync", "reduce"}  # keys with which the replicas are joined, and part anew
 OF_A_FLEET = ("sync", "reduce", "pipeline")  # likewise of an island: what its rounds consist of
 # Keys that are fixed when a run resumes with another configuration, but that a stage can change.
 BY_STAGE = ("batch.sequence_length", "model.rotary_base", "model.rotary_scaling")
@@ -42,6 +43,9 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
     for number, given in enumerate(config.stages):
         firsts.append(first_step(given, join(STAGES, number), firsts[-1], config.steps))
     scheduled = [first for first, given in zip(firsts[1:], config.stages, strict=True) if own_schedule(given)]
+    syncs = [first for first, given in zip(firsts[1:], config.stages, strict=True) if JOINING & given.keys()] + [None]
+    if syncs[0] is not None:
+        found = [Stage(0, replace(found[0].config, sync=config.sync.between(None, syncs[0])))]
     for number, (first, given) in enumerate(zip(firsts[1:], config.stages, strict=True)):
         stage = changed(found[-1].config, given, join(STAGES, number))
         if schedule := own_schedule(given):
@@ -51,6 +55,8 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
             own = {name: value for name, value in span.items() if name not in schedule}
             optimizer = stage.optimizer
             stage = replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **own)))
+        if JOINING & given.keys():
+            stage = replace(stage, sync=stage.sync.between(first, syncs[syncs.index(first) + 1]))
         found.append(Stage(first, stage))
     return tuple(found)
 

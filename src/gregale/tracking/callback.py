@@ -80,6 +80,8 @@ class Pause:
     - `batch`: the batch of the step that follows; None in `after_step`
     - `trained`: makes the model to evaluate of the method's state
     - `stop`: stop(reason) ends the run as complete, as its last step does; the reason is a text of one line
+    - `check`: to be called between parts of long work in `after_step`, equally often in every process: after a signal
+      it leaves the callback, which the next start calls again
     """
 
     step: int
@@ -88,6 +90,7 @@ class Pause:
     batch: Tree
     trained: Callable[[Tree], Tree]
     stop: Callable[[str], None]
+    check: Callable[[], None] = lambda: None
 
     @cached_property
     def model(self) -> Tree:

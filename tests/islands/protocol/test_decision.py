@@ -100,6 +100,15 @@ def test_a_result_that_an_absent_member_may_have_committed_is_never_dropped(head
     assert plan.identities == {"a/s"}
 
 
+def test_half_of_the_voters_are_not_more_than_half(header):
+    """Two of four hold a result that an absent member may have committed."""
+    held = AcceptedResult("k6", 1, "d6", (*ABC, "d/s"), (*ABC, "d/s"))
+    headers = [header(n, ballot=1, voters=4, held=held if n in "ab" else None, failures=int(n == "c")) for n in "abc"]
+    turned(*headers)
+    headers[2] = header("c", ballot=1, voters=4, held=held)
+    assert meaning(*headers).plan == CommitAccepted("k6", "d6")
+
+
 def test_a_member_that_is_no_voter_may_have_committed_too(header):
     held = AcceptedResult("k6", 1, "d6", (*ABC, "new/s"), ABC)
     headers = [header("a", held=held, ballot=1), header("b", held=held, ballot=1), header("c", ballot=1, failures=1)]

@@ -148,6 +148,8 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
         except BadDocument as bad:
             check_unchanged(part)  # a change explains more than the damage that it makes
             self.leave_out(bad, skipped)
+        except OSError as error:  # of a library, which else would count as one of the cache
+            raise UserError(f"{part.path}: cannot be read ({error}).") from error
         check_unchanged(part)
 
     def leave_out(self, bad: BadDocument, skipped: Skipped) -> None:

@@ -32,16 +32,14 @@ OTHER_ENCODINGS = {  # by a byte order mark, or two characters of ASCII
 def compression_of(path: str, file: BinaryIO) -> str | None:
     """Return the compression of a file that is opened at its beginning; None if it has none.
 
-    Raises `BadDocument` if the file's name promises another one, or its text is not UTF-8 but UTF-16 or UTF-32.
+    Raises `BadDocument` if it begins neither as one that its name promises nor as text, or as UTF-16 or UTF-32.
     """
     head = file.read(16)
     file.seek(0)
     named = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
     kind = first_match(FIRST_BYTES, head)
-    if head and named and not kind:
-        raise BadDocument(
-            f"{path}: a damaged {named} file, or none: it does not begin as one. If it is not compressed, rename it."
-        )
+    if named and not kind and re.search(rb"[\0-\x08\x0e-\x1f]", head):
+        raise BadDocument(f"{path}: a damaged {named} file, or none: it begins neither as one nor as text.")
     check_encoding(path, head)
     return kind
 

@@ -4,6 +4,7 @@ import glob
 import io
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
@@ -111,9 +112,13 @@ def regular(pattern: str) -> str:
 def opened(path: str) -> BinaryIO:
     """Open a file or an object for reads at any offset."""
     found = storage_path(path)
-    if not isinstance(found, ObjectPath):
-        return open(found, "rb")
-    return cast(BinaryIO, io.BufferedReader(RemoteFile(found), BUFFER_BYTES))
+    if isinstance(found, ObjectPath):
+        return cast(BinaryIO, io.BufferedReader(RemoteFile(found), BUFFER_BYTES))
+    descriptor = os.open(found, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in place of the file could wait for ever
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is a pipe or a device now, and was a file when it was listed. Put the file back.")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: str) -> bytes:

@@ -88,6 +88,8 @@ def open_parquet(path: str):
         raise UserError(f"{path}: Parquet files need the extra `formats`. {install_hint('formats')}") from error
     try:
         with readable(path):
+            if not is_url(path):
+                opened(path).close()  # it refuses a pipe, for which pyarrow would wait
             return pyarrow.parquet.ParquetFile(opened(path) if is_url(path) else path)
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadDocument(f"{path}: not a Parquet file, or a damaged one ({error}).") from error

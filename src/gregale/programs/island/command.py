@@ -14,7 +14,6 @@ import gregale
 from gregale.checkpoint.multihost import first_message, messages_of_all
 from gregale.data.sources.base import expand
 from gregale.distributed.hang_detector import Phase
-from gregale.distributed.signals import StopRequest
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
@@ -115,22 +114,22 @@ def train(run: PreparedRun, token: bytes) -> int:
     if run.is_ended(start, changed):
         return 0
     info, config = run.record_start(start, changed), run.config
-    with StopRequest() as stop:
-        with ExitStack() as stack:
-            status = StatusTracker(config.islands.own_name, config.steps, start.step)
-            resources = join(run, start, token, status, stop, rules)
-            stack.callback(resources.close, run.console.message)
-            status.state = "joining"
-            while True:
-                steps, evaluation, counts = train_stage(run, start, info, resources, status, stop)
-                if not steps.ended_stage:
-                    break
-                run, start, info, resources = next_stage(run, start, steps, counts, resources)
-            status.state = "complete" if steps.complete else "left"
-        run.checkpoints.wait()
+    run.stop.unsaved = lambda: True  # an island tells its peers that it leaves
+    with ExitStack() as stack:
+        status = StatusTracker(config.islands.own_name, config.steps, start.step)
+        resources = join(run, start, token, status, rules)
+        stack.callback(resources.close, run.console.message)
+        status.state = "joining"
+        while True:
+            steps, evaluation, counts = train_stage(run, start, info, resources, status)
+            if not steps.ended_stage:
+                break
+            run, start, info, resources = next_stage(run, start, steps, counts, resources)
+        status.state = "complete" if steps.complete else "left"
+    run.checkpoints.wait()
     run.progress.at(steps.step, Phase.ENDING)
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
-    return run.exit_code(steps, evaluation.latest, stop, left)
+    return run.exit_code(steps, evaluation.latest, left)
 
 
 def rules_of(run: PreparedRun) -> Rules:
@@ -147,7 +146,7 @@ def rules_of(run: PreparedRun) -> Rules:
 
 
 def train_stage(
-    run: PreparedRun, start: Start, info: RunInfo, resources: IslandResources, status: StatusTracker, stop: StopRequest
+    run: PreparedRun, start: Start, info: RunInfo, resources: IslandResources, status: StatusTracker
 ) -> tuple[IslandSteps, Evaluation, tuple[Traffic, DataPosition]]:
     """Train to the end of a stage, or until the island has left; return its steps, its evaluation and its counts."""
     setup, corpus, console = run.setup, run.corpus, run.console
@@ -158,7 +157,7 @@ def train_stage(
         examples = corpus.training(fleet_mixtures(run.config, resources.firsts))
         observers = Observers(callbacks, console.message, run.progress)
         following = chain.from_iterable(map(compilations, run.stages[run.number + 1 :][:1]))
-        steps = IslandSteps(setup, resources, examples, start, stop, observers, following)
+        steps = IslandSteps(setup, resources, examples, start, run.stop, observers, following)
         counts = (
             Traffic(setup, start.step, start.replica_bytes),
             DataPosition(config.batch, start.step, start.examples, start.mixtures),
@@ -203,9 +202,7 @@ def next_stage(
     )
 
 
-def join(
-    run: PreparedRun, start: Start, token: bytes, status: StatusTracker, stop: StopRequest, rules: Rules
-) -> IslandResources:
+def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, rules: Rules) -> IslandResources:
     """Return this host's outer state and trainer controller, which starts to look for the fleet."""
     setup, directory, say = run.setup, run.directory, run.console.message
     config, island = setup.config, island_of(setup)
@@ -270,7 +267,7 @@ def join(
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=rounds.add,
         note_stalled=lambda line: note_stalled(directory, line),
-        stop_asked=lambda: stop.signal_name is not None,
+        stop_asked=lambda: run.stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
     )
     status.follow(driver)

@@ -15,6 +15,7 @@ from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.checkpointed import spike_window
+from gregale.programs.runtime.memory import check_step
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import Start, converted
@@ -114,10 +115,10 @@ def moved(state: TrainState, before: Setup, setup: Setup, step: int) -> TrainSta
 def compile_programs(stage: PreparedStage) -> None:
     """Compile the programs of steps and rounds, so that no island waits for a compiler later."""
     for program in programs_of(stage):
-        program()
+        check_step(stage.setup, program())
 
 
-def programs_of(stage: PreparedStage) -> Iterator[Callable[[], object]]:
+def programs_of(stage: PreparedStage) -> Iterator[Callable[[], jax.stages.Compiled]]:
     """Yield functions that compile the programs of steps and rounds of a stage, from shapes alone."""
     setup, island = stage.setup, island_of(stage.setup)
     state = setup.abstract_state()

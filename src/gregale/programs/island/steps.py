@@ -122,6 +122,7 @@ class IslandSteps(Steps):
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
         self.state, self.step, self.base, self.batches = start.state, start.step, start.base, 0
+        self.unfinished = start.unfinished
         self._report: StepReport | None = None  # of the newest step with these parameters
         self.arrived: int | None = None
         self.stage, self.firsts, self._stage_at = resources.stage, resources.firsts, resources.stage_at

@@ -17,6 +17,7 @@ from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, size
 from gregale.runs.config import TrainConfig
+from gregale.runs.default_sizes import with_default_sizes
 from gregale.settings import Settings, above, setting, whole
 from gregale.streams import say_beside
 from gregale.terminal import Console
@@ -65,6 +66,8 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     config = as_island(config, options.count)
     if options.topology is None:
         target = simulated_target(config, options.devices, options.chip)
+        if config.cpu_devices is not None:
+            config, _ = with_default_sizes(config, "cpu")
     else:
         target = topology_target(options.topology, options.slices, options.chip)
     tokens = tokens_of(config)

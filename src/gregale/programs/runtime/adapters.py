@@ -8,8 +8,10 @@ from haliax import NamedArray
 
 from gregale.axes.layout import is_named
 from gregale.axes.parameters import trainable
+from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.exportable import family_that_has
+from gregale.huggingface.families import Family
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
@@ -65,11 +67,22 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
     """Return the family of a run's model: that of the imported model at its beginning, if there is one."""
     assert isinstance(setup.config.model, LlamaConfig)
     saved = read_json(run.huggingface / CONFIG) if (run.huggingface / CONFIG).is_file() else {}
-    return family_that_has(setup.config.model, saved.get("model_type"))
+    return family_that_has(setup.config.model, saved)
+
+
+def base_name(base: Base, given: str | None) -> str:
+    """Return the folder or name from which PEFT reads a base (`given`: the user's); raise `UserError` if it cannot."""
+    folder = Path(str(base.origin.huggingface) if given is None else expand(given, "base"))
+    if not base.origin.is_imported if given is None else folder.is_dir() and not (folder / CONFIG).is_file():
+        raise UserError(
+            f"base: {folder} is no model of transformers, which peft opens. `gregale export {base.origin.path} FOLDER "
+            f"--step {base.step}` writes the model of these adapters; then add `--base FOLDER`."
+        )
+    return str(folder.absolute() if folder.is_dir() else folder)
 
 
 def write_adapter_settings(folder: Path, setup: Setup, slots: list[Slot], base: str) -> None:
-    """Write adapter_config.json; `base`: the run, or the imported model, that the adapters are for."""
+    """Write adapter_config.json; `base`: the model that the adapters are for, see `base_name`."""
     config = setup.config
     assert isinstance(config.adapter, LoraConfig)
     write_json(folder / ADAPTER, adapter_settings(config.adapter, slots, base, config.model.experts is not None))

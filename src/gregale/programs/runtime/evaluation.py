@@ -1,6 +1,7 @@
 """Provides the loss of a model on held-out and validation text, in nats per token and bits per byte."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
@@ -22,6 +23,7 @@ from gregale.model.execution import Execution
 from gregale.objectives import NextTokenConfig
 from gregale.programs.runtime.batches import GlobalBatches
 from gregale.programs.runtime.checked_model import NEXT_TOKEN, checked_loss
+from gregale.programs.runtime.scoring import IN_FLIGHT
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.config import TrainConfig
 from gregale.tracking.metrics import POSITION_LOSS
@@ -170,11 +172,14 @@ class Evaluator:
 
         By position, losses and targets of each range of `bounds` follow; for an objective, the sums of its metrics.
         """
-        totals = 0.0
+        totals, begun = 0.0, deque()
         with closing(self._batches(text)) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = totals + self._sums(models, batch)
+                begun.append(totals)
+                if len(begun) > IN_FLIGHT:
+                    begun.popleft().block_until_ready()
         return np.asarray(totals, np.float64)
 
     def _batches(self, text: Examples) -> GlobalBatches:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from gregale.checkpoint.multihost import messages_of_all
@@ -94,9 +95,8 @@ class TaskEvaluation:
         for task, prompts, stops in self._asked.prompts:
             answers = []
             for first in range(0, len(prompts), MAX_BATCH):
-                at_batch(done + first, total)
-                batch = prompts[first : first + MAX_BATCH]
-                answers += self._sampler.texts(ready, batch, ANSWER, Sampling(temperature=0), stops)
+                batch, at_block = prompts[first : first + MAX_BATCH], partial(at_batch, done + first, total)
+                answers += self._sampler.texts(ready, batch, ANSWER, Sampling(temperature=0), stops, at_block)
             done += len(answers)
             metrics |= {f"{name}.{task.name}": value for name, value in task.metrics_of_answers(answers).items()}
         at_batch(total, total)

@@ -160,6 +160,7 @@ class Opened:
     step: int  # the checkpoint's step; 0 for an imported model
     read: Read  # returns a parameter by its path, on the mesh of the setup
     metadata: Mapping[str, Any]  # of the checkpoint
+    base: "Base | None" = None  # of a run with adapters
 
 
 @contextmanager
@@ -180,11 +181,11 @@ def opened(run: RunDirectory, setup: Setup, step: int | None) -> Iterator[Opened
             raise no_checkpoint(run, setup)
         if step is not None:
             checkpoints.check(step)
-        read, metadata = partial(_read, checkpoints, setup, found), checkpoints.metadata(found)
+        read, metadata, base = partial(_read, checkpoints, setup, found), checkpoints.metadata(found), None
         if setup.config.adapter is not None:
             base = Base.recorded(setup, metadata)
             read = merging(setup, read, stack.enter_context(base.opened(setup)).read)
-        yield Opened(found, read, metadata)
+        yield Opened(found, read, metadata, base)
 
 
 def merging(setup: Setup, own: Read, base: Read) -> Read:

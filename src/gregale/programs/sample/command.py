@@ -16,6 +16,7 @@ from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.data.special_names import counter_of_names, taken_as_text
 from gregale.data.tokenizers import load_tokenizer
+from gregale.distributed.signals import ended_by_signals
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
 from gregale.inference.generate import BLOCK, Prompt, multiple_of
@@ -220,6 +221,7 @@ def main(options: SampleOptions) -> int:
         return sample_requests(options, chat.form, requests, lambda each: chat.ids(each.given, each.source), context)
 
 
+@ended_by_signals()
 def sample_requests(
     options: SampleOptions,
     form: TextFormat,

@@ -1,6 +1,6 @@
 """Provides samples of a model, and the devices that compute them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -78,16 +78,27 @@ class Sampler:
         return self._prepare(model) if self._placement.whole else self._formed(model)
 
     def texts(
-        self, model, prompts: Sequence[str | list[int]], count: int, sampling: Sampling, stops: Sequence[str] = ()
+        self,
+        model,
+        prompts: Sequence[str | list[int]],
+        count: int,
+        sampling: Sampling,
+        stops: Sequence[str] = (),
+        at_block: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Return the continuations of texts or tokens, with one seed. All processes of a run make this call."""
+        """Return the continuations of texts or tokens, with one seed. All processes of a run make this call.
+
+        - `at_block`: called for each batch of prompts, and in a run of one process for each block of tokens
+        """
         tokens = [self._form.ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         encoded = [Prompt(each, sampling.seed) for each in tokens]
         texts, rows = [Continuation(self._form, count, stops) for _ in encoded], min(len(encoded), MAX_BATCH)
         for numbers in batches_of([len(prompt.tokens) for prompt in encoded], rows):
+            at_block()
             batch, chosen = [encoded[number] for number in numbers], [texts[number] for number in numbers]
             for _ in self.pieces(model, self.filled_up(batch, rows), chosen, sampling, repeat(BLOCK)):
-                pass
+                if jax.process_count() == 1:  # processes that do not share devices may end texts at other blocks
+                    at_block()
         return [text.text for text in texts]
 
     def filled_up(self, prompts: Sequence[Prompt], rows: int) -> list[Prompt]:

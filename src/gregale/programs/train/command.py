@@ -19,7 +19,7 @@ from gregale.data.tokenizers import save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
-from gregale.distributed.signals import StopRequest
+from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
@@ -34,6 +34,7 @@ from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Tr
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import Change, changes
+from gregale.runs.default_sizes import with_default_sizes
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
@@ -84,6 +85,7 @@ class PreparedRun:
 
     - `open_checkpoints`: opens the run's checkpoints under the rules and callbacks of a stage
     - `progress`: records the current phase, for hang detection
+    - `stop`: the requests of signals to end the run
     - `branch`: the beginning of a run that has no checkpoint yet; None: its first step, or `start_from` alone
     """
 
@@ -96,6 +98,7 @@ class PreparedRun:
     exports: Exports
     console: Console
     progress: Progress
+    stop: StopRequest
     branch: Branch | None = None
 
     @property
@@ -177,7 +180,7 @@ class PreparedRun:
         by_first_process(write, None)
         return RunInfo(run.path, config.name, asdict(config), step, is_writer())
 
-    def exit_code(self, steps: Steps, evaluation: dict[str, float], stop: StopRequest, stopped: str) -> int:
+    def exit_code(self, steps: Steps, evaluation: dict[str, float], stopped: str) -> int:
         """Return the command's exit code after the last step, and report the result.
 
         - `stopped`: the message about a run that a signal ended, with `{signal}` and `{step}`
@@ -191,8 +194,8 @@ class PreparedRun:
                 f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
                 f"{self.checkpoints.failure}. {self.directory.resume_hint()}"
             )
-        if not steps.complete:
-            name = stop.signal_name or "SIGTERM"
+        if self.stop.is_cut or not steps.complete:
+            name = self.stop.signal_name or "SIGTERM"
             self.console.message(stopped.format(signal=name, step=step))
             return 128 + signal.Signals[name]
         loss = evaluation.get("eval_loss", 0.0)  # A run without evaluation has no loss.
@@ -217,7 +220,8 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
-    with monitor_peers(watch, run.resume_hint) as progress, ExitStack() as stack:
+    with monitor_peers(watch, run.resume_hint) as progress, ended_by_signals(SIGNALS) as stop, ExitStack() as stack:
+        config, sizes = with_default_sizes(config, jax.default_backend(), None if fresh else run)
         if not fresh:
             run.check_compatible(config)
         branch = branch_of(config, stage, run, fresh)
@@ -228,6 +232,7 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
         console = stack.enter_context(Console(file, tuple(shown)))
+        stop.report = console.message if is_writer() else stop.report
         stages = prepare_stages(config, console.progress, console.message)
         check = take_lock(stack, run, fresh, console.message)
 
@@ -242,12 +247,12 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         number = number_after(config.each_stage, step)
         begun = stages[number]
         is_island = config.islands.lighthouse is not None
-        warnings = config.sync.config_warning(begun.setup.layout, config.steps, is_island), optimizer_note(begun.setup)
-        for note in (describe(begun.setup, begun.corpus), *filter(None, warnings)):
+        notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, is_island)
+        for note in filter(None, (sizes, describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
         yield PreparedRun(
-            config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, branch
+            config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, stop, branch
         )
 
 
@@ -291,8 +296,8 @@ def train(run: PreparedRun, window: Window | None) -> int:
         console.message(f"Changed since step {step}: {'; '.join(map(str, changed))}.")
     if window is not None and window.last <= step:
         console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
-    with StopRequest() as stop, closing(Profile(window, run.directory.path / "profiles", console.message)) as profile:
-        while (code := train_stage(run, start, changed, stop, profile)) is None:
+    with closing(Profile(window, run.directory.path / "profiles", console.message)) as profile:
+        while (code := train_stage(run, start, changed, profile)) is None:
             run, start, changed = run.starting_point()
             among = f"Stage {run.number + 1} of {len(run.stages)}"
             console.message(f"{among} begins after step {start.step}: {'; '.join(map(str, changed)) or 'no change'}.")
@@ -314,9 +319,7 @@ def is_complete(run: PreparedRun, step: int) -> bool:
     return True
 
 
-def train_stage(
-    run: PreparedRun, start: Start, changed: Sequence[Change], stop: StopRequest, profile: Profile
-) -> int | None:
+def train_stage(run: PreparedRun, start: Start, changed: Sequence[Change], profile: Profile) -> int | None:
     """Train to the end of a stage, or until a signal; return the command's exit code, or None if a stage follows."""
     setup, corpus, console = run.setup, run.corpus, run.console
     config, first_step = setup.config, start.step
@@ -324,7 +327,7 @@ def train_stage(
     console.begin(config.steps, first_step)
     with open_trackers(config.trackers, setup.callbacks, info, console) as callbacks:
         observers = Observers(callbacks, console.message, run.progress)
-        steps = MeshSteps(run.stage, start, stop, observers, *run.stages[run.number + 1 :][:1])
+        steps = MeshSteps(run.stage, start, run.stop, observers, *run.stages[run.number + 1 :][:1])
         counts = (
             Traffic(setup, first_step, start.replica_bytes),
             DataPosition(config.batch, first_step, start.examples, start.mixtures),
@@ -332,6 +335,7 @@ def train_stage(
         evaluation = Evaluation(run.stage, run.directory, observers, steps)
         saving = Saving(setup, corpus, run.checkpoints, observers, steps, counts)
         log = StepLog(setup, observers, *counts)
+        run.stop.unsaved = lambda: log.done > first_step or jax.process_count() > 1  # where all end together
         step = Loop(run.stage, steps, log, observers, evaluation, saving, [profile]).run()
     run.checkpoints.wait()
     if steps.ended_stage and not run.checkpoints.failure:
@@ -339,7 +343,7 @@ def train_stage(
         return None
     run.progress.at(step, Phase.ENDING)
     stopped = "Stopped by {signal} after step {step} and saved; the same command goes on from there."
-    return run.exit_code(steps, evaluation.latest, stop, stopped)
+    return run.exit_code(steps, evaluation.latest, stopped)
 
 
 READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")

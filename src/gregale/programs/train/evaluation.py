@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 
 from gregale.atomic_files import os_error_text
+from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.distributed.elapsed import Elapsed
@@ -54,14 +55,14 @@ class Evaluation(Callback):
 
     def after_step(self, pause: Pause) -> Metrics:
         """Return the metrics of the evaluation; the samples are written before, because its line ends a run."""
-        progress, config = self._observers.progress, self._setup.config
-        progress.at(pause.step, Phase.EVALUATING)
+        config = self._setup.config
+        self._observers.progress.at(pause.step, Phase.EVALUATING)
         found: dict[str, float] = {}
         if self._evaluate is not None:
             frozen = self._setup.holding(None, pause.state.frozen)[1]
-            found = self._evaluate(pause.model, config.evaluation.batches, progress.still, frozen)
+            found = self._evaluate(pause.model, config.evaluation.batches, self._between, frozen)
         if self._tasks is not None:
-            found |= self._tasks(pause.model, lambda done, total: progress.still())
+            found |= self._tasks(pause.model, lambda done, total: self._between())
         if self._measure is not None and pause.method is self._setup.method:
             found |= self._measure(pause.state)
         if self._sampler is not None:
@@ -69,10 +70,20 @@ class Evaluation(Callback):
         self.latest = found
         return found
 
+    def _between(self) -> None:
+        """Between two batches, record the progress and see a request to stop."""
+        self._observers.progress.still()
+        self._steps.stop.check()
+
+    def is_made(self, step: int) -> bool:
+        """Return whether process 0 has logged the evaluation of a step; the same in every process."""
+        made = jax.process_index() == 0 and self._run.has_evaluation(step)
+        return first_message("made" if made else None) is not None
+
     def _sample(self, sampler: Sampler, model: Tree, step: int) -> None:
         samples = self._setup.config.samples
         sampling, model = Sampling(temperature=samples.temperature, seed=step), sampler.prepared(model)
-        added = sampler.texts(model, samples.prompts, samples.tokens, sampling)
+        added = sampler.texts(model, samples.prompts, samples.tokens, sampling, at_block=self._between)
         texts = [prompt + text for prompt, text in zip(samples.prompts, added, strict=True)]
         if jax.process_index() == 0:
             try:
@@ -130,6 +141,8 @@ class Saving(Callback):
         counts = {"replica_bytes": self._traffic.bytes_sent(step), **consumed}
         if self._steps.base is not None:
             counted = {**counted, "base": self._steps.base.record}
+        if self._steps.unfinished:
+            counted = {**counted, "unfinished": True}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
         self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)
 

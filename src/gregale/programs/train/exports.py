@@ -11,8 +11,7 @@ from typing import Self
 from gregale.atomic_files import os_error_text, remove
 from gregale.checkpoint.multihost import first_message
 from gregale.checkpoint.retention import CheckpointConfig, ExportConfig, folder_name, step_of, superfluous
-from gregale.huggingface.exportable import check_family
-from gregale.huggingface.families import family_that_has
+from gregale.huggingface.exportable import exported_family
 from gregale.programs.exporting import decoder_of
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.run_directory import RunDirectory
@@ -25,8 +24,7 @@ SECONDS = 60.0  # between two exchanges of processes that wait for an export
 def check_exports(setup: Setup) -> None:
     """Raise `UserError` if a run is to export a model that transformers does not have."""
     if setup.config.export.every is not None:
-        family_that_has(decoder_of(setup.config))
-        check_family(setup.base)
+        exported_family(setup.base, decoder_of(setup.config), setup.Vocab, {})
 
 
 class Exports:

@@ -1,12 +1,14 @@
 """Provides the training loop: the next batch, its step, and the events of callbacks."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 
 from gregale.checkpoint.finite import not_finite
 from gregale.distributed.hang_detector import Phase
+from gregale.distributed.signals import Cut
 from gregale.errors import UserError
 from gregale.formatting import listed
 from gregale.programs.train.evaluation import Evaluation, Saving
@@ -55,13 +57,16 @@ class Loop:
         try:
             with steps:
                 log.restart()
+                if steps.unfinished:
+                    is_made = self._evaluation.is_made(steps.step)
+                    self._after_step(self._own if is_made else (self._evaluation, *self._own))
                 while (batch := self._next_batch()) is not None:
                     inspected = self._before_step(batch)
                     with jax.profiler.StepTraceAnnotation("train", step_num=steps.step + 1), progress.waiting():
                         report = steps.take(batch)  # a device's queue may be full
                     log.took(steps.step, report, inspected)
                     steps.between()
-                    self._after_step()
+                    self._after_step(self._waiting)
             log.catch_up()
         except TooManySkipped as error:
             raise UserError(f"{error} {after_skipping(steps.state)}") from None
@@ -89,15 +94,20 @@ class Loop:
             self._log.restart()
         return metrics
 
-    def _after_step(self) -> None:
-        """Call the callbacks that wait after the last step."""
-        step = self._steps.step
-        if due := [each for each in self._waiting if each.waits_after(step)]:
+    def _after_step(self, waiting: Sequence[Callback]) -> None:
+        """Call those that wait after the last step; after a signal the rest is left to the next start."""
+        step, self._steps.unfinished = self._steps.step, False
+        if due := [each for each in waiting if each.waits_after(step)]:
             self._log.catch_up()
             pause = self._pause(step)
-            for each in due:
-                self._observers.progress.at(step, Phase.EVALUATING)
-                self._tell(self._call("after_step", each, pause))
+            with suppress(Cut):
+                for each in due:
+                    self._steps.unfinished = each is not self._saving
+                    self._observers.progress.at(step, Phase.EVALUATING)
+                    if each in self._own:
+                        self._steps.stop.check()
+                    self._tell(self._call("after_step", each, pause))
+                self._steps.unfinished = False
             self._log.restart()
 
     def _end(self) -> None:
@@ -105,7 +115,8 @@ class Loop:
         pause = self._pause(self._steps.step)
         self._call("after_step", self._saving, pause)
         if self._steps.complete:
-            self._tell(self._call("after_step", self._evaluation, pause))
+            with suppress(Cut):
+                self._tell(self._call("after_step", self._evaluation, pause))
         self._observers.callbacks.on_end(self._steps.step)
 
     def _pause(self, step: int, batch: Batch | None = None) -> Pause:
@@ -115,7 +126,7 @@ class Loop:
         def trained(of_method: Any) -> Any:
             return setup.holding(program(of_method), state.frozen)[0]
 
-        return Pause(step, state, method, batch, trained, self._steps.stop.ask)
+        return Pause(step, state, method, batch, trained, self._steps.stop.ask, self._steps.stop.check)
 
     def _call(self, event: str, callback: Callback, pause: Pause) -> dict[str, Any]:
         with self._observers.spent.on(callback.seconds):

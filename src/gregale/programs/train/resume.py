@@ -13,8 +13,10 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
+from gregale.programs.plan.shapes import tree_bytes
 from gregale.programs.runtime.adapters import continued
 from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, mixtures_of, recorded, saved_by
+from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, restored_model, weights_of
 from gregale.runs.config import TrainConfig
@@ -34,6 +36,7 @@ class Start(NamedTuple):
     examples: int  # examples of those steps
     mixtures: Mixtures = ()  # of the sources, so far and from this point on
     base: Base | None = None  # the origin of frozen weights, for the checkpoints
+    unfinished: bool = False  # a stop has left out callbacks of the last step, see `Steps.unfinished`
 
 
 def starting_point(
@@ -45,11 +48,15 @@ def starting_point(
     - `before`: the configuration of the checkpoint; its `sync` and `reduce` determine the contents of the checkpoint
     - `step`: of the intact checkpoint to start from; None: there is none
 
-    Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
+    Raises `UserError` if the state needs more memory than is free, if the checkpoint does not fit the data or the mesh,
+    or is of another version.
     """
+    held = tree_bytes(setup).state
+    check_fits(setup, "the state (parameters and what the optimizer keeps of them)", held)
     mixture = setup.config.mixture
     if step is None:
         mixtures, base = with_mixture((), 0, *mixture), None
+        setup.config.sync.check_begins(0)
         if setup.config.start_from is None:
             return Start(setup.initial_state(), 0, 0, 0, mixtures)
         if setup.frozen is not None:
@@ -74,7 +81,8 @@ def starting_point(
     if state.spikes is None and setup.config.skip_spikes is not None:
         state = state._replace(spikes=setup.new_spikes(step))
     sent, examples = (recorded(restored.metadata, name) for name in ("replica_bytes", "examples"))
-    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base)
+    unfinished = restored.metadata.get("unfinished", False)
+    return Start(state, step, sent, examples, with_mixture(mixtures, examples, *mixture), base, unfinished)
 
 
 def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
@@ -101,6 +109,7 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
     """
     coming = setup.method_after(step)
     if coming is not method:
+        setup.config.sync.check_begins(step)
         return _moved(setup, coming, lambda state: coming.from_psdp(method.to_psdp(state), step), state)
     wanted = abstract_state(coming, setup.model).method
     if jax.tree.structure(state.method) != jax.tree.structure(wanted):

@@ -7,13 +7,15 @@ from gregale.checkpoint.multihost import first_message
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
+from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.memory import check_step
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers
-from gregale.training.state import StepReport, TrainState
+from gregale.training.state import StepReport, TrainState, abstract_state
 
 Batch = dict[str, Any]
 
@@ -27,6 +29,7 @@ class Steps(ABC):
     - `stop`: the requests of signals and of callbacks to end the run
     - `stop_reason`: the reason of the callback that ended the run; None if none did
     - `base`: the origin of frozen weights; None if there are none
+    - `unfinished`: whether a stop has left out callbacks of the last step, which the next start calls
     """
 
     state: TrainState
@@ -36,6 +39,7 @@ class Steps(ABC):
     stop: StopRequest
     stop_reason: str | None = None
     base: Base | None = None
+    unfinished: bool = False
 
     @property
     @abstractmethod
@@ -95,7 +99,7 @@ class MeshSteps(Steps):
         self.ended_stage = False
         examples = stage.corpus.training(start.mixtures)
         self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
-        self.state, self.step, self.base = start.state, start.step, start.base
+        self.state, self.step, self.base, self.unfinished = start.state, start.step, start.base, start.unfinished
         self._use(setup.method_after(start.step))
 
     def _use(self, method: Method) -> None:
@@ -126,6 +130,10 @@ class MeshSteps(Steps):
             return next(self._batches)
 
     def take(self, batch: Batch) -> StepReport:
+        if self.step == self.compiled:
+            state = abstract_state(self.method, self._setup.model)
+            for program in self._take.compilations(state, abstract_batch(self._setup), [self.step + 1]):
+                check_step(self._setup, program())  # the call below finds it compiled
         self.state, report = self._take(self.state, batch, self.step + 1)
         self.step += 1
         if self.step > self._first:  # the programs of this stage come first
