@@ -44,7 +44,6 @@ WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 
 # The rule that Google adds to the network of TPU slices opens this port between them, and not JAX's (jax issue 35905).
 cloud_tpu_cluster.coordinator_port = "8476"
-
 JAX_TIMEOUT = 3  # in units of distributed.timeout_seconds
 _RETRY_SECONDS = 0.2
 

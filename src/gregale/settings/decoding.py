@@ -60,20 +60,20 @@ class Decoder:
             return self._read(raw, key)
         if is_union(kind):
             return self._union(kind, raw, key, default)
-        if is_dataclass(kind):
-            return self._dataclass(kind, self._read(raw, key), key, default)
-        if origin is dict:
-            return self._mapping(kind, self._read(raw, key), key)
+        if is_dataclass(kind) or origin is dict:
+            raw = self._read(raw, key)
+            if not isinstance(raw, dict):
+                raise self._wrong(kind, raw, key)
+            if is_dataclass(kind):
+                return self._dataclass(kind, dict(raw), key, default)
+            return self._parts(key, ((name, get_args(kind)[1], value, REQUIRED) for name, value in raw.items()))
         if origin in (list, tuple):
             items = enumerate(self._items(kind, raw, key))
             return origin(self._parts(key, ((i, item, value, REQUIRED) for i, (item, value) in items)).values())
         return self._scalar(kind, raw, key)
 
     def _parts(self, key: str, parts: Iterable[tuple], owner: Any = None, found: Iterable[str] = ()) -> dict:
-        """Decode the parts of a value, each (name, type, raw value, default); return the values by name.
-
-        Raises the mistakes of all parts, those `found` before, and values that the class `owner` does not allow.
-        """
+        """Decode parts (name, type, raw value, default) of a class `owner`; raise all mistakes, also those `found`."""
         values, mistakes = {}, list(found)
         for name, kind, raw, default in parts:
             try:
@@ -86,10 +86,8 @@ class Decoder:
             raise Mistakes(mistakes)
         return values
 
-    def _dataclass(self, kind: Any, raw: Any, key: str, default: Any) -> Any:
-        if not isinstance(raw, dict):
-            raise self._wrong(kind, raw, key)
-        given, choice = dict(raw), None
+    def _dataclass(self, kind: Any, given: dict, key: str, default: Any) -> Any:
+        choice = None
         if is_registry(kind):
             choice, kind = self._choose(kind, given, key, default)
         hints, base = types_of(kind), default if type(default) is kind else REQUIRED
@@ -100,10 +98,8 @@ class Decoder:
             is_missing = each.name not in given and defaults[each.name] is REQUIRED
             if is_missing and not any(f"`{inner}`" in mistake for mistake in mistakes):
                 meaning = f" ({each.metadata['help']})" if "help" in each.metadata else ""
-                advice = (
-                    f"Give it in the YAML file, or as `--{inner} VALUE`; its type is {type_name(hints[each.name])}."
-                )
-                mistakes.append(f"`{inner}`{meaning} is missing: it has no default. {advice}")
+                ways = f"Give it in the YAML file, or as `--{inner} VALUE`; its type is {type_name(hints[each.name])}."
+                mistakes.append(f"`{inner}`{meaning} is missing: it has no default. {ways}")
         parts = ((name, hints[name], value, defaults[name]) for name, value in given.items() if name in defaults)
         values = self._parts(key, parts, kind, mistakes)
         try:
@@ -158,11 +154,6 @@ class Decoder:
         meant = did_you_mean(each for each in near if each not in [row.ours for row in rows])
         return sentences(rows) + meant + "".join(_owners(kind, each.removeprefix(key[: -len(name)])) for each in near)
 
-    def _mapping(self, kind: Any, raw: Any, key: str) -> dict:
-        if not isinstance(raw, dict):
-            raise self._wrong(kind, raw, key)
-        return self._parts(key, ((name, get_args(kind)[1], value, REQUIRED) for name, value in raw.items()))
-
     def _items(self, kind: Any, raw: Any, key: str) -> list[tuple[Any, Any]]:
         """Return (type, value) of every element of a list; on the command line `1,2` is also a list."""
         if isinstance(raw, Text):
@@ -176,13 +167,10 @@ class Decoder:
                 f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: "
                 f"`{key.rpartition('.')[2]}: [{{{one}}}]`."
             )
-        if not isinstance(raw, list):
+        has_any_length = get_origin(kind) is list or arguments[-1] is Ellipsis
+        if not isinstance(raw, list) or not (has_any_length or len(raw) == len(arguments)):
             raise self._wrong(kind, raw, key)
-        if get_origin(kind) is list or arguments[-1] is Ellipsis:
-            return [(arguments[0], value) for value in raw]
-        if len(raw) != len(arguments):
-            raise self._wrong(kind, raw, key)
-        return list(zip(arguments, raw, strict=True))
+        return [(arguments[0], value) for value in raw] if has_any_length else list(zip(arguments, raw, strict=True))
 
     def _union(self, kind: Any, raw: Any, key: str, default: Any) -> Any:
         members = [member for member in get_args(kind) if member is not type(None)]

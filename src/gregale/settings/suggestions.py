@@ -50,19 +50,22 @@ def suggestions(key: str, kind: Any, known: Mapping[str, Entry]) -> list[str]:
     every = dict.fromkeys([*known, *map(_parent, known)])  # keys and sections
     inside = {each: each[len(section) :].lstrip(".") for each in every if not section or each.startswith(f"{section}.")}
     aliased = [each for each, entry in known.items() if {written, key} & {*entry.aliases}]
-    exact = [each for each in aliased if "." in key and key in known[each].aliases]
-    found = exact or [each for each in aliased if _parent(section_of(each)) == section]
-    if not found and written in own:
-        found = [join(section, own[written])]
+    found = (
+        [each for each in aliased if section and key in known[each].aliases]
+        or [each for each in aliased if _parent(section_of(each)) == section]
+        or [join(section, name) for alias, name in own.items() if alias == written]
+    )
     if not found:
         lower = [each for each in inside if written in (inside[each].partition(".")[2], inside[each].replace(".", "_"))]
         lower = _shortest([each for each in aliased if each in inside]) + (lower if len(lower) == 1 else [])
         near = get_close_matches(written, own, n=1, cutoff=CLOSE)
         found = [join(section, own[each]) for each in near] + lower
     if not found and "_" in written and len(written) >= SPECIFIC:
-        distant = [*aliased, *(each for each in every if each.endswith(f".{written}"))]
-        first = f"{section.partition('.')[0]}."
-        found = _shortest([each for each in distant if each.startswith(first)] or distant)
+        distant, first = (
+            [*aliased, *(each for each in every if each.endswith(f".{written}"))],
+            section.partition(".")[0],
+        )
+        found = _shortest([each for each in distant if each.startswith(f"{first}.")] or distant)
     found = [re.sub(r"\.(<name>|0)\.type$", "", each) for each in found]
     return list(dict.fromkeys(found)) if len(found) <= MOST else []
 
