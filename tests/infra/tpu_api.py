@@ -86,6 +86,30 @@ class World:
         return name in self.requests.get(zone, {})
 
 
+def request_answer(base: str, name: str, request: Request) -> dict:
+    specs = [{"parent": base, "nodeId": node, "node": {"runtimeVersion": "x"}} for node in request.nodes]
+    return {
+        "name": f"{base}/queuedResources/{name}",
+        "state": {"state": request.state},
+        "tpu": {"nodeSpec": specs},
+    }
+
+
+def node_answer(base: str, name: str, node: Node) -> dict:
+    return {
+        "name": f"{base}/nodes/{name}",
+        "id": str(sum(name.encode())),
+        "state": node.state,
+        "health": node.health,
+        "apiVersion": "V2",
+        "metadata": {},
+        "networkConfig": {"enableExternalIps": True},
+        "networkEndpoints": [
+            {"ipAddress": f"10.0.0.{i}", "accessConfig": {"externalIp": f"{name}-w-{i}"}} for i in range(node.hosts)
+        ],
+    }
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers for a `World`, which its subclass names."""
 
@@ -137,23 +161,23 @@ class Handler(BaseHTTPRequestHandler):
             if method == "POST":
                 return self.made(query["queuedResourceId"][0], zone, body, done)
             if name is None:
-                return {"queuedResources": [self.of_request(base, *item) for item in requests.items()]}
+                return {"queuedResources": [request_answer(base, *item) for item in requests.items()]}
             if name not in requests:
                 return 404, "NOT_FOUND"
             if method == "DELETE":
                 for node in requests.pop(name).nodes:
                     nodes.pop(node, None)
                 return done
-            return self.of_request(base, name, requests[name])
+            return request_answer(base, name, requests[name])
         if name is None:
-            return {"nodes": [self.of_node(base, *item) for item in nodes.items()]}
+            return {"nodes": [node_answer(base, *item) for item in nodes.items()]}
         if name not in nodes:
             return 404, "NOT_FOUND"
         if verb:
             return {"guestAttributes": [{"queryValue": {"items": []}} for _ in range(nodes[name].hosts)]}
         if method == "DELETE":
             del nodes[name]
-        return self.of_node(base, name, nodes[name]) if method == "GET" else done
+        return node_answer(base, name, nodes[name]) if method == "GET" else done
 
     def made(self, name: str, zone: str, body: dict, done: dict) -> dict | tuple[int, str]:
         if self.world.exists(name, zone):
@@ -163,28 +187,6 @@ class Handler(BaseHTTPRequestHandler):
         nodes = [f"{several['nodeIdPrefix']}-{i}" for i in range(several["nodeCount"])] if several else [spec["nodeId"]]
         self.world.add(name, *nodes, zone=zone, state=self.world.new_state)
         return done
-
-    def of_request(self, base: str, name: str, request: Request) -> dict:
-        specs = [{"parent": base, "nodeId": node, "node": {"runtimeVersion": "x"}} for node in request.nodes]
-        return {
-            "name": f"{base}/queuedResources/{name}",
-            "state": {"state": request.state},
-            "tpu": {"nodeSpec": specs},
-        }
-
-    def of_node(self, base: str, name: str, node: Node) -> dict:
-        return {
-            "name": f"{base}/nodes/{name}",
-            "id": str(sum(name.encode())),
-            "state": node.state,
-            "health": node.health,
-            "apiVersion": "V2",
-            "metadata": {},
-            "networkConfig": {"enableExternalIps": True},
-            "networkEndpoints": [
-                {"ipAddress": f"10.0.0.{i}", "accessConfig": {"externalIp": f"{name}-w-{i}"}} for i in range(node.hosts)
-            ],
-        }
 
 
 TYPES = {
