@@ -105,20 +105,26 @@ def test_a_command_for_a_slice_that_was_preempted_fails(tpus, command):
     assert tpus.reached() == []
 
 
-# One slice: "the training ended (); starting it" three times, given up and still billed. Two: half of it installed.
-@pytest.mark.parametrize("slices", [1, 2])
-def test_a_watch_gives_back_what_was_preempted_and_trains_to_the_end(tpus, slices):
-    names = ["llama"] if slices == 1 else ["llama-0", "llama-1"]
-    tpus.world.add("llama", *names)
-    tpus.world.nodes[ZONE][names[-1]].state = "PREEMPTED"
+# "the training ended (); starting it" three times, then given up and still billed.
+def test_a_watch_gives_back_a_slice_that_was_preempted(tpus):
+    tpus.world.add("llama", "llama")
+    tpus.world.nodes[ZONE]["llama"].state = "PREEMPTED"
+    tpus.world.new_state = "WAITING_FOR_RESOURCES"
+    assert tpu_vm.main([*WATCH, *BUCKET], Quick(ctrl_c)) == 130
+    assert tpus.world.changes == [f"DELETE llama {ZONE}", f"POST llama {ZONE}"]
+
+
+# Installed on half of the hosts, started there, and never given back.
+def test_a_watch_replaces_both_slices_and_trains_to_the_end(tpus):
+    tpus.world.add("llama", "llama-0", "llama-1")
+    tpus.world.nodes[ZONE]["llama-1"].state = "PREEMPTED"
     runner = Quick()
-    assert tpu_vm.main([*WATCH, "--slices", str(slices), *BUCKET], runner) == 0, runner.text
+    assert tpu_vm.main([*WATCH, "--slices", "2", *BUCKET], runner) == 0, runner.text
     assert tpus.world.changes == [f"{method} llama {ZONE}" for method in ("DELETE", "POST", "DELETE")]
     assert "llama is complete, with the checkpoint of step 20" in runner.text
-    hosts = {f"{name}-w-{place}" for name in names for place in range(2)}
+    hosts = {f"llama-{slice}-w-{worker}" for slice in range(2) for worker in range(2)}
     assert {word.removeprefix("scp ") for word in tpus.reached() if word.startswith("scp ")} == hosts
     assert "costs" not in runner.text
-    assert list((tpus.folder / "home").glob("gregale-*.gz")) == []
 
 
 # "complete", and deleted, with half of the hosts unheard.
@@ -142,7 +148,6 @@ def test_the_key_is_made_before_several_slices_are_reached(tpus):
     assert sorted(word for word in tpus.reached() if word.startswith("scp")) == [
         f"scp llama-{slice}-w-{worker}" for slice in range(2) for worker in range(2)
     ]
-    assert tpu_vm.main(["stop", *PLACE, "--slices", "2"], Quick()) == 0
 
 
 # Copied to no worker, exit 0.
@@ -248,6 +253,8 @@ def test_a_run_on_the_machine_s_own_disk_is_never_deleted(tpus):
 
 def test_vms_without_a_queued_resource_are_used(tpus):
     tpus.world.add_nodes("llama-0", "llama-1")
+    for name in ("llama-0-w-0", "llama-0-w-1", "llama-1-w-0", "llama-1-w-1"):
+        tpus.host(name, **ENDED)
     runner = Quick()
     assert tpu_vm.main([*WATCH, "--slices", "2", *BUCKET], runner) == 0, runner.text
     assert sorted(tpus.world.changes) == [f"DELETE llama-{place} {ZONE}" for place in range(2)]
