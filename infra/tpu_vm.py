@@ -324,7 +324,8 @@ class TpuVms:
         hosts = self.ask_hosts()
         for host in hosts:
             print(f"{host.name} {host.state}, checkpoint {host.checkpoint}", flush=True)
-        return self.on_first(f"tail -n 3 {FOLDER}/train.log") or int(len(hosts) < self.seen.host_count)
+        code = self.on_first(f"tail -n 3 {FOLDER}/train.log")
+        return code or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
 
     def log_in(self) -> int:
         """Log in to a host, or run a command on those that --node and --worker choose."""

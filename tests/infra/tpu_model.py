@@ -2,9 +2,15 @@
 
 import json
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from tests.infra.stand_ins import ROOT, load_module
 from tests.infra.tpu_api import World, node_answer, request_answer
@@ -48,6 +54,8 @@ class Model(launch.Runner):
     def sleep(self, seconds: float) -> None:
         self.fault("sleep")
         self.slept.append(seconds)
+        if not seconds:
+            return
         if self.on_poll:
             self.on_poll.pop(0)()
         running = [each for each in self.trainings.values() if "running" in each.states]
@@ -143,7 +151,7 @@ class Model(launch.Runner):
             training.states = ["idle"] * len(training.states)
         elif verb[1] == "start" and "running" not in training.states:
             training.states = ["running"] * len(training.states)
-            training.holds_run = self.is_volatile
+            training.holds_run, self._left = self.is_volatile, self.polls
         elif verb[1] == "start":
             return launch.Result(1)
         lines, code = [], 0
@@ -157,3 +165,11 @@ class Model(launch.Runner):
             else:
                 lines.append(f"\ngregale-answer {name}-w-{place}\n")
         return launch.Result(code, "".join(lines))
+
+
+def modelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the launcher find gcloud, a key in the agent, and an archive of nothing."""
+    monkeypatch.setattr(tpu_vm, "ask", lambda *words: subprocess.CompletedProcess(words, 0, "2048 SHA256:x"))
+    monkeypatch.setattr(tpu_vm.shutil, "which", lambda name: name)
+    monkeypatch.setattr(launch, "archive", lambda *_: nullcontext(folder / launch.ARCHIVE))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
