@@ -69,18 +69,21 @@ is_running() {
 
 # Ends what an earlier training has left, and takes libtpu's lock away, which outlives a process that was killed.
 end_leftovers() {
-  local number found=()
+  local number folder left=()
   touch train.lock
   if is_running; then return; fi
   [[ ! -f train.image ]] || docker rm --force "$CONTAINER" >/dev/null 2>&1 || true
   for number in $(holders "$PWD/train.lock" '/dev/accel*' '/dev/vfio/*'); do
-    [[ $(readlink "/proc/$number/cwd") == "$PWD"* ]] ||
-      { echo "process $number ($(tr '\0' ' ' <"/proc/$number/cmdline")) of somebody else holds the TPU; end it" >&2 && exit 1; }
-    found+=("$number")
+    folder=$(readlink "/proc/$number/cwd") || continue # it has ended
+    if [[ $folder != "$PWD"* ]]; then
+      echo "process $number ($(tr '\0' ' ' <"/proc/$number/cmdline")) of somebody else holds the TPU; end it" >&2
+      exit 1
+    fi
+    left+=("$number")
   done
-  if ((${#found[@]} > 0)); then
-    echo "an earlier training has left ${found[*]}: ended"
-    end_processes "${found[@]}"
+  if ((${#left[@]} > 0)); then
+    echo "an earlier training has left ${left[*]}: ended"
+    end_processes "${left[@]}"
   fi
   rm -f "$LIBTPU_LOCK" 2>/dev/null || sudo rm -f "$LIBTPU_LOCK"
 }
