@@ -39,7 +39,7 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 Gres=gpu:2\n"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=1000 Gres=gpu:2\n"
 
 
 def why_not() -> str | None:

@@ -58,11 +58,11 @@ def logs(tree: Path) -> list[str]:
 
 
 def test_each_process_has_its_cores_and_the_setup(slurm, tree):
-    """Two processes of two cores on one box. Since 22.05 srun takes `--cpus-per-task` from nobody else."""
+    """Two processes of two cores on a box of eight. Since 22.05 srun does not take the cores from sbatch."""
     program = tree / ".venv" / "bin" / "gregale"
     step = 'scontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID" | grep -o "CPUs=[0-9]*"'
     program.write_text(f"#!/bin/bash\necho $SLURM_PROCID/$SLURM_NTASKS $SLURM_CPUS_PER_TASK $LOADED $({step}) >>seen\n")
-    words = ["--gres", "gpu:2", "--cpus", "2", "--mem", "100M", "--sbatch-flag", "--comment=test"]
+    words = ["--gres", "gpu:2", "--cpus", "2", "--mem", "100M", "--sbatch-flag", "--comment=test", "--exclusive"]
     command(slurm, tree, *SUBMIT[:5], *words, "--setup", "export LOADED=yes", "--time", "01:00:00")
     until(lambda: (tree / "slurm" / "tiny" / "complete").exists())
     until(lambda: not slurm.run("squeue", "--noheader"))
