@@ -113,12 +113,12 @@ is_volatile() {
 state() {
   local found=idle code checkpoint
   code=$(noted_code train)
-  if is_running; then
+  if [[ -f train.installed && -n ${1:-} ]] && is_volatile "$1"; then
+    found=volatile
+  elif is_running; then
     found=running
   elif [[ ! -f train.installed ]]; then
     found=bare
-  elif [[ -n ${1:-} ]] && is_volatile "$1"; then
-    found=volatile
   elif [[ -f train.stopped && $code != 0 ]]; then
     found=stopped
   elif [[ -n $code ]]; then

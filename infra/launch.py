@@ -238,6 +238,9 @@ class Training:
         """Return what to do once all hosts have answered."""
         self.see(hosts)
         states = list(dict.fromkeys(host.state for host in hosts))
+        if "volatile" in states:
+            text = "error: --runs is on the machine's own disk, which is deleted with it: give a bucket's folder or a"
+            return Action("end", f"{text} mounted file system (--setup), or --keep-nothing", code=MISTAKE)
         if "running" in states:
             return Action("wait", f"{self.name} trains, checkpoint {self.checkpoint}", POLL_SECONDS)
         if "bare" in states:
@@ -245,9 +248,6 @@ class Training:
         if "stopped" in states:
             text = f"{self.name} was stopped on request after checkpoint {self.checkpoint}"
             return Action("end", f"{text}; `train` or `watch` after `train` goes on", code=STOPPED)
-        if "volatile" in states:
-            text = "error: --runs is on the machine's own disk, which is deleted with it: give a bucket's folder or a"
-            return Action("end", f"{text} mounted file system (--setup), or --keep-nothing", code=MISTAKE)
         if str(MISTAKE) in states:
             text = "error: the run ended with a mistake that starting it again does not mend; `log` shows it"
             return Action("end", text, code=MISTAKE)

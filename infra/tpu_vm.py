@@ -93,6 +93,7 @@ class Slices:
     goal: str  # what it ends with: ready, running or complete
     patience: int  # seconds that a request may wait in one of several zones
     training: launch.Training
+    is_lasting: bool  # whether the run is known to outlive the slices; otherwise all hosts have to tell
     _place: int = 0  # of the zone
     _silence: int = 0
     _waited: int = 0
@@ -110,19 +111,21 @@ class Slices:
             zone = self.zones[self._place % len(self.zones)]
             return self.training.attempt("create", f"creating {name} in {zone}", zone)
         if seen.request in ("FAILED", "SUSPENDED"):
-            return self._give_back(f"{name} is {seen.request}", next_zone=seen.request == "FAILED")
+            return self._give_back(seen, f"{name} is {seen.request}", next_zone=seen.request == "FAILED")
         if seen.request not in ("ACTIVE", "PLAIN"):
             self._waited += POLL_SECONDS
             is_queued = seen.request in ("ACCEPTED", "WAITING_FOR_RESOURCES")
             if is_queued and len(self.zones) > 1 and self._waited > self.patience:
-                return self._give_back(f"{name} is {seen.request} in {seen.zone}: trying the next zone", next_zone=True)
+                return self._give_back(
+                    seen, f"{name} is {seen.request} in {seen.zone}: trying the next zone", next_zone=True
+                )
             return self._wait(f"{name} is {seen.request} in {seen.zone}")
         states = [f"{node.name} is {node.state}" for node in seen.nodes]
         gone = sum(node.state == "GONE" for node in seen.nodes)
         if len(seen.nodes) != self.slices or (gone and seen.request == "PLAIN"):
             return Action("end", f"error: {', '.join(states)}, but --slices is {self.slices}", code=MISTAKE)
         if any(node.state in LOST for node in seen.nodes):
-            return self._give_back(", ".join(states))
+            return self._give_back(seen, ", ".join(states))
         if any(node.state not in LASTING for node in seen.nodes):
             return self._wait(", ".join(states))
         if self.goal == "ready" and seen.is_ready:
@@ -130,6 +133,7 @@ class Slices:
         if len(seen.hosts) != seen.host_count or not seen.is_ready:
             return self._silent(seen)
         self._silence, self._is_blank = 0, False
+        self.is_lasting = self.is_lasting or not any(host.state in ("volatile", "bare") for host in seen.hosts)
         if self.goal == "running" and any(host.state == "running" for host in seen.hosts):
             return Action("end", f"{name} trains")
         return self.training.decide(seen.hosts)
@@ -146,10 +150,11 @@ class Slices:
     def _wait(self, text: str) -> Action:
         return Action("wait", text, POLL_SECONDS)
 
-    def _give_back(self, why: str, next_zone: bool = False) -> Action:
+    def _give_back(self, seen: Seen, why: str, next_zone: bool = False) -> Action:
         self._silence = 0
-        if self.goal != "complete" and not (next_zone and self._is_blank):
-            return Action("end", f"error: {why}; `delete` it and create it again", code=1)
+        is_empty = self._is_blank or all(node.state in (*LOST, "GONE") for node in seen.nodes)
+        if not ((self.goal == "complete" and self.is_lasting) or (is_empty and (self.goal == "complete" or next_zone))):
+            return Action("end", f"error: {why}; if nothing on it is needed, `delete` it and create it again", code=1)
         self._place = self._place + 1 if next_zone else 0
         text = f"{why}; giving it back to create it again"
         # A deletion that follows one that failed is an attempt of its own.
@@ -165,7 +170,7 @@ class Slices:
         self._silence += 1
         is_sick = bool(seen.hosts) or any(node.state != "READY" or node.health in SICK for node in seen.nodes)
         if self._silence >= (MOST_SILENCE if is_sick else MOST_SILENCE_OF_BLANK) and (is_sick or self._is_blank):
-            return self._give_back(f"hosts of {name} have not answered {self._silence} times in a row")
+            return self._give_back(seen, f"hosts of {name} have not answered {self._silence} times in a row")
         if self._silence < MOST_SILENCE or is_sick or self._is_blank:
             return self._wait(f"waiting for the hosts of {name} to answer")
         text = "does the way to port 22 work? Nothing is changed, and it costs"
@@ -180,13 +185,14 @@ class TpuVms:
 
     def __init__(self, options: argparse.Namespace, overrides: list[str], runner: Runner):
         self.options, self.overrides, self.runner = options, overrides, runner
-        self.may_cost: set[str] = set()  # zones where something may be
+        self.may_cost = set(options.zones)  # where something may be, until the API tells
         self.seen = Seen(None)
         name, slices = options.name, options.slices
         self.names = [name] if slices == 1 else [f"{name}-{place}" for place in range(slices)]
         attempts = options.attempts if options.command == "watch" else 1
         goal, patience = GOALS.get(options.command, ""), 60 * options.zone_minutes
-        self.decider = Slices(slices, options.zones, goal, patience, launch.Training(name, attempts))
+        training = launch.Training(name, attempts)
+        self.decider = Slices(slices, options.zones, goal, patience, training, options.local_runs is None)
         self.note = self.decider.note
 
     def next(self) -> Action:
@@ -307,9 +313,22 @@ class TpuVms:
         words = [self.options.program, self.options.config, "--distributed.coordinator", "auto", *self.overrides]
         return self.on_hosts(launch.start_command(words), QUESTION)
 
-    def log_in(self, words: list[str]) -> int:
+    def stop(self) -> bool:
+        return self.on_hosts(launch.stop_command(self.options.grace), QUESTION)
+
+    def follow_log(self) -> int:
+        return self.on_first(f"tail -n +1 -F {FOLDER}/train.log")
+
+    def status(self) -> int:
+        """Print how the hosts are, and the end of the log."""
+        hosts = self.ask_hosts()
+        for host in hosts:
+            print(f"{host.name} {host.state}, checkpoint {host.checkpoint}", flush=True)
+        return self.on_first(f"tail -n 3 {FOLDER}/train.log") or int(len(hosts) < self.seen.host_count)
+
+    def log_in(self) -> int:
         """Log in to a host, or run a command on those that --node and --worker choose."""
-        node, worker, nodes = self.options.node, self.options.worker, self.seen.nodes
+        words, node, worker, nodes = self.overrides, self.options.node, self.options.worker, self.seen.nodes
         if "all" in (node, worker) and not words:
             raise Mistake("a command is missing: with all hosts give one, such as -- uptime")
         chosen = [each for place, each in enumerate(nodes) if node in ("all", str(place))]
@@ -317,14 +336,15 @@ class TpuVms:
             raise Mistake(f"--node is {node}: there are 0 to {len(nodes) - 1}")
         if "all" in (node, worker):
             return 0 if self.on_hosts(launch.quoted(words), SETUP, chosen, worker) else 1
-        return self.runner.foreground(self.by_ssh(chosen[0], worker, launch.quoted(words)))
+        return self.runner.foreground(self.by_ssh(chosen[0], worker, launch.quoted(words) or None))
 
     def make_key(self) -> None:
         """See that gcloud's key is there, before several of its processes make one, and that ssh can use it unasked."""
         given = [flag.partition("=")[2] for flag in self.options.ssh_flag if flag.startswith("--ssh-key-file=")]
         key = Path(given[-1] if given else Path.home() / ".ssh" / "google_compute_engine").expanduser()
-        if not key.exists() and not self.runner.dry_run:
-            key.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not key.exists():
+            if not self.runner.dry_run:
+                key.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.runner.foreground(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", str(key)])
         if self.runner.dry_run:
             return
@@ -342,7 +362,7 @@ class TpuVms:
         words = ["infra/tpu_vm.sh", "delete", "--name", options.name, *(f"--zone={zone}" for zone in zones)]
         words += [f"--project={options.project}"] if options.project else []
         words += [f"--slices={options.slices}"] if options.slices > 1 else []
-        state = f"is there or may still be granted in {' and '.join(zones)}, and costs"
+        state = f"is or may yet be in {' and '.join(zones)}, and costs"
         return f"{options.name} {state}; this ends it: {launch.quoted(words)}"
 
 
@@ -492,51 +512,42 @@ def local_runs(options: argparse.Namespace, overrides: Sequence[str]) -> str | N
 
 def run(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
     """Run a command; return the exit code."""
-    command, follow = options.command, f"tail -n +1 -F {FOLDER}/train.log"
-    if command != "delete":
-        vms.make_key()
-    if command in GOALS and not options.dry_run:
-        code = bring_up(options, runner, vms)
-        return vms.on_first(follow) if code == 0 and command == "up" else code
+    if options.command == "delete":
+        return int(not vms.delete())
+    vms.make_key()
+    if options.command in GOALS:
+        return bring_up(options, runner, vms)
     seen = vms.look()
-    if command in GOALS:
-        for step in {"create": [], "up": [vms.install, vms.train], "watch": [vms.install, vms.train, vms.delete]}[
-            command
-        ]:
-            step()
-        return 0
-    if command == "delete":
-        return 0 if vms.delete() else 1
-    runner.say(f"{options.name} is {seen.request or 'not there' if seen.request is not None else 'not told of'}")
-    if command == "status":
-        for node in seen.nodes:
-            runner.say(f"{node.name} is {node.state}, {node.health}, with {node.hosts} hosts")
+    if options.command == "status" or not seen.is_ready:
+        request = {None: "not told of", "": "not there"}.get(seen.request, seen.request)
+        nodes = [f"{node.name} is {node.state} {node.health}" for node in seen.nodes]
+        runner.say(", ".join([f"{options.name} is {request}", *nodes]))
     if not seen.is_ready:
         return 1
-    if command == "status":
-        hosts = vms.ask_hosts()
-        print(
-            "".join(f"{host.name} {host.state}, checkpoint {host.checkpoint}\n" for host in hosts), end="", flush=True
-        )
-        return vms.on_first(f"tail -n 3 {FOLDER}/train.log") or int(len(hosts) < seen.host_count)
-    if command == "log":
-        return vms.on_first(follow)
-    if command == "ssh":
-        return vms.log_in(vms.overrides)
-    if command == "stop":
-        return 0 if vms.on_hosts(launch.stop_command(options.grace), QUESTION) else 1
-    return 0 if (vms.install if command == "install" else vms.train)() else 1
+    codes = {"status": vms.status, "log": vms.follow_log, "ssh": vms.log_in}
+    if options.command in codes:
+        return codes[options.command]()
+    return int(not {"install": vms.install, "train": vms.train, "stop": vms.stop}[options.command]())
 
 
 def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
     """Create, install and train, as far as the command wants; only one of a name on this machine."""
+    code, deletes = 0, options.command == "watch" and options.then_delete
     with open(Path(tempfile.gettempdir()) / f"gregale-watch-{options.name}.{options.zones[0]}.lock", "a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Mistake(f"another watch of {options.name} runs on this machine") from None
-        code = launch.watch(runner, vms)
-        return 1 if code == 0 and options.then_delete and options.command == "watch" and not vms.delete() else code
+        if options.dry_run:
+            vms.look()
+            vms.create(options.zones[0])
+            for step in [vms.install, vms.train] if options.command != "create" else []:
+                step()
+        else:
+            code = launch.watch(runner, vms)
+        if code == 0 and deletes and not vms.delete():
+            code = 1
+    return vms.follow_log() if code == 0 and options.command == "up" else code
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
@@ -552,7 +563,7 @@ def main(arguments: list[str], runner: Runner | None = None) -> int:
     except launch.Interrupted as interrupted:
         return interrupted.args[0]
     finally:
-        if vms and vms.may_cost and vms.options.command in (*GOALS, "stop", "delete"):
+        if vms and vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
             runner.say(vms.still_costs())
 
 

@@ -3,9 +3,9 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,19 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
-ZONE = "us-west4-a"
-BUNDLED_PYTHON = "platform/bundledpython/bin/python3"
+from tests.infra.cluster import until
+from tests.infra.stand_ins import ROOT
 
-# gcloud waits 5 seconds between attempts: here time passes at once.
-PYTHON = """#!/bin/bash
-shift $(( $# > 0 && ${{#1}} == 2 ? 1 : 0 ))
-exec {python} -S -c 'import runpy, sys, time
-sleep = time.sleep
-time.sleep = lambda seconds: sleep(min(seconds, 0.05))
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")' "$@"
-"""
+ZONE = "us-west4-a"
+SERVER = Path(__file__).parent / "gcloud_server.py"
+
 # Without their options: the host and the command, or the two files.
 WORDS = """#!/bin/bash
 words=()
@@ -86,10 +79,34 @@ class World:
         return name in self.requests.get(zone, {})
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers for a `World`, which its subclass names."""
+def request_answer(base: str, name: str, request: Request) -> dict:
+    specs = [{"parent": base, "nodeId": node, "node": {"runtimeVersion": "x"}} for node in request.nodes]
+    return {
+        "name": f"{base}/queuedResources/{name}",
+        "state": {"state": request.state},
+        "tpu": {"nodeSpec": specs},
+    }
 
-    world: World
+
+def node_answer(base: str, name: str, node: Node) -> dict:
+    return {
+        "name": f"{base}/nodes/{name}",
+        "id": str(sum(name.encode())),
+        "state": node.state,
+        "health": node.health,
+        "apiVersion": "V2",
+        "metadata": {},
+        "networkConfig": {"enableExternalIps": True},
+        "networkEndpoints": [
+            {"ipAddress": f"10.0.0.{i}", "accessConfig": {"externalIp": f"{name}-w-{i}"}} for i in range(node.hosts)
+        ],
+    }
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for the world of a `Cloud`, which its subclass names."""
+
+    cloud: "Cloud"
 
     def log_message(self, *words: object) -> None:
         pass
@@ -112,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = do_PATCH = answer
 
     def found(self, method: str, path: str, query: dict, body: dict) -> dict | tuple[int, str]:
-        world = self.world
+        world = self.cloud.world
         if path.startswith("/compute/"):
             return {"name": "p", "kind": "compute#project", "commonInstanceMetadata": {"items": []}}
         if method in world.failing:
@@ -137,54 +154,32 @@ class Handler(BaseHTTPRequestHandler):
             if method == "POST":
                 return self.made(query["queuedResourceId"][0], zone, body, done)
             if name is None:
-                return {"queuedResources": [self.of_request(base, *item) for item in requests.items()]}
+                return {"queuedResources": [request_answer(base, *item) for item in requests.items()]}
             if name not in requests:
                 return 404, "NOT_FOUND"
             if method == "DELETE":
                 for node in requests.pop(name).nodes:
-                    nodes.pop(node, None)
+                    self.cloud.lose(zone, node)
                 return done
-            return self.of_request(base, name, requests[name])
+            return request_answer(base, name, requests[name])
         if name is None:
-            return {"nodes": [self.of_node(base, *item) for item in nodes.items()]}
+            return {"nodes": [node_answer(base, *item) for item in nodes.items()]}
         if name not in nodes:
             return 404, "NOT_FOUND"
         if verb:
             return {"guestAttributes": [{"queryValue": {"items": []}} for _ in range(nodes[name].hosts)]}
         if method == "DELETE":
-            del nodes[name]
-        return self.of_node(base, name, nodes[name]) if method == "GET" else done
+            self.cloud.lose(zone, name)
+        return node_answer(base, name, nodes[name]) if method == "GET" else done
 
     def made(self, name: str, zone: str, body: dict, done: dict) -> dict | tuple[int, str]:
-        if self.world.exists(name, zone):
+        if self.cloud.world.exists(name, zone):
             return 409, "ALREADY_EXISTS"
         (spec,) = body["tpu"]["nodeSpec"]
         several = spec.get("multisliceParams", {})
         nodes = [f"{several['nodeIdPrefix']}-{i}" for i in range(several["nodeCount"])] if several else [spec["nodeId"]]
-        self.world.add(name, *nodes, zone=zone, state=self.world.new_state)
+        self.cloud.world.add(name, *nodes, zone=zone, state=self.cloud.world.new_state)
         return done
-
-    def of_request(self, base: str, name: str, request: Request) -> dict:
-        specs = [{"parent": base, "nodeId": node, "node": {"runtimeVersion": "x"}} for node in request.nodes]
-        return {
-            "name": f"{base}/queuedResources/{name}",
-            "state": {"state": request.state},
-            "tpu": {"nodeSpec": specs},
-        }
-
-    def of_node(self, base: str, name: str, node: Node) -> dict:
-        return {
-            "name": f"{base}/nodes/{name}",
-            "id": str(sum(name.encode())),
-            "state": node.state,
-            "health": node.health,
-            "apiVersion": "V2",
-            "metadata": {},
-            "networkConfig": {"enableExternalIps": True},
-            "networkEndpoints": [
-                {"ipAddress": f"10.0.0.{i}", "accessConfig": {"externalIp": f"{name}-w-{i}"}} for i in range(node.hosts)
-            ],
-        }
 
 
 TYPES = {
@@ -198,54 +193,88 @@ def why_not() -> str | None:
     return None if shutil.which("gcloud") else "there is no gcloud"
 
 
-@contextmanager
-def served(world: World) -> Iterator[str]:
-    """The address of an API with a world of its own."""
-    handler = type("OfWorld", (Handler,), {"world": world})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
 class Cloud:
-    """The API with its world, the environment in which gcloud finds it, and hosts below `folder`."""
+    """The API with its world, gcloud's own code, and hosts that are folders; for the tests of a module."""
 
-    def __init__(self, folder: Path, address: str, world: World):
-        self.folder, self.world = folder, world
-        for each in ("bin", "hostbin", "home", "down", "slow", "hosts"):
-            (folder / each).mkdir()
+    def __init__(self, folder: Path):
+        self.folder, self.world = folder, World()
+        for name in ("bin", "hostbin", "home"):
+            (folder / name).mkdir()
         self.script("bin/ssh", SSH.format(name="ssh", count=1, folder=folder))
         self.script("bin/scp", SCP.format(name="scp", count=2, folder=folder))
         self.script("hostbin/uname", "#!/bin/bash\necho $HOST_NAME\n")
-        root = Path(os.path.realpath(shutil.which("gcloud") or "")).parents[1]
-        bundled = root / BUNDLED_PYTHON
-        self.script("bin/python", PYTHON.format(python=bundled if bundled.exists() else sys.executable))
         (folder / "token").write_text("token")
         self.environment = {
-            **{key: value for key, value in os.environ.items() if key != "SSH_AUTH_SOCK"},
+            **{name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"},
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
             "TMPDIR": str(folder / "home"),
             "CLOUDSDK_CONFIG": str(folder / "config"),
-            "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": address,
-            "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{address}compute/v1/",
             "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE": str(folder / "token"),
             "CLOUDSDK_CORE_PROJECT": "p",
             "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "1",
-            "CLOUDSDK_PYTHON": str(folder / "bin" / "python"),
         }
+
+    def set_address(self, address: str) -> None:
+        self.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"] = address
+        self.environment["CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"] = f"{address}compute/v1/"
+
+    def reset(self) -> None:
+        """A world without anything, hosts that were never there, and a user with a key."""
+        self.world = World()
+        for name in ("hosts", "down", "slow", "home"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            (self.folder / name).mkdir()
+        (self.folder / "reached").write_text("")
+        key = self.folder / "google_compute_engine"
+        if not key.exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", str(key)], check=True)
+        (self.folder / "home" / ".ssh").mkdir()
+        for each in (key, key.with_suffix(".pub")):
+            shutil.copy(each, self.folder / "home" / ".ssh")
 
     def script(self, name: str, text: str) -> None:
         file = self.folder / name
         file.write_text(text)
         file.chmod(0o755)
 
-    def host(self, name: str) -> Path:
-        """The home of a host, which has been there before."""
-        home = self.folder / "hosts" / name
-        home.mkdir(parents=True, exist_ok=True)
-        return home
+    def lose(self, zone: str, node: str) -> None:
+        """A node goes, with the disks of its hosts."""
+        self.world.nodes.get(zone, {}).pop(node, None)
+        for host in (self.folder / "hosts").glob(f"{node}-w-*"):
+            shutil.rmtree(host)
 
-    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(words, capture_output=True, text=True, timeout=300, env=self.environment | environment)
+    def reached(self) -> list[str]:
+        """`ssh HOST` and `scp HOST`, in order."""
+        return (self.folder / "reached").read_text().splitlines()
+
+    def host(self, name: str, **files: str) -> Path:
+        """The working tree on a host, which is installed there, with these files."""
+        tree = self.folder / "hosts" / name / "gregale"
+        (tree / "infra").mkdir(parents=True)
+        for script in ("host.sh", "carry.sh"):
+            shutil.copy(ROOT / "infra" / script, tree / "infra")
+        for file, text in {"installed": "", **files}.items():
+            (tree / f"train.{file}").write_text(text)
+        return tree
+
+
+@contextmanager
+def cloud(folder: Path) -> Iterator[Cloud]:
+    """The API and gcloud's server, while they are used."""
+    found = Cloud(folder)
+    handler = type("OfCloud", (Handler,), {"cloud": found})
+    python = os.environ.get("CLOUDSDK_PYTHON") or shutil.which("python3") or "python3"
+    lib = Path(os.path.realpath(shutil.which("gcloud") or "")).parents[1] / "lib"
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as api:
+        threading.Thread(target=api.serve_forever, daemon=True).start()
+        found.set_address(f"http://127.0.0.1:{api.server_port}/")
+        words = [python, "-S", str(SERVER), str(folder / "socket")]
+        found.script("bin/gcloud", f'#!/bin/bash\nexec {shlex.join(words)} "$@"\n')
+        with (folder / "log").open("w") as log:
+            server = subprocess.Popen([*words, str(lib)], env=found.environment, stdout=log, stderr=log)
+        until((folder / "socket").exists)
+        yield found
+        server.kill()
+        server.wait()
+        api.shutdown()
