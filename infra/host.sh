@@ -17,13 +17,14 @@ readonly CONTAINER=gregale LIBTPU_LOCK=/tmp/libtpu_lockfile
 
 prepare() {
   local attempt
-  command -v python3.11 >/dev/null && command -v make >/dev/null && return
+  bash infra/find_python.sh >/dev/null 2>&1 && command -v make >/dev/null && return
   # A fresh machine updates itself, and holds apt's locks meanwhile. `apt-get update` waits for none, whatever its options.
   for ((attempt = 0; attempt < 60; attempt++)); do
     if sudo apt-get update -qq; then break; fi
     sleep 10
   done
-  sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make
+  sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make ||
+    sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3 python3-venv make
 }
 
 install() {
@@ -69,12 +70,13 @@ is_running() {
 
 # Ends what an earlier training has left, and takes libtpu's lock away, which outlives a process that was killed.
 end_leftovers() {
-  local number found=()
+  local number where found=()
   touch train.lock
   if is_running; then return; fi
   [[ ! -f train.image ]] || docker rm --force "$CONTAINER" >/dev/null 2>&1 || true
   for number in $(holders "$PWD/train.lock" '/dev/accel*' '/dev/vfio/*'); do
-    [[ $(readlink "/proc/$number/cwd") == "$PWD"* ]] ||
+    where=$(readlink "/proc/$number/cwd") || continue # it has just ended
+    [[ $where == "$PWD"* ]] ||
       { echo "process $number ($(tr '\0' ' ' <"/proc/$number/cmdline")) of somebody else holds the TPU; end it" >&2 && exit 1; }
     found+=("$number")
   done
