@@ -17,13 +17,14 @@ readonly CONTAINER=gregale LIBTPU_LOCK=/tmp/libtpu_lockfile
 
 prepare() {
   local attempt
-  command -v python3.11 >/dev/null && command -v make >/dev/null && return
+  bash infra/find_python.sh >/dev/null 2>&1 && command -v make >/dev/null && return
   # A fresh machine updates itself, and holds apt's locks meanwhile. `apt-get update` waits for none, whatever its options.
   for ((attempt = 0; attempt < 60; attempt++)); do
     if sudo apt-get update -qq; then break; fi
     sleep 10
   done
-  sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make
+  sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make ||
+    sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3 python3-venv make
 }
 
 install() {

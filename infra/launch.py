@@ -4,6 +4,7 @@ hosts, and the decisions about a training. `host.sh` beside this is the part on 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple, NoReturn, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "gregale"  # on the hosts, below the home directory
@@ -106,6 +107,16 @@ class Runner:
             self.say(f"{why}: {quoted(command.words)[:200]}{tail}")
         return Result(code, output)
 
+    def on_hosts(self, commands: Sequence[Sequence[str]], wanted: Sequence[int], limit: int) -> bool:
+        """Run commands that are `answered`; print what they say. True if each had as many answers as wanted."""
+        results = self.all(commands, limit)
+        print("".join(ANSWER.sub("", result.text) for result in results), end="", flush=True)
+        answers = [0 if result.code else len(set(ANSWER.findall(result.text))) for result in results]
+        if answers == list(wanted) or self.dry_run:
+            return True
+        self.say(f"error: {sum(answers)} of {sum(wanted)} hosts have done it")
+        return False
+
     def foreground(self, words: Sequence[str]) -> int:
         """Run a command that has the terminal, without a limit; return its exit code."""
         return self.all([words], 0)[0].code if self.dry_run else subprocess.run(words).returncode
@@ -128,6 +139,17 @@ def started(words: Sequence[str]) -> Iterator[Started]:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+
+def guarded(runner: Runner, command: Callable[[], int]) -> int:
+    """Run a command; return its exit code, also after a mistake, which is told, or a signal."""
+    try:
+        return command()
+    except Mistake as mistake:
+        runner.say(f"error: {mistake}")
+        return MISTAKE
+    except Interrupted as interrupted:
+        return interrupted.args[0]
 
 
 def back_off(attempt: int) -> int:
@@ -191,6 +213,69 @@ def state_command(runs: str | None = None) -> str:
 
 def stop_command(seconds: int) -> str:
     return f"{HOST_SCRIPT} stop {seconds}"
+
+
+# --- options
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
+
+
+def parser(script: str, where: str, commands: dict[str, str], notes: str) -> Parser:
+    """Return a parser with the options that launchers share."""
+    listed = "commands:\n" + "\n".join(f"  {name:8} {text}" for name, text in commands.items())
+    usage = f"infra/{script} COMMAND {where} [OPTIONS] [-- --dotted.key value ...]"
+    form = argparse.RawDescriptionHelpFormatter
+    found = Parser(script, usage, listed, notes, formatter_class=form, allow_abbrev=False)
+    add = found.add_argument
+    add("command", metavar="COMMAND", choices=commands, help="one of those above")
+    add("--config", help="the YAML file, below the repository (up, watch, train)")
+    add("--environment", help="file of lines NAME=value for the training, such as keys; on no command line")
+    add("--setup", help="command for every host once it is installed, such as a mount of the shared file system")
+    add("--attempts", type=positive, default=10, help="watch: give up after so many without a new checkpoint (10)")
+    add("--grace", type=positive, default=600, help="stop: the training is killed after so many seconds (600)")
+    add("--ssh-flag", action="append", default=[], help="a word for ssh and scp; may be repeated")
+    add("--dry-run", action="store_true", help="print every command and run none")
+    return found
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 on")
+    return int(text)
+
+
+def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and what follows `--`."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    own, overrides = arguments[:place], arguments[place + 1 :]
+    for at in reversed(range(len(own) - 1)):
+        if own[at] in ("--create-flag", "--ssh-flag"):  # whose value begins with -
+            own[at : at + 2] = [f"{own[at]}={own[at + 1]}"]
+    options = parser.parse_args(own)
+    if options.environment and not Path(options.environment).is_file():
+        raise Mistake(f"--environment is {options.environment}: there is no such file")
+    if options.command in ("up", "watch", "train"):
+        if not options.config:
+            raise Mistake("--config is missing: the YAML file to train, for example config/llama_8b_two_slices.yaml")
+        if not (ROOT / options.config).is_file():
+            raise Mistake(f"--config is {options.config}: there is no such file in {ROOT}")
+    return options, overrides
+
+
+def runs_of(config: str, overrides: Sequence[str]) -> str:
+    """Return the folder or URL of runs: that of the overrides, of the file, or the default."""
+    text = (ROOT / config).read_text(encoding="utf-8")
+    found = ["runs", *re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)]
+    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
+        found += [value] if word == "--runs" else [word.partition("=")[2]] if word.startswith("--runs=") else []
+    return found[-1]
+
+
+def is_url(path: str) -> bool:
+    return bool(re.match(r"[a-z][a-z0-9+]+://", path))
 
 
 # --- decisions

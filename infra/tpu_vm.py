@@ -18,10 +18,23 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import launch
-from launch import FOLDER, MISTAKE, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
+from launch import (
+    FOLDER,
+    MISTAKE,
+    MOST_SILENCE,
+    POLL_SECONDS,
+    QUESTION,
+    REQUEST,
+    SETUP,
+    Action,
+    Host,
+    Mistake,
+    Runner,
+    positive,
+)
 
 COMMANDS = {
     "up": "create, install, train and log, one after the other",
@@ -284,16 +297,10 @@ class TpuVms:
         return launch.hosts_in("".join(result.text for result in self.runner.all(commands, QUESTION)))
 
     def on_hosts(self, command: str, limit: int, nodes: Sequence[Node] | None = None, worker: str = "all") -> bool:
-        """Run a command on every host, or on these; print what they say. True if as many answered as there are."""
+        """Run a command on every host, or on these. True if as many answered as there are."""
         nodes = self.seen.nodes if nodes is None else nodes
         commands = [self.by_ssh(node, worker, launch.answered(command)) for node in nodes]
-        results = self.runner.all(commands, limit)
-        print("".join(launch.ANSWER.sub("", result.text) for result in results), end="", flush=True)
-        answers = sum(len(set(launch.ANSWER.findall(result.text))) for result in results if result.code == 0)
-        wanted = sum(node.hosts if worker == "all" else 1 for node in nodes)
-        if answers != wanted and not self.runner.dry_run:
-            self.runner.say(f"error: {answers} of {wanted} hosts have done it")
-        return answers == wanted or self.runner.dry_run
+        return self.runner.on_hosts(commands, [node.hosts if worker == "all" else 1 for node in nodes], limit)
 
     def on_first(self, command: str) -> int:
         """Run a command on the first host, in the terminal."""
@@ -389,18 +396,9 @@ def ask(*words: str) -> subprocess.CompletedProcess:
 # --- options
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
-def parser() -> argparse.ArgumentParser:
-    listed = "commands:\n" + "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
-    usage = "%(prog)s COMMAND --name NAME --zone ZONE [OPTIONS] [-- --dotted.key value ...]"
-    form = argparse.RawDescriptionHelpFormatter
-    found = Parser("infra/tpu_vm.sh", usage, listed, NOTES, formatter_class=form, allow_abbrev=False)
+def parser() -> launch.Parser:
+    found = launch.parser("tpu_vm.sh", "--name NAME --zone ZONE", COMMANDS, NOTES)
     add = found.add_argument
-    add("command", metavar="COMMAND", help="one of those above")
     add("--name", required=True, help="of the queued resource, and of its slices")
     add("--zone", required=True, action="append", dest="zones", help="such as us-west4-a; several are tried in order")
     add("--zone-minutes", type=positive, default=30, help="for so long a request waits in each of several zones (30)")
@@ -412,59 +410,29 @@ def parser() -> argparse.ArgumentParser:
     add("--reserved", action="store_true", help="take the project's reserved capacity")
     add("--reservation-project", help="take the capacity that this project has reserved")
     add("--create-flag", action="append", default=[], help="a word for gcloud's create, such as --internal-ips")
-    add("--ssh-flag", action="append", default=[], help="a word for gcloud's ssh and scp, such as --tunnel-through-iap")
-    add("--config", help="the YAML file, below the repository (up, watch, train)")
     add("--program", choices=EXTRAS, default="train", help="island: the slices are one island of a fleet")
-    add("--environment", help="file of lines NAME=value for the training, such as keys; on no command line")
-    add("--setup", help="command for every host once it is installed, such as a mount of the shared file system")
     add("--image", help="train in this image (infra/Dockerfile, for TPU) instead of installing packages")
-    add("--attempts", type=positive, default=10, help="watch: give up after so many without a new checkpoint (10)")
     add("--then-delete", action="store_true", help="watch: give the slices back when the run is complete")
     add("--keep-nothing", action="store_true", help="watch: the run may be on the machines' own disks and go with them")
-    add("--grace", type=positive, default=600, help="stop: the training is killed after so many seconds (600)")
     add("--node", default="0", help="ssh: the slice; or all, for a command")
     add("--worker", default="0", help="ssh: the host of the slice; or all, for a command")
-    add("--dry-run", action="store_true", help="print every command and run none")
     return found
-
-
-def positive(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 on")
-    return int(text)
 
 
 def read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, checked, and after `--` the keys for `gregale` or the command of `ssh`."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, overrides = arguments[:place], arguments[place + 1 :]
-    for at in reversed(range(len(own) - 1)):
-        if own[at] in ("--create-flag", "--ssh-flag"):  # whose value begins with --
-            own[at : at + 2] = [f"{own[at]}={own[at + 1]}"]
-    if own and not own[0].startswith("-") and own[0] not in COMMANDS:
-        raise Mistake(f"there is no command '{own[0]}'; commands: {', '.join(COMMANDS)}")
-    options = parser().parse_args(own)
-    check(options)
-    if options.command in GOALS:
-        check_accelerator(options)
-    if options.command in ("up", "watch", "train"):
-        check_config(options)
-    options.local_runs = local_runs(options, overrides) if options.command == "watch" else None
-    return options, overrides
-
-
-def check(options: argparse.Namespace) -> None:
+    options, overrides = launch.read(parser(), arguments)
     if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
         raise Mistake(f"--name is '{options.name}': give small letters, digits and hyphens")
     for flag in (*options.create_flag, *options.ssh_flag):
         if not flag.startswith("-"):
-            raise Mistake(
-                f"--create-flag and --ssh-flag need one of gcloud's flags, such as --name=value, not '{flag}'"
-            )
-    if options.environment and not Path(options.environment).is_file():
-        raise Mistake(f"--environment is {options.environment}: there is no such file")
+            raise Mistake(f"--create-flag and --ssh-flag need one of gcloud's flags, such as --a=b, not '{flag}'")
     if not options.dry_run and not shutil.which("gcloud"):
         raise Mistake("gcloud is not installed; --dry-run works without it")
+    if options.command in GOALS:
+        check_accelerator(options)
+    options.local_runs = local_runs(options, overrides) if options.command == "watch" else None
+    return options, overrides
 
 
 def check_accelerator(options: argparse.Namespace) -> None:
@@ -484,21 +452,10 @@ def check_accelerator(options: argparse.Namespace) -> None:
         raise Mistake(f"--runtime is missing: the software for --accelerator {kind} is not known here")
 
 
-def check_config(options: argparse.Namespace) -> None:
-    if not options.config:
-        raise Mistake("--config is missing: the YAML file to train, for example config/llama_8b_two_slices.yaml")
-    if not (launch.ROOT / options.config).is_file():
-        raise Mistake(f"--config is {options.config}: there is no such file in {launch.ROOT}")
-
-
 def local_runs(options: argparse.Namespace, overrides: Sequence[str]) -> str | None:
     """Return the folder of runs, of which the hosts can tell whether it outlives them; refuse what cannot."""
-    text = (launch.ROOT / options.config).read_text(encoding="utf-8")
-    found = re.search(r"^runs:[ \t]*([^#\s]+)", text, re.MULTILINE)
-    runs = found[1].strip("'\"") if found else "runs"
-    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
-        runs = value if word == "--runs" else word.partition("=")[2] if word.startswith("--runs=") else runs
-    if options.keep_nothing or re.match(r"[a-z][a-z0-9+]+://", runs):
+    runs = launch.runs_of(options.config, overrides)
+    if options.keep_nothing or launch.is_url(runs):
         return None
     if not (options.setup and runs.startswith(("/", "~"))):
         raise Mistake(
@@ -553,19 +510,18 @@ def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
     """Run a command line; return the exit code, after a line that tells what still costs."""
-    runner, vms = runner or Runner("tpu_vm.sh", "--dry-run" in arguments), None
-    try:
-        options, overrides = read(arguments)
-        vms = TpuVms(options, overrides, runner)
-        return run(options, runner, vms)
-    except Mistake as mistake:
-        runner.say(f"error: {mistake}")
-        return MISTAKE
-    except launch.Interrupted as interrupted:
-        return interrupted.args[0]
-    finally:
-        if vms and vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
+    runner = runner or Runner("tpu_vm.sh", "--dry-run" in arguments)
+    made: list[TpuVms] = []
+
+    def command() -> int:
+        made.append(TpuVms(*read(arguments), runner))
+        return run(made[0].options, runner, made[0])
+
+    code = launch.guarded(runner, command)
+    for vms in made:
+        if vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
             runner.say(vms.still_costs())
+    return code
 
 
 if __name__ == "__main__":
