@@ -37,6 +37,7 @@ def test_a_dry_run_takes_it(line):
 
 def test_every_script_is_shown():
     assert {shlex.split(param.values[0])[0] for param in SHOWN} == {
+        "infra/boxes.sh",
         "infra/tpu_vm.sh",
         "infra/slurm.sh",
         "infra/k8s/train.sh",
