@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.infra.tpu_api import ZONE, World
-from tests.infra.tpu_model import Model, launch, modelled, tpu_vm
+from tests.infra.tpu_model import Model, Training, launch, modelled, tpu_vm
 
 ZONES = (ZONE, "us-central1-a")
 CONFIG = "config/llama_8b_two_slices.yaml"
@@ -22,27 +22,28 @@ class Faults:
         self.model = Model(world)
         self.rate = self.random.choice([0.01, 0.05, 0.2])
         self.interrupts = self.random.random() < 0.5
-        self.unreachable = 0  # hosts are, for so many questions more
+        self.down: dict[str, int] = {}  # slices, for so many questions more
 
     def __call__(self, verb: str) -> str:
         self.steps += 1
         if self.steps == 3 * MOST_STEPS:  # it may wait for ever, and a person loses patience
             raise launch.Interrupted(130)
-        if verb == "host" and self.unreachable > 0:
-            self.unreachable -= 1
+        kind, _, name = verb.partition(" ")
+        if kind == "host" and self.down.get(name, 0) > 0:
+            self.down[name] -= 1
             return "unreached"
         if self.steps > MOST_STEPS or self.random.random() > self.rate:  # in the end, faults end
             return ""
         if self.interrupts and self.random.random() < 0.1:
             raise launch.Interrupted(self.random.choice([129, 130, 143]))
         kinds = {"sleep": self.of_world, "host": self.of_host}
-        return kinds.get(verb, self.of_command)()
+        return kinds.get(kind, self.of_command)()
 
     def of_command(self) -> str:
         return self.random.choice(["refused", "slow", ""])
 
     def of_host(self) -> str:
-        self.unreachable = self.random.choice([0, 0, 3, 12, 200])
+        self.down[self.random.choice(sorted(self.model.trainings))] = self.random.choice([3, 12, 200])
         return "unreached"
 
     def of_world(self) -> str:
@@ -111,10 +112,11 @@ def check_sequence(seed: int) -> str:
         world.add("llama", *names, zone=zones[-1])
     elif before == "plain":
         world.add_nodes(*names, zone=zones[-1])
-    if before != "nothing" and pick.random() < 0.3:
+    if before != "nothing" and (state := pick.choice(["bare", "running", "apart"])) != "bare":
         for name in names:
-            model.training(name).states = ["running"] * world.hosts
-            model.training(name).holds_run = model.is_volatile
+            own = pick.choice(["0", "75"]) if state == "apart" else state
+            model.trainings[name] = Training([own] * world.hosts, model.is_volatile)
+        faults.down[pick.choice(names)] = pick.choice([0, 6])
     code = tpu_vm.main([command, *words, "--", "--runs", *RUNS[storage]], model)
     story = f"seed {seed}: {command} {words} {storage} {before}: exit {code}\n" + "\n".join(model.said)
     if any("is complete" in text for text in model.said):

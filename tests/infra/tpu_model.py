@@ -159,7 +159,7 @@ class Model(launch.Runner):
         self.is_complete = self.is_complete or set(self.all_states()) == {"0"}
         lines, code = [], 0
         for place, state in enumerate(training.states):
-            if self.fault("host") == "unreached":
+            if self.fault(f"host {name}") == "unreached":
                 code = 255
             elif verb[1] == "state":
                 asks = "state /" in command and self.is_volatile and state != "bare"
