@@ -30,7 +30,6 @@ def serve(address: str, lib: str) -> None:
     for words in WARM_UP:
         with contextlib.suppress(SystemExit):
             cli.Execute(["compute", "tpus", "tpu-vm", *words, "--zone=us-west4-a"])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address + ".new")
         listening.listen(64)
@@ -38,9 +37,11 @@ def serve(address: str, lib: str) -> None:
         while True:
             client, _ = listening.accept()
             if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 run(client, cli)
             client.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
 
 
 def run(client: socket.socket, cli) -> None:

@@ -190,7 +190,8 @@ def test_the_agent_is_given_the_key_or_nothing_begins(tpus, adds):
 
 
 # Exit 130 without a word; the request could be granted later.
-@pytest.mark.parametrize("command", [pytest.param("up", marks=SOAK), "watch"])
+@SOAK
+@pytest.mark.parametrize("command", ["up", "watch"])
 def test_ctrl_c_while_a_request_waits_tells_that_it_is_there(tpus, command):
     tpus.world.new_state = "WAITING_FOR_RESOURCES"
     runner = Quick(nothing, ctrl_c)
@@ -201,7 +202,8 @@ def test_ctrl_c_while_a_request_waits_tells_that_it_is_there(tpus, command):
 
 
 # Tried once, exit 1.
-@pytest.mark.parametrize("is_mended", [True, pytest.param(False, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("is_mended", [True, False])
 def test_a_deletion_that_fails_is_tried_again(tpus, is_mended):
     tpus.world.add("llama", "llama")
     tpus.world.failing = {"DELETE"}
@@ -215,6 +217,7 @@ def test_a_deletion_that_fails_is_tried_again(tpus, is_mended):
 
 
 # Exit 2; the line told neither where nor how to end it.
+@SOAK
 def test_after_a_mistake_it_tells_what_costs(tpus):
     tpus.world.add("llama", "llama")
     for worker in range(2):
@@ -226,6 +229,7 @@ def test_after_a_mistake_it_tells_what_costs(tpus):
 
 
 # Deleted after five questions, and made again.
+@SOAK
 def test_a_healthy_slice_that_is_not_reached_from_here_is_kept(tpus):
     tpus.world.hosts = 1
     tpus.world.add("llama", "llama")
