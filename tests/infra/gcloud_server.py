@@ -22,10 +22,10 @@ WARM_UP = (  # loads what the tests use; the API answers that there is no such n
 
 def serve(address: str, lib: str) -> None:
     sys.path[:0] = [lib, os.path.join(lib, "third_party")]
-    from googlecloudsdk import gcloud_main
+    from googlecloudsdk import gcloud_main  # type: ignore[import-not-found]
 
     sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(seconds, 0.02))  # gcloud waits 5 seconds before it tries again
+    time.sleep = lambda seconds: sleep(min(float(seconds), 0.02))  # gcloud waits 5 seconds before it tries again
     cli = gcloud_main.CreateCLI([])
     for words in WARM_UP:
         with contextlib.suppress(SystemExit):

@@ -44,9 +44,8 @@ class Host:
 
     def run(self, command: str, code: int = 0) -> str:
         """What a command prints, as ssh runs it: what it leaves behind has to look after itself."""
-        files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        words = ["bash", "-c", f"cd && {command}"]
-        result = subprocess.run(words, env=self.environment, text=True, timeout=60, **files)
+        words = ["bash", "-c", f"(cd && {command}) 2>&1"]
+        result = subprocess.run(words, env=self.environment, text=True, timeout=60, stdout=subprocess.PIPE)
         assert result.returncode == code, result.stdout
         return result.stdout
 
