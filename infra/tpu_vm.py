@@ -517,11 +517,12 @@ def main(arguments: list[str], runner: Runner | None = None) -> int:
         made.append(TpuVms(*read(arguments), runner))
         return run(made[0].options, runner, made[0])
 
-    code = launch.guarded(runner, command)
-    for vms in made:
-        if vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
-            runner.say(vms.still_costs())
-    return code
+    try:
+        return launch.guarded(runner, command)
+    finally:  # also of a fault of this program
+        for vms in made:
+            if vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
+                runner.say(vms.still_costs())
 
 
 if __name__ == "__main__":

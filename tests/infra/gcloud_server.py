@@ -4,7 +4,6 @@ A command comes as JSON with its words, folder and environment, and the files of
 time passes at once, and ends when its client does. The client is `python gcloud_server.py SOCKET WORDS...`.
 """
 
-import array
 import contextlib
 import json
 import os
@@ -75,15 +74,16 @@ def run(client: socket.socket, cli) -> None:
             os._exit(0)
 
 
-def ask(address: str, words: list[str]) -> int:
+def ask(address: str, words: list[str], *files: int) -> int:
+    """Have a command run, with these files for its output and errors; return its exit code."""
     asked = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        server.sendmsg([json.dumps(asked).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+        socket.send_fds(server, [json.dumps(asked).encode()], files)
         return (server.recv(1) or b"\xff")[0]
 
 
 if __name__ == "__main__":
     if os.path.exists(sys.argv[1]):
-        sys.exit(ask(sys.argv[1], sys.argv[2:]))
+        sys.exit(ask(sys.argv[1], sys.argv[2:], 1, 2))
     serve(*sys.argv[1:])

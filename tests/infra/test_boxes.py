@@ -215,7 +215,7 @@ def test_two_boxes_train_and_go_on_when_one_is_back(shared):
     ("words", "message"),
     [
         (("fly", "--hosts", "a"), "argument COMMAND: invalid choice: 'fly'"),
-        (("watch", "--hosts", "a, b"), "--hosts is 'a, b': give the boxes with commas in between"),
+        (("status", "--hosts", "a, b"), "--hosts is 'a, b': give the boxes with commas in between"),
         (("watch", "--hosts", "a,b"), "--config is missing"),
         (("watch", "--hosts", "a,b", "--config", "config/quickstart.yaml"), "several boxes have to see the same run"),
     ],

@@ -55,6 +55,9 @@ class Faults:
             for requests in self.world.requests.values():
                 for request in requests.values():
                     self.set_request(request)
+        elif what == "half":  # a slice ends well, another does not
+            for training in self.model.trainings.values():
+                training.states = [self.random.choice(["0", "75", "lost"])] * len(training.states)
         elif what == "ended":
             self.model.end(self.random.choice(["75", "134", "0", "1", "2"]))
         elif zones:

@@ -164,7 +164,7 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fly",), "there is no command 'fly'; commands: up, watch, create"),
+        (("fly",), "argument COMMAND: invalid choice: 'fly' (choose from 'up', 'watch'"),
         (("create", "--zone", "z", "--name", "Bad"), "--name is 'Bad'"),
         (("create", "--name", "a", "--zone"), "argument --zone: expected one argument"),
         (("create", *PLACE), "--accelerator is missing"),

@@ -67,13 +67,15 @@ class Model(launch.Runner):
 
     def end(self, code: str) -> None:
         """The training ends on all hosts; it was whole if all slices had it."""
-        names = {name for nodes in self.world.nodes.values() for name in nodes}
-        whole = all(state == "running" for name in names for state in self.training(name).states)
+        whole = all(state == "running" for state in self.all_states())
         code = code if whole else "75"
         for training in self.trainings.values():
             training.states = [code if state == "running" else state for state in training.states]
-        self.is_complete = self.is_complete or (code == "0" and bool(names))
         self._left = self.polls
+
+    def all_states(self) -> list[str]:
+        names = {name for nodes in self.world.nodes.values() for name in nodes}
+        return [state for name in names for state in self.training(name).states]
 
     def training(self, name: str) -> Training:
         hosts = next(nodes[name].hosts for nodes in self.world.nodes.values() if name in nodes)
@@ -154,6 +156,7 @@ class Model(launch.Runner):
             training.holds_run, self._left = self.is_volatile, self.polls
         elif verb[1] == "start":
             return launch.Result(1)
+        self.is_complete = self.is_complete or set(self.all_states()) == {"0"}
         lines, code = [], 0
         for place, state in enumerate(training.states):
             if self.fault("host") == "unreached":
