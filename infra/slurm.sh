@@ -52,7 +52,7 @@ TEXT
 submit() {
   [[ -n $config ]] || fail "--config is missing: the YAML file to train, for example config/llama_124m_gpu.yaml"
   [[ -f $root/$config ]] || fail "--config is $config: there is no such file in $root"
-  [[ $limit =~ ^[0-9]+([-:][0-9]+)*$ ]] || fail "--time is '$limit': give the limit of a job, for example 04:00:00"
+  [[ $time =~ ^[0-9]+([-:][0-9]+)*$ ]] || fail "--time is '$time': give the limit of a job, for example 04:00:00"
   if [[ $dry_run == no ]]; then
     mkdir -p "$folder"
     exec 9>>"$folder/lock"
@@ -95,7 +95,7 @@ job_script() {
   words+=(-- "${program[@]}" train "$config" --distributed.coordinator auto "${overrides[@]}")
   echo "#!/usr/bin/env bash"
   printf '#SBATCH %s\n' "--job-name=$name" "--nodes=$nodes" "--ntasks-per-node=$gpus" "$boxes" \
-    "--time=$limit" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
+    "--time=$time" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
     "${asked[@]}"
   echo "exec $(quoted "${words[@]}")"
 }
@@ -310,7 +310,7 @@ conclude() {
 }
 
 main() {
-  name="" config="" nodes=1 gpus="" limit="" margin=300 environment="" attempts=5 gres="" container=""
+  name="" config="" nodes=1 gpus="" time="" margin=300 environment="" attempts=5 gres="" container=""
   asked=() setup=() overrides=()
   local command=${1:-} value variable
   case $command in
@@ -323,19 +323,10 @@ main() {
   shift
   while (($#)); do
     case $1 in
-      --name | --config | --nodes | --gpus | --margin | --environment | --attempts | --gres | --container)
+      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
         value=$(value_of "$@")
         variable=${1#--}
         printf -v "$variable" %s "$value"
-        shift 2
-        ;;
-      --time)
-        limit=$(value_of "$@")
-        shift 2
-        ;;
-      --cpus)
-        value=$(value_of "$@")
-        asked+=("--cpus-per-task=$value")
         shift 2
         ;;
       --setup)
@@ -348,9 +339,9 @@ main() {
         asked+=("$2")
         shift 2
         ;;
-      --mem | --partition | --account | --qos | --constraint | --reservation)
+      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
         value=$(value_of "$@")
-        asked+=("$1=$value")
+        asked+=("${1/%cpus/cpus-per-task}=$value")
         shift 2
         ;;
       --exclusive) asked+=("$1") && shift ;;

@@ -24,7 +24,8 @@ HOSTS = "hosts"  # the JobSet's one kind of job
 MISTAKE = 2  # the exit code that starting again does not mend
 STOPPED = 143  # that of a run which SIGTERM has stopped, and which has saved
 PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or evicted
-SPOT = "cloud.google.com/gke-spot"
+GKE = "cloud.google.com"  # where its labels begin
+SPOT = f"{GKE}/gke-spot"
 QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -47,7 +48,7 @@ class Tpu:
     """A kind of TPU as GKE names it, and its machines by their chips."""
 
     label: str
-    topologies: re.Pattern[str]
+    topologies: str
     machines: dict[int, Size]
 
 
@@ -60,8 +61,8 @@ class Gpu:
     is_arm: bool = False
 
 
-FLAT = re.compile("1x1|2x2|2x4|4x4|4x8|8x8|8x16|16x16")
-SOLID = re.compile("2x2x1|2x2x2|2x2x4|2x4x4|([1-9]\\d*)x([1-9]\\d*)x([1-9]\\d*)")  # see `chips_of`
+FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+SOLID = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4 with A <= B <= C"
 TPUS = {
     "v4": Tpu("tpu-v4-podslice", SOLID, {4: Size(240, 407)}),
     "v5e": Tpu("tpu-v5-lite-podslice", FLAT, {1: Size(24, 48), 4: Size(112, 192), 8: Size(224, 384)}),
@@ -84,7 +85,8 @@ GPUS = {
     "nvidia-gb200": Gpu(Size(35, 221), most=4, is_arm=True),
     "nvidia-gb300": Gpu(Size(36, 240), most=4, is_arm=True),
 }
-GKE_GPU_LABEL = "cloud.google.com/gke-accelerator"
+TPU, GPU = "google.com/tpu", "nvidia.com/gpu"
+ARM = {"kubernetes.io/arch": "arm64"}
 POD_SHARE = 0.8  # of a machine; Kubernetes and its own pods take the rest
 SHARED_MEMORY_SHARE = 0.25  # of a pod's memory, at most: /dev/shm counts as memory of the pod
 
@@ -105,10 +107,6 @@ class Machines:
         return self.chip == TPU
 
 
-TPU, GPU = "google.com/tpu", "nvidia.com/gpu"
-ARM = {"kubernetes.io/arch": "arm64"}
-
-
 class Mistake(Exception):
     """What the user has to mend, in one line."""
 
@@ -119,8 +117,9 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_args(own)
     try:
         text = yaml.safe_dump(manifest(options, overrides), sort_keys=False, width=1000)
-    except Mistake as mistake:
-        print(f"jobset.py: error: {mistake}", file=sys.stderr)
+    except (Mistake, yaml.YAMLError, UnicodeDecodeError) as mistake:
+        where = "" if isinstance(mistake, Mistake) else f"{options.config}: "
+        print(f"jobset.py: error: {where}{' '.join(str(mistake).split())}", file=sys.stderr)
         return 2
     print(text, end="")
     return 0
@@ -183,7 +182,7 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
     path = ROOT / options.config
     if not path.is_file():
         raise Mistake(f"{options.config}: there is no such file in {ROOT}")
-    given = Keys(read(path), overrides)
+    given = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
     name = name_of(given)
     machines = machines_of(options)
     check_replicas(given, machines.slices)
@@ -206,7 +205,7 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
     }
     metadata: dict[str, Any] = {"name": name}
     if machines.has_tpus:
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
     if options.queue:
         metadata["labels"] = {QUEUE: options.queue}
     return {
@@ -321,8 +320,7 @@ def machines_of(options: argparse.Namespace) -> Machines:
             f"--accelerator is {options.accelerator}, but GKE has {', '.join(TPUS)} (with --topology) and "
             f"{', '.join(GPUS)}. For other GPUs give --gpu-label too, the label of your nodes that has this value"
         )
-    others = ("nodes", "gpus", "gpu_label") if tpu else ("topology", "slices", "host_chips")
-    for each in others:
+    for each in ("nodes", "gpus", "gpu_label") if tpu else ("topology", "slices", "host_chips"):
         if vars(options)[each] is not None:
             raise Mistake(f"--{each.replace('_', '-')} is not for {options.accelerator}: leave it out")
     return tpu_machines(options, tpu) if tpu else gpu_machines(options)
@@ -335,23 +333,18 @@ def tpu_machines(options: argparse.Namespace, tpu: Tpu) -> Machines:
     if of_host not in known:
         hosts = f"hosts of {options.accelerator} with --topology {options.topology}"
         raise Mistake(f"--host-chips is {of_host}, but {hosts} have {' or '.join(map(str, known))}")
-    labels = {
-        "cloud.google.com/gke-tpu-accelerator": tpu.label,
-        "cloud.google.com/gke-tpu-topology": options.topology,
-    }
+    labels = {f"{GKE}/gke-tpu-accelerator": tpu.label, f"{GKE}/gke-tpu-topology": options.topology}
     return Machines(options.slices or 1, chips // of_host, TPU, of_host, tpu.machines[of_host], labels)
 
 
 def chips_of(options: argparse.Namespace, tpu: Tpu) -> int:
-    found = tpu.topologies.fullmatch(options.topology or "")
-    sides = [int(each) for each in found.groups() if each] if found else []
-    if found is None or sides != sorted(sides) or any(side % 4 for side in sides):
-        known = FLAT.pattern if tpu.topologies is FLAT else "2x2x1|2x2x2|2x2x4|2x4x4|AxBxC with multiples of 4, A<=B<=C"
-        raise Mistake(
-            f"--topology is {options.topology}: give the chips of a slice. {options.accelerator} has "
-            f"{known.replace('|', ', ')}"
-        )
-    return prod(map(int, options.topology.split("x")))
+    given = options.topology or ""
+    sides = [int(side) for side in given.split("x") if re.fullmatch(r"[1-9]\d*", side)]
+    is_cuboid = len(sides) == 3 and sides == sorted(sides) and not any(side % 4 for side in sides)
+    if given not in tpu.topologies.split(", ") and not (tpu.topologies is SOLID and is_cuboid):
+        known = f"{options.accelerator} has {tpu.topologies}"
+        raise Mistake(f"--topology is {options.topology}: give the chips of a slice. {known}")
+    return prod(sides)
 
 
 def gpu_machines(options: argparse.Namespace) -> Machines:
@@ -359,25 +352,15 @@ def gpu_machines(options: argparse.Namespace) -> Machines:
     gpus = options.gpus or min(8, gpu.most)
     if options.gpu_label is None and gpus > gpu.most:
         raise Mistake(f"--gpus is {gpus}, but a box with {options.accelerator} has at most {gpu.most}")
-    labels = {options.gpu_label or GKE_GPU_LABEL: options.accelerator, **(ARM if gpu.is_arm else {})}
+    labels = {options.gpu_label or f"{GKE}/gke-accelerator": options.accelerator, **(ARM if gpu.is_arm else {})}
     return Machines(1, options.nodes or 1, GPU, gpus, gpu.share and gpu.share.part(gpus), labels)
-
-
-def read(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Mistake(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise Mistake(f"{path} has no keys: it has to be a configuration of `gregale train`")
-    return found
 
 
 @dataclass(frozen=True)
 class Keys:
     """The configuration and the keys after `--`, of which the last one counts."""
 
-    config: dict[str, Any]
+    config: Any
     overrides: list[str]
 
     def get(self, key: str, default: Any) -> str:
@@ -417,13 +400,10 @@ def check_storage(options: argparse.Namespace, given: Keys, machines: Machines) 
     pods = machines.slices * machines.pods
     if options.claim or options.store or in_bucket or (options.keep_nothing and pods == 1):
         return
+    why, rest = "runs would be on the pod's own disk, so that each restart begins empty", ", or --keep-nothing"
     if pods > 1:
-        why = f"{pods} pods have to see the same run directory and token stores"
-        rest = "a PersistentVolumeClaim with the access mode ReadWriteMany, or --store with a bucket's folder"
-    else:
-        why = "runs would be on the pod's own disk, so that each restart begins empty"
-        rest = "a PersistentVolumeClaim, --store with a bucket's folder, or --keep-nothing if that is meant"
-    raise Mistake(f"--claim is missing: {why}. Give {rest}")
+        why, rest = f"{pods} pods have to see the same run directory and token stores", " with the mode ReadWriteMany"
+    raise Mistake(f"--claim is missing: {why}. Give --store with a bucket's folder, or a PersistentVolumeClaim{rest}")
 
 
 if __name__ == "__main__":

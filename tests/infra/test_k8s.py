@@ -230,7 +230,7 @@ MISTAKES = [
     ((*GPU[:-2],), "--claim is missing: runs would be on the pod's own disk, so that each restart begins empty"),
     ((*GPU, "--", "--name", "Llama_1"), "name is 'Llama_1'"),
     (("config/none.yaml", *GPU[1:]), "config/none.yaml: there is no such file"),
-    (("README.md", *GPU[1:]), f"{ROOT}/README.md "),
+    (("README.md", *GPU[1:]), "README.md: "),
     ((*GPU, *OWN), "--cpu and --memory are missing: the size of a machine with H100-SXM"),
 ]
 
