@@ -273,8 +273,10 @@ def cloud(folder: Path) -> Iterator[Cloud]:
         found.script("bin/gcloud", f'#!/bin/bash\nexec {shlex.join(words)} "$@"\n')
         with (folder / "log").open("w") as log:
             server = subprocess.Popen([*words, str(lib)], env=found.environment, stdout=log, stderr=log)
-        until((folder / "socket").exists)
-        yield found
-        server.kill()
-        server.wait()
-        api.shutdown()
+        try:
+            until((folder / "socket").exists)
+            yield found
+        finally:
+            server.kill()
+            server.wait()
+            api.shutdown()
