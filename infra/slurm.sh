@@ -31,10 +31,15 @@ options:
   --nodes N           boxes, default 1 (submit)
   --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
   --cpus N            processor cores of a process; default: Slurm's (submit)
+  --mem SIZE          memory of a box, for example 500G; default: Slurm's (submit)
+  --gres GRES         ask for the GPUs as generic resources, for example gpu:a100:4, where Slurm knows no --gpus (submit)
   --time TIME         limit of a job, for example 04:00:00 (submit)
   --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
   --partition, --account, --qos, --constraint, --reservation VALUE  passed on to sbatch (submit)
   --exclusive         take whole boxes (submit)
+  --sbatch-flag FLAG  one more word for sbatch, such as --nodelist=n[1-4]; may be repeated (submit)
+  --setup COMMAND     run in each job before the training, such as 'module load cuda/13'; may be repeated (submit)
+  --container IMAGE   train in an image made from infra/Dockerfile: by Apptainer if it ends in .sif, else by Pyxis (submit)
   --environment FILE  lines NAME=value for the training, such as keys of trackers: read in the job, never on a command line
   --attempts N        end after N jobs in a row without a new checkpoint, default 5 (submit)
   --dry-run           print every command and the script, run none
@@ -47,7 +52,7 @@ TEXT
 submit() {
   [[ -n $config ]] || fail "--config is missing: the YAML file to train, for example config/llama_124m_gpu.yaml"
   [[ -f $root/$config ]] || fail "--config is $config: there is no such file in $root"
-  [[ $limit =~ ^[0-9]+([-:][0-9]+)*$ ]] || fail "--time is '$limit': give the limit of a job, for example 04:00:00"
+  [[ $time =~ ^[0-9]+([-:][0-9]+)*$ ]] || fail "--time is '$time': give the limit of a job, for example 04:00:00"
   if [[ $dry_run == no ]]; then
     mkdir -p "$folder"
     exec 9>>"$folder/lock"
@@ -77,11 +82,20 @@ sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folde
 
 job_script() {
   local words=(bash "$root/infra/slurm.sh" job --name "$name" --nodes "$nodes" --gpus "$gpus" --attempts "$attempts")
+  local program=(.venv/bin/gregale) boxes="--gpus-per-node=$gpus" line
+  [[ -z $gres ]] || boxes="--gres=$gres"
   [[ -z $environment ]] || words+=(--environment "$environment")
-  words+=(-- .venv/bin/gregale train "$config" --distributed.coordinator auto "${overrides[@]}")
+  for line in "${setup[@]}"; do words+=(--setup "$line"); done
+  if [[ $container == *.sif ]]; then
+    program=(apptainer exec --nv --bind "$root" --pwd "$root" "$container" gregale)
+  elif [[ -n $container ]]; then
+    program=(gregale)
+    words+=(--container "$container")
+  fi
+  words+=(-- "${program[@]}" train "$config" --distributed.coordinator auto "${overrides[@]}")
   echo "#!/usr/bin/env bash"
-  printf '#SBATCH %s\n' "--job-name=$name" "--nodes=$nodes" "--ntasks-per-node=$gpus" "--gpus-per-node=$gpus" \
-    "--time=$limit" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
+  printf '#SBATCH %s\n' "--job-name=$name" "--nodes=$nodes" "--ntasks-per-node=$gpus" "$boxes" \
+    "--time=$time" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
     "${asked[@]}"
   echo "exec $(quoted "${words[@]}")"
 }
@@ -207,13 +221,20 @@ drop_heir() {
 }
 
 train() {
-  local code try
+  local code line try
   if [[ -n $environment ]]; then
     set -a
     # shellcheck source=/dev/null
     . "$environment"
     set +a
   fi
+  for line in "${setup[@]}"; do
+    set +eu # what it calls is not ours, such as the function `module`
+    eval "$line"
+    code=$?
+    set -eu
+    ((code == 0)) || { say "error: the setup failed with exit code $code: $line" && return 1; }
+  done
   for ((try = 1; ; try++)); do
     [[ $asked_to_save == no ]] || return 143
     code=0
@@ -226,8 +247,12 @@ train() {
 
 run_step() {
   rm -f "$turn"/*
+  local boxed=()
+  [[ -z $container ]] || boxed=("--container-image=$container" "--container-mounts=$root" "--container-workdir=$root")
+  # Since Slurm 22.05 srun takes the cores of a process from this variable only.
+  [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   # A process that has saved and ended must not end those that still save; the processes watch one another.
-  srun --kill-on-bad-exit=0 bash "$root/infra/slurm_task.sh" "$turn" "$@" &
+  srun --kill-on-bad-exit=0 "${boxed[@]}" bash "$root/infra/slurm_task.sh" "$turn" "$@" &
   step=$!
   [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
   wait_out "$step"
@@ -285,8 +310,8 @@ conclude() {
 }
 
 main() {
-  name="" config="" nodes=1 gpus=8 limit="" margin=300 environment="" attempts=5
-  asked=() overrides=()
+  name="" config="" nodes=1 gpus="" time="" margin=300 environment="" attempts=5 gres="" container=""
+  asked=() setup=() overrides=()
   local command=${1:-} value variable
   case $command in
     submit | status | stop | job) ;;
@@ -298,24 +323,25 @@ main() {
   shift
   while (($#)); do
     case $1 in
-      --name | --config | --nodes | --gpus | --margin | --environment | --attempts)
+      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
         value=$(value_of "$@")
         variable=${1#--}
         printf -v "$variable" %s "$value"
         shift 2
         ;;
-      --time)
-        limit=$(value_of "$@")
+      --setup)
+        value=$(value_of "$@")
+        setup+=("$value")
         shift 2
         ;;
-      --cpus)
-        value=$(value_of "$@")
-        asked+=("--cpus-per-task=$value")
+      --sbatch-flag) # its value begins with --
+        [[ ${2:-} == -* ]] || fail "$1 needs one of sbatch's flags as its value, such as --nodelist=n1"
+        asked+=("$2")
         shift 2
         ;;
-      --partition | --account | --qos | --constraint | --reservation)
+      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
         value=$(value_of "$@")
-        asked+=("$1=$value")
+        asked+=("${1/%cpus/cpus-per-task}=$value")
         shift 2
         ;;
       --exclusive) asked+=("$1") && shift ;;
@@ -330,14 +356,18 @@ main() {
 }
 
 check_options() {
-  local option value
+  local option value of_gres=""
   [[ $name =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] || fail "--name is '$name': give letters, digits, dots, - and _"
   folder=$root/slurm/$name
+  [[ ! $gres =~ ^([^,]*,)*gpu(:[^:,]+)?:([0-9]+)(,|$) ]] || of_gres=${BASH_REMATCH[3]}
+  : "${gpus:=${of_gres:-8}}"
   for option in nodes gpus margin attempts; do
     [[ ${!option} =~ ^[1-9][0-9]*$ ]] || fail "--$option is '${!option}': give a number, 1 or more"
   done
-  for value in "${asked[@]}"; do
-    [[ $value =~ ^[A-Za-z0-9_.,:=\&\|-]+$ ]] || fail "'$value' has characters that sbatch would read in its own way"
+  [[ -z $gres || -n $of_gres ]] || fail "--gres is '$gres': give the GPUs of a box, for example gpu:8 or gpu:a100:8"
+  [[ -z $gres || $gpus == "$of_gres" ]] || fail "--gpus is $gpus, but --gres is $gres: each GPU has a process, so give one"
+  for value in "${asked[@]}" ${gres:+"$gres"}; do
+    [[ $value =~ ^[]A-Za-z0-9_.,:=\&\|/@%+*()[~-]+$ ]] || fail "'$value' has characters that sbatch would read in its own way"
   done
   if [[ -n $environment ]]; then
     [[ -f $environment ]] || fail "--environment is $environment: there is no such file"

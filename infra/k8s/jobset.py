@@ -2,7 +2,8 @@
 
 The name is the run's. On TPUs each slice is a job of as many pods as it has hosts; on GPUs each pod is a box, with one
 process. A pod that ends with exit code 2, a mistake, ends the JobSet; any other failure starts all pods again, from the
-newest checkpoint. Nothing is asked and nothing is sent: `train.sh` beside this gives the manifest to kubectl.
+newest checkpoint. Restarts after a preemption are not counted. Nothing is asked and nothing is sent: `train.sh` beside
+this gives the manifest to kubectl.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
 MISTAKE = 2  # the exit code that starting again does not mend
-SPOT = "cloud.google.com/gke-spot"
+STOPPED = 143  # that of a run which SIGTERM has stopped, and which has saved
+PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or evicted
+GKE = "cloud.google.com"  # where its labels begin
+SPOT = f"{GKE}/gke-spot"
 QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -41,30 +45,66 @@ class Size:
 
 @dataclass(frozen=True)
 class Tpu:
-    """A kind of TPU as GKE names it, and its machines by their chips; a slice of several hosts has those of four."""
+    """A kind of TPU as GKE names it, and its machines by their chips."""
 
     label: str
+    topologies: str
     machines: dict[int, Size]
-    chips_of_host: int = 4
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What GKE's machines have for each GPU of a kind; None where it is chosen with the machine."""
+
+    share: Size | None
+    most: int = 8  # GPUs of a machine
+    is_arm: bool = False
+
+
+FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+SOLID = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4 with A <= B <= C"
 TPUS = {
-    "v4": Tpu("tpu-v4-podslice", {4: Size(240, 407)}),
-    "v5e": Tpu("tpu-v5-lite-podslice", {1: Size(24, 48), 4: Size(112, 192), 8: Size(224, 384)}),
-    "v5p": Tpu("tpu-v5p-slice", {4: Size(208, 448)}),
-    "v6e": Tpu("tpu-v6e-slice", {1: Size(44, 176), 4: Size(180, 720), 8: Size(180, 1440)}),
+    "v4": Tpu("tpu-v4-podslice", SOLID, {4: Size(240, 407)}),
+    "v5e": Tpu("tpu-v5-lite-podslice", FLAT, {1: Size(24, 48), 4: Size(112, 192), 8: Size(224, 384)}),
+    "v5p": Tpu("tpu-v5p-slice", SOLID, {4: Size(208, 448)}),
+    "v6e": Tpu("tpu-v6e-slice", FLAT, {1: Size(44, 176), 4: Size(180, 720), 8: Size(180, 1440)}),
+    "tpu7x": Tpu("tpu7x", SOLID, {4: Size(224, 960)}),
 }
-# GKE's labels of GPUs, and what its machines have for each GPU.
+HOST_CHIPS = 4  # of a machine, if not chosen otherwise: slices of several hosts have only these
+# GKE's labels of GPUs that CUDA 13 knows, from compute capability 7.5 on.
 GPUS = {
-    "nvidia-tesla-a100": Size(12, 85),
-    "nvidia-a100-80gb": Size(12, 170),
-    "nvidia-h100-80gb": Size(26, 234),
-    "nvidia-h100-mega-80gb": Size(26, 234),
-    "nvidia-h200-141gb": Size(28, 369),
-    "nvidia-b200": Size(28, 496),
+    "nvidia-tesla-t4": Gpu(None, most=4),
+    "nvidia-l4": Gpu(Size(12, 48)),
+    "nvidia-tesla-a100": Gpu(Size(12, 85), most=16),
+    "nvidia-a100-80gb": Gpu(Size(12, 170)),
+    "nvidia-h100-80gb": Gpu(Size(26, 234)),
+    "nvidia-h100-mega-80gb": Gpu(Size(26, 234)),
+    "nvidia-h200-141gb": Gpu(Size(28, 369)),
+    "nvidia-rtx-pro-6000": Gpu(Size(48, 180)),
+    "nvidia-b200": Gpu(Size(28, 496)),
+    "nvidia-gb200": Gpu(Size(35, 221), most=4, is_arm=True),
+    "nvidia-gb300": Gpu(Size(36, 240), most=4, is_arm=True),
 }
+TPU, GPU = "google.com/tpu", "nvidia.com/gpu"
+ARM = {"kubernetes.io/arch": "arm64"}
 POD_SHARE = 0.8  # of a machine; Kubernetes and its own pods take the rest
 SHARED_MEMORY_SHARE = 0.25  # of a pod's memory, at most: /dev/shm counts as memory of the pod
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run: of each slice `pods`, and what a pod takes of its machine."""
+
+    slices: int
+    pods: int
+    chip: str  # the resource
+    chips: int
+    size: Size | None  # of the machine, where it is known
+    labels: dict[str, str]
+
+    @property
+    def has_tpus(self) -> bool:
+        return self.chip == TPU
 
 
 class Mistake(Exception):
@@ -77,8 +117,9 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_args(own)
     try:
         text = yaml.safe_dump(manifest(options, overrides), sort_keys=False, width=1000)
-    except Mistake as mistake:
-        print(f"jobset.py: error: {mistake}", file=sys.stderr)
+    except (Mistake, yaml.YAMLError, UnicodeDecodeError) as mistake:
+        where = "" if isinstance(mistake, Mistake) else f"{options.config}: "
+        print(f"jobset.py: error: {where}{' '.join(str(mistake).split())}", file=sys.stderr)
         return 2
     print(text, end="")
     return 0
@@ -97,23 +138,29 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("config", help="the YAML file, below the repository: the image has it at the same place")
     add("--image", required=True, help="made from infra/Dockerfile, with a tag or a digest")
-    add("--accelerator", required=True, help=f"{', '.join(TPUS)}, or the label of a GPU, such as nvidia-h100-80gb")
+    add("--accelerator", required=True, help=f"{', '.join(TPUS)}, or GKE's label of a GPU, such as nvidia-h100-80gb")
     add("--topology", help="TPU: chips of a slice, for example 4x4")
-    add("--slices", type=positive, default=1, help="TPU: slices; mesh.replica has to be a multiple of it")
-    add("--nodes", type=positive, default=1, help="GPU: boxes")
-    add("--gpus", type=positive, default=8, help="GPU: of a box")
-    add("--gpu-label", default="cloud.google.com/gke-accelerator", help="GPU: the nodes' label with their kind of GPU")
+    add("--slices", type=positive, help="TPU: slices, default 1; mesh.replica has to be a multiple of it")
+    add("--host-chips", type=positive, help="TPU: chips of a host, default 4; 8 for a v5e or v6e host with all of 2x4")
+    add("--nodes", type=positive, help="GPU: boxes, default 1")
+    add("--gpus", type=positive, help="GPU: of a box, default 8, or all that such a box has")
+    add("--gpu-label", help="GPU: your nodes' label, where they are not GKE's; --accelerator is then its value")
     add("--cpu", type=positive, help="processors that a pod requests; default: four fifths of a known machine's")
     add("--memory", type=gibibytes, help="memory that a pod requests, and its limit, such as 64Gi; default: that share")
     add("--queue", help="Kueue: the LocalQueue that admits the JobSet")
     add("--claim", help="a PersistentVolumeClaim that all pods can write; it is mounted at --mount")
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
     add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
+    add("--keep-nothing", action="store_true", help="one pod: without a claim and a store; each restart begins empty")
     add("--environment-secret", help="a Secret whose keys become the training's variables, such as those of trackers")
     add("--service-account", help="of the pods")
     add("--restarts", type=positive, default=20, help="failures after which it is given up")
     add("--grace-seconds", type=positive, default=600, help="for the last checkpoint, from SIGTERM to SIGKILL")
-    add("--spot", action="store_true", help="GKE: take capacity that may be reclaimed")
+    add(
+        "--spot",
+        action="store_true",
+        help="GKE: take capacity that may be reclaimed, with 15 s for the last checkpoint",
+    )
     return found
 
 
@@ -135,34 +182,30 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
     path = ROOT / options.config
     if not path.is_file():
         raise Mistake(f"{options.config}: there is no such file in {ROOT}")
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    name = name_of(config, overrides)
-    on_tpu = options.accelerator in TPUS
-    slices, pods = (options.slices, hosts_of_slice(options)) if on_tpu else (1, options.nodes)
-    check_replicas(config, overrides, slices)
-    if options.claim is None and options.store is None and slices * pods > 1:
-        raise Mistake(
-            f"--claim is missing: {slices * pods} pods have to see the same run directory and token stores, so they "
-            "need a PersistentVolumeClaim with the access mode ReadWriteMany; or give --store with a bucket's folder"
-        )
+    given = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
+    name = name_of(given)
+    machines = machines_of(options)
+    check_replicas(given, machines.slices)
+    check_storage(options, given, machines)
     job = {
         "backoffLimit": 0,  # one pod less is a failure of the run: the JobSet starts all of them again
         "completionMode": "Indexed",
-        "completions": pods,
-        "parallelism": pods,
+        "completions": machines.pods,
+        "parallelism": machines.pods,
         "podFailurePolicy": {
             "rules": [
+                {"action": "FailJob", "onPodConditions": [{"type": PREEMPTION, "status": "True"}]},
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE]},
-                }
+                    "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE, STOPPED]},
+                },
             ]
         },
-        "template": {"spec": pod(options, name, overrides, on_tpu)},
+        "template": {"spec": pod(options, name, overrides, machines)},
     }
     metadata: dict[str, Any] = {"name": name}
-    if on_tpu:
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    if machines.has_tpus:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
     if options.queue:
         metadata["labels"] = {QUEUE: options.queue}
     return {
@@ -173,34 +216,52 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
             "failurePolicy": {
                 "maxRestarts": options.restarts,
                 "restartStrategy": "BlockingRecreate",  # those that still save are waited for
-                "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+                "rules": [
+                    rule("mistake", "FailJobSet", f"exit code {MISTAKE} "),
+                    rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", PREEMPTION, f"exit code {STOPPED} "),
+                ],
             },
-            "replicatedJobs": [{"name": HOSTS, "replicas": slices, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": HOSTS, "replicas": machines.slices, "template": {"spec": job}}],
         },
     }
 
 
-def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bool) -> dict[str, Any]:
+def rule(name: str, action: str, *patterns: str) -> dict[str, Any]:
+    """What the JobSet does after a failure that a rule of its job's `podFailurePolicy` has told, by that message."""
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": list(patterns),
+    }
+
+
+def pod(options: argparse.Namespace, name: str, overrides: list[str], machines: Machines) -> dict[str, Any]:
     """The specification of a pod."""
     base = (options.store or options.mount).rstrip("/")
     kept = ["--runs", f"{base}/runs", "--data.cache", f"{base}/cache"] if options.store or options.claim else []
-    size = size_of_pod(options, on_tpu)
+    size = size_of_pod(options, machines)
+    user, rights = 1000, []
+    if machines.has_tpus:
+        # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
+        user, rights = 0, ["SYS_RESOURCE"]
     container: dict[str, Any] = {
         "name": "gregale",
         "image": options.image,
         # Without a shell: the training itself gets SIGTERM, and saves.
-        "command": ["gregale", "train", options.config, *joining(options, name, on_tpu), *kept, *overrides],
-        "resources": resources(options, on_tpu, size),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "command": ["gregale", "train", options.config, *joining(name, machines), *kept, *overrides],
+        "resources": resources(machines, size),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": rights}},
     }
+    taken = {SPOT: "true"} if options.spot else {}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace_seconds,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
-        "nodeSelector": selector(options, on_tpu),
+        "securityContext": {"runAsNonRoot": user > 0, "runAsUser": user, "runAsGroup": 1000, "fsGroup": 1000},
+        "nodeSelector": {**machines.labels, **taken},
         "containers": [container],
     }
-    if not on_tpu:
+    if not machines.has_tpus:
         container["env"] = [{"name": "PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     if options.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
@@ -214,80 +275,109 @@ def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bo
     spec["volumes"] = volumes
     if options.service_account:
         spec["serviceAccountName"] = options.service_account
-    if options.spot:
-        spec["tolerations"] = [{"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}]
+    tainted = {**taken, **{label: value for label, value in machines.labels.items() if label in ARM}}
+    if tainted:
+        spec["tolerations"] = [
+            {"key": label, "operator": "Equal", "value": value, "effect": "NoSchedule"}
+            for label, value in tainted.items()
+        ]
     return spec
 
 
-def size_of_pod(options: argparse.Namespace, on_tpu: bool) -> Size:
+def size_of_pod(options: argparse.Namespace, machines: Machines) -> Size:
     """Returns what a pod requests: the options, or a share of the machine where its size is known."""
-    if on_tpu:
-        machine = TPUS[options.accelerator].machines.get(chips_of_host(options))
-    else:
-        each = GPUS.get(options.accelerator)
-        machine = each and each.part(options.gpus)
-    if machine is None and None in (options.cpu, options.memory):
+    if machines.size is None and None in (options.cpu, options.memory):
         raise Mistake(
             f"--cpu and --memory are missing: the size of a machine with {options.accelerator} is not known here. Give "
             "what a pod may take of it, for example --cpu 96 --memory 800Gi"
         )
-    default = machine.part(POD_SHARE) if machine else Size(1, 1)
+    default = machines.size.part(POD_SHARE) if machines.size else Size(1, 1)
     return Size(options.cpu or default.cpus, options.memory or default.gibibytes)
 
 
-def resources(options: argparse.Namespace, on_tpu: bool, size: Size) -> dict[str, Any]:
+def resources(machines: Machines, size: Size) -> dict[str, Any]:
     """Processors are requested only: those that are idle may be used. Memory and chips are limited too."""
-    chip, count = ("google.com/tpu", chips_of_host(options)) if on_tpu else ("nvidia.com/gpu", options.gpus)
-    memory = f"{size.gibibytes}Gi"
-    return {"requests": {"cpu": size.cpus, "memory": memory, chip: count}, "limits": {"memory": memory, chip: count}}
+    limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
+    return {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
 
 
-def joining(options: argparse.Namespace, name: str, on_tpu: bool) -> list[str]:
+def joining(name: str, machines: Machines) -> list[str]:
     """How processes find one another: on TPUs by what GKE tells each pod, on GPUs by the first pod's host name."""
-    if on_tpu:
+    if machines.has_tpus:
         return ["--distributed.coordinator", "auto"]
-    if options.nodes == 1:
+    if machines.pods == 1:
         return []
     first = f"{name}-{HOSTS}-0-0.{name}:{PORT}"
-    count = ["--distributed.processes", str(options.nodes), "--distributed.process", "$(PROCESS)"]
+    count = ["--distributed.processes", str(machines.pods), "--distributed.process", "$(PROCESS)"]
     return ["--distributed.coordinator", first, *count]
 
 
-def selector(options: argparse.Namespace, on_tpu: bool) -> dict[str, str]:
-    found = {SPOT: "true"} if options.spot else {}
-    if not on_tpu:
-        return {options.gpu_label: options.accelerator, **found}
-    tpu = TPUS[options.accelerator]
-    return {
-        "cloud.google.com/gke-tpu-accelerator": tpu.label,
-        "cloud.google.com/gke-tpu-topology": options.topology,
-        **found,
-    }
+def machines_of(options: argparse.Namespace) -> Machines:
+    """The machines that the options name; they exist on GKE, or have a label of the user's own."""
+    tpu = next((each for kind, each in TPUS.items() if options.accelerator in (kind, each.label)), None)
+    if tpu is None and options.gpu_label is None and options.accelerator not in GPUS:
+        raise Mistake(
+            f"--accelerator is {options.accelerator}, but GKE has {', '.join(TPUS)} (with --topology) and "
+            f"{', '.join(GPUS)}. For other GPUs give --gpu-label too, the label of your nodes that has this value"
+        )
+    for each in ("nodes", "gpus", "gpu_label") if tpu else ("topology", "slices", "host_chips"):
+        if vars(options)[each] is not None:
+            raise Mistake(f"--{each.replace('_', '-')} is not for {options.accelerator}: leave it out")
+    return tpu_machines(options, tpu) if tpu else gpu_machines(options)
 
 
-def chips(options: argparse.Namespace) -> int:
-    if options.topology is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", options.topology):
-        raise Mistake(f"--topology is {options.topology}: give the chips of a slice, for example 4x4 for v5e")
-    return prod(map(int, options.topology.split("x")))
+def tpu_machines(options: argparse.Namespace, tpu: Tpu) -> Machines:
+    chips = chips_of(options, tpu)
+    of_host = options.host_chips or min(HOST_CHIPS, chips)
+    known = [each for each in tpu.machines if each == chips or (each == HOST_CHIPS and chips % each == 0)]
+    if of_host not in known:
+        hosts = f"hosts of {options.accelerator} with --topology {options.topology}"
+        raise Mistake(f"--host-chips is {of_host}, but {hosts} have {' or '.join(map(str, known))}")
+    labels = {f"{GKE}/gke-tpu-accelerator": tpu.label, f"{GKE}/gke-tpu-topology": options.topology}
+    return Machines(options.slices or 1, chips // of_host, TPU, of_host, tpu.machines[of_host], labels)
 
 
-def chips_of_host(options: argparse.Namespace) -> int:
-    return chips(options) // hosts_of_slice(options)
+def chips_of(options: argparse.Namespace, tpu: Tpu) -> int:
+    given = options.topology or ""
+    sides = [int(side) for side in given.split("x") if re.fullmatch(r"[1-9]\d*", side)]
+    is_cuboid = len(sides) == 3 and sides == sorted(sides) and not any(side % 4 for side in sides)
+    if given not in tpu.topologies.split(", ") and not (tpu.topologies is SOLID and is_cuboid):
+        known = f"{options.accelerator} has {tpu.topologies}"
+        raise Mistake(f"--topology is {options.topology}: give the chips of a slice. {known}")
+    return prod(sides)
 
 
-def hosts_of_slice(options: argparse.Namespace) -> int:
-    """1 if a single host has them all."""
-    tpu = TPUS[options.accelerator]
-    found, most = chips(options), tpu.chips_of_host
-    if found <= max(tpu.machines):
-        return 1
-    if found % most:
-        raise Mistake(f"--topology {options.topology} has {found} chips; hosts of {options.accelerator} have {most}")
-    return found // most
+def gpu_machines(options: argparse.Namespace) -> Machines:
+    gpu = GPUS[options.accelerator] if options.gpu_label is None else Gpu(None)
+    gpus = options.gpus or min(8, gpu.most)
+    if options.gpu_label is None and gpus > gpu.most:
+        raise Mistake(f"--gpus is {gpus}, but a box with {options.accelerator} has at most {gpu.most}")
+    labels = {options.gpu_label or f"{GKE}/gke-accelerator": options.accelerator, **(ARM if gpu.is_arm else {})}
+    return Machines(1, options.nodes or 1, GPU, gpus, gpu.share and gpu.share.part(gpus), labels)
 
 
-def name_of(config: dict[str, Any], overrides: list[str]) -> str:
-    found = overridden(overrides, "name") or str(config.get("name", ""))
+@dataclass(frozen=True)
+class Keys:
+    """The configuration and the keys after `--`, of which the last one counts."""
+
+    config: Any
+    overrides: list[str]
+
+    def get(self, key: str, default: Any) -> str:
+        """The value of a key, given as `--key value`, as `--key=value`, or in the configuration."""
+        found: Any = self.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        for place, word in enumerate(self.overrides):
+            if word == f"--{key}" and place + 1 < len(self.overrides):
+                found = self.overrides[place + 1]
+            elif word.startswith(f"--{key}="):
+                found = word.partition("=")[2]
+        return str(default if found is None else found)
+
+
+def name_of(given: Keys) -> str:
+    found = given.get("name", "")
     if not NAME.fullmatch(found) or len(found) > MOST_NAME_LETTERS:
         raise Mistake(
             f"name is {found!r}: Kubernetes wants small letters, digits and hyphens, {MOST_NAME_LETTERS} at most. "
@@ -296,21 +386,24 @@ def name_of(config: dict[str, Any], overrides: list[str]) -> str:
     return found
 
 
-def check_replicas(config: dict[str, Any], overrides: list[str], slices: int) -> None:
-    given = overridden(overrides, "mesh.replica") or (config.get("mesh") or {}).get("replica", 1)
-    if int(given) % slices:
-        raise Mistake(f"mesh.replica is {given}, no multiple of {slices} slices: a replica lies in one slice")
+def check_replicas(given: Keys, slices: int) -> None:
+    found = given.get("mesh.replica", 1)
+    if not re.fullmatch(r"-?\d+", found):
+        raise Mistake(f"mesh.replica is {found}, which is no number of replicas")
+    if int(found) % slices:
+        raise Mistake(f"mesh.replica is {found}, no multiple of {slices} slices: a replica lies in one slice")
 
 
-def overridden(overrides: list[str], key: str) -> str | None:
-    """The value of a key that is given as `--key value` or `--key=value`; the last one counts."""
-    found = None
-    for place, word in enumerate(overrides):
-        if word == f"--{key}" and place + 1 < len(overrides):
-            found = overrides[place + 1]
-        elif word.startswith(f"--{key}="):
-            found = word.partition("=")[2]
-    return found
+def check_storage(options: argparse.Namespace, given: Keys, machines: Machines) -> None:
+    """Refuses runs that die with their pods: a restart makes all pods anew."""
+    in_bucket = all("://" in given.get(key, "") for key in ("runs", "data.cache"))
+    pods = machines.slices * machines.pods
+    if options.claim or options.store or in_bucket or (options.keep_nothing and pods == 1):
+        return
+    why, rest = "runs would be on the pod's own disk, so that each restart begins empty", ", or --keep-nothing"
+    if pods > 1:
+        why, rest = f"{pods} pods have to see the same run directory and token stores", " with the mode ReadWriteMany"
+    raise Mistake(f"--claim is missing: {why}. Give --store with a bucket's folder, or a PersistentVolumeClaim{rest}")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0
 KillWait=1
 ReturnToService=2
 GresTypes=gpu
+SlurmdParameters=config_overrides
 PartitionName=main Nodes=ALL Default=YES
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 Gres=gpu:1\n"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=1000 Gres=gpu:2\n"
 
 
 def why_not() -> str | None:
@@ -66,7 +67,7 @@ class Cluster:
         nodes = "".join(NODE.format(name=name, host=host, port=free_port()) for name in NODES)
         config = CONFIG.format(folder=folder, host=host, port=free_port()) + nodes
         (folder / "slurm.conf").write_text(config)
-        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{each}\n" for each in ("null", "zero")))
         files = {name: folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
         options = [f"--{name}{'' if name == 'socket' else '-file'}={file}" for name, file in files.items()]
         self._start("munged", "--foreground", "--force", f"--key-file={folder / 'munge.key'}", *options)

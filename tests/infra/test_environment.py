@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -159,5 +160,9 @@ def test_progress_counts_packages_once_and_files_by_size(environment, tmp_path):
     assert "4 of 59 packages, 82 of 182 MB: jaxlib, 81.5 MB" in lines
     assert lines[-2:] == ["all 4 are here; putting 2 in place", "installed"]
     assert (tmp_path / "marker").exists()
-    pins = (ROOT / "constraints.txt").read_text().splitlines()
-    assert abs(len(pins) - environment.SETS["dev"].packages) <= 2, "some depend on the version of Python"
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    cuda = {name for name in pins if name.startswith(("jax-cuda", "nvidia-"))}
+    assert abs(len(pins) - len(cuda) - environment.SETS["dev"].packages) <= 2, "some depend on the version of Python"
+    assert len(cuda) == 17
+    wanted = next(each for each in requires("jax") if each.endswith('extra == "cuda13"') and "plugin" in each)
+    assert f"<={pins['jax-cuda13-plugin']}," in wanted

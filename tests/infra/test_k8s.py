@@ -2,16 +2,21 @@
 
 import re
 import shlex
+import shutil
 import sys
+from functools import partial
 
 import pytest
 import yaml
 
+from tests.infra.kube_api import kube_api
 from tests.infra.stand_ins import HANG, ROOT, StandIns, load_module
 
 SCRIPT = ROOT / "infra" / "k8s" / "train.sh"
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
 GPU = ("config/llama_124m_gpu.yaml", "--image", "gregale:1", "--accelerator", "nvidia-h100-80gb", "--claim", "shared")
+
+OWN = ("--gpu-label", "nvidia.com/gpu.product", "--accelerator", "H100-SXM")
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +57,96 @@ def container_of(found: dict) -> dict:
     return pod_of(found)["containers"][0]
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "topology", "pods", "chips"), [("v5e", "4x4", 4, 4), ("v5e", "2x4", 1, 8), ("v4", "2x2x4", 4, 4)]
-)
-def test_a_slice_is_a_job_with_a_pod_for_each_host(manifest, accelerator, topology, pods, chips):
-    found = manifest(*TPU, "--accelerator", accelerator, "--topology", topology, "--slices", "2")
+# Each TPU that GKE offers: its label, topologies, and the pods of a slice and their chips.
+SLICES = [
+    ("v4", "tpu-v4-podslice", "2x2x4", (), 4, 4),
+    ("v5e", "tpu-v5-lite-podslice", "4x4", (), 4, 4),
+    ("v5e", "tpu-v5-lite-podslice", "2x4", (), 2, 4),
+    ("v5e", "tpu-v5-lite-podslice", "2x4", ("--host-chips", "8"), 1, 8),
+    ("v5p", "tpu-v5p-slice", "4x4x8", (), 32, 4),
+    ("v6e", "tpu-v6e-slice", "1x1", (), 1, 1),
+    ("tpu-v6e-slice", "tpu-v6e-slice", "2x4", (), 2, 4),
+    ("tpu7x", "tpu7x", "2x2x1", (), 1, 4),
+    ("tpu7x", "tpu7x", "4x8x8", (), 64, 4),
+]
+
+
+@pytest.mark.parametrize(("accelerator", "label", "topology", "words", "pods", "chips"), SLICES)
+def test_a_slice_is_a_job_with_a_pod_for_each_host(manifest, accelerator, label, topology, words, pods, chips):
+    found = manifest(*TPU, "--accelerator", accelerator, "--topology", topology, "--slices", "2", *words)
     job = job_of(found)
     inner = job["template"]["spec"]
     assert (job["replicas"], inner["parallelism"], inner["completions"]) == (2, pods, pods)
-    assert container_of(found)["resources"]["limits"]["google.com/tpu"] == chips
-    assert inner["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology
+    container = container_of(found)
+    assert container["resources"]["limits"]["google.com/tpu"] == chips
+    assert inner["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": label,
+        "cloud.google.com/gke-tpu-topology": topology,
+    }
     assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in found["metadata"]["annotations"]
+    # Rights that are added for a user other than root are not in force.
+    assert pod_of(found)["securityContext"]["runAsUser"] == 0
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_RESOURCE"]}
 
 
-def test_a_failure_starts_all_again_and_a_mistake_ends_it(manifest):
+# GKE's labels, and the most GPUs of a box.
+BOXES = {
+    "nvidia-tesla-t4": 4,
+    "nvidia-l4": 8,
+    "nvidia-tesla-a100": 16,
+    "nvidia-a100-80gb": 8,
+    "nvidia-h100-80gb": 8,
+    "nvidia-h100-mega-80gb": 8,
+    "nvidia-h200-141gb": 8,
+    "nvidia-rtx-pro-6000": 8,
+    "nvidia-b200": 8,
+    "nvidia-gb200": 4,
+    "nvidia-gb300": 4,
+}
+
+
+def test_each_gpu_of_gke_is_known(jobset, manifest, capsys):
+    assert set(jobset.GPUS) == set(BOXES)
+    for label, most in BOXES.items():
+        size = ("--cpu", "8", "--memory", "30Gi") if label == "nvidia-tesla-t4" else ()
+        found = manifest(*GPU, "--accelerator", label, *size)
+        selector = pod_of(found)["nodeSelector"]
+        assert selector["cloud.google.com/gke-accelerator"] == label
+        assert container_of(found)["resources"]["limits"]["nvidia.com/gpu"] == min(most, 8)
+        assert container_of(found)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": []}
+        is_arm = label.startswith("nvidia-gb")
+        assert (selector.get("kubernetes.io/arch") == "arm64") == is_arm
+        assert [each["value"] for each in pod_of(found).get("tolerations", [])] == ["arm64"] * is_arm
+        assert jobset.main([*GPU, "--accelerator", label, *size, "--gpus", str(most + 1)]) == 2
+        assert f"has at most {most}" in capsys.readouterr().err
+
+
+# Messages of a failed job, in the words of Kubernetes' controller.
+EXIT = "Container gregale for pod team/llama-hosts-0-1 failed with exit code {} matching FailJob rule at index 1"
+DISRUPTED = "Pod team/llama-hosts-0-1 has condition DisruptionTarget matching FailJob rule at index 0"
+
+
+def action_after(found: dict, reason: str, message: str) -> str:
+    """What JobSet does, by its rules: the first that matches counts."""
+    for rule in found["spec"]["failurePolicy"]["rules"]:
+        patterns = rule["onJobFailureMessagePatterns"]
+        if reason in rule["onJobFailureReasons"] and any(re.search(each, message) for each in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+def test_a_failure_starts_all_again_a_mistake_ends_it_and_a_preemption_is_not_counted(manifest):
     found = manifest(*TPU, "--topology", "4x4", "--slices", "2", "--restarts", "7", "--grace-seconds", "900")
-    policy = found["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 7
-    assert policy["rules"][0]["action"] == "FailJobSet"
+    assert found["spec"]["failurePolicy"]["maxRestarts"] == 7
+    assert action_after(found, "BackoffLimitExceeded", "Job has reached the specified backoff limit") == "RestartJobSet"
+    assert action_after(found, "PodFailurePolicy", EXIT.format(2)) == "FailJobSet"
+    for message in (EXIT.format(143), DISRUPTED):
+        assert action_after(found, "PodFailurePolicy", message) == "RestartJobSetAndIgnoreMaxRestarts"
     inner = job_of(found)["template"]["spec"]
     assert inner["backoffLimit"] == 0
-    assert inner["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    condition, codes = inner["podFailurePolicy"]["rules"]
+    assert condition["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert codes["onExitCodes"]["values"] == [2, 143]
     pod = inner["template"]["spec"]
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 900)
     assert container_of(found)["command"][0] == "gregale", "no shell keeps SIGTERM from it"
@@ -103,7 +177,7 @@ def test_boxes_find_the_first_pod(manifest):
         ((*TPU, "--accelerator", "v6e", "--topology", "1x1"), 35, 140, 35),  # 44 vCPUs, 176 GB
         ((*GPU,), 166, 1497, 374),  # 208 vCPUs, 1872 GB
         ((*GPU, "--gpus", "1", "--memory", "64Gi"), 20, 64, 16),
-        ((*GPU, "--accelerator", "H100-SXM", "--cpu", "9", "--memory", "10Gi"), 9, 10, 2),
+        ((*GPU, *OWN, "--cpu", "9", "--memory", "10Gi"), 9, 10, 2),
     ],
 )
 def test_pods_request_what_their_machine_has(manifest, words, cpu, memory, shared):
@@ -117,7 +191,7 @@ def test_pods_request_what_their_machine_has(manifest, words, cpu, memory, share
 
 def test_one_pod_needs_no_claim_and_no_others_and_may_have_kueue_s_label(manifest):
     assert manifest(*GPU, "--queue", "team")["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
-    found = manifest(*GPU[:-2], "--gpus", "1")
+    found = manifest(*GPU[:-2], "--gpus", "1", "--keep-nothing")
     assert "labels" not in found["metadata"]
     assert container_of(found)["command"] == ["gregale", "train", GPU[0]]
     pod_of(found)["nodeSelectors"] = {}
@@ -133,21 +207,46 @@ def test_a_bucket_takes_the_place_of_a_claim(manifest):
     assert [each["name"] for each in container_of(found)["volumeMounts"]] == ["shm"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((*TPU, "--topology", "4x4", "--slices", "3"), "mesh.replica is 2, no multiple of 3 slices"),
-        ((*TPU, "--topology", "four"), "--topology is four"),
-        ((*TPU, "--topology", "3x3"), "--topology 3x3 has 9 chips; hosts of v5e have 4"),
-        ((*TPU[:-2], "--topology", "4x4"), "--claim is missing: 4 pods have to see"),
-        ((*GPU, "--", "--name", "Llama_1"), "name is 'Llama_1'"),
-        (("config/none.yaml", *GPU[1:]), "config/none.yaml: there is no such file"),
-        ((*GPU, "--accelerator", "H100-SXM"), "--cpu and --memory are missing: the size of a machine with H100-SXM"),
-    ],
-)
+MISTAKES = [
+    ((*TPU, "--topology", "4x4", "--slices", "3"), "mesh.replica is 2, no multiple of 3 slices"),
+    ((*TPU, "--topology", "4x4", "--", "--mesh.replica", "auto"), "mesh.replica is auto, which is no number"),
+    ((*TPU, "--topology", "four"), "--topology is four: give the chips of a slice. v5e has 1x1, 2x2, 2x4, 4x4"),
+    ((*TPU, "--topology", "3x3"), "--topology is 3x3: give the chips"),
+    ((*TPU, "--accelerator", "tpu7x", "--topology", "4x4"), "--topology is 4x4: give the chips of a slice. tpu7x has"),
+    ((*TPU, "--accelerator", "v5p", "--topology", "8x4x4"), "--topology is 8x4x4: give the chips"),
+    (
+        (*TPU, "--topology", "4x4", "--host-chips", "8"),
+        "--host-chips is 8, but hosts of v5e with --topology 4x4 have 4",
+    ),
+    ((*TPU, "--topology", "4x4", "--nodes", "2"), "--nodes is not for v5e"),
+    ((*GPU, "--topology", "4x4"), "--topology is not for nvidia-h100-80gb"),
+    (
+        (*GPU, "--accelerator", "v5litepod-16", "--topology", "4x4"),
+        "--accelerator is v5litepod-16, but GKE has v4, v5e",
+    ),
+    ((*GPU, "--accelerator", "nvidia-tesla-v100"), "--accelerator is nvidia-tesla-v100, but GKE has"),
+    ((*TPU[:-2], "--topology", "4x4"), "--claim is missing: 4 pods have to see"),
+    ((*TPU[:-2], "--topology", "4x4", "--keep-nothing"), "--claim is missing: 4 pods have to see"),
+    ((*GPU[:-2],), "--claim is missing: runs would be on the pod's own disk, so that each restart begins empty"),
+    ((*GPU, "--", "--name", "Llama_1"), "name is 'Llama_1'"),
+    (("config/none.yaml", *GPU[1:]), "config/none.yaml: there is no such file"),
+    (("README.md", *GPU[1:]), "README.md: "),
+    ((*GPU, *OWN), "--cpu and --memory are missing: the size of a machine with H100-SXM"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_line(jobset, capsys, words, message):
     assert jobset.main(list(words)) == 2
-    assert capsys.readouterr().err.startswith(f"jobset.py: error: {message}")
+    said = capsys.readouterr()
+    assert said.err.startswith(f"jobset.py: error: {message}")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_runs_in_a_bucket_need_no_claim(manifest):
+    keys = ("--runs=gs://bucket/runs", "--data.cache", "gs://bucket/cache")
+    command = container_of(manifest(*TPU[:-2], "--topology", "4x4", "--", *keys))["command"]
+    assert command[-3:] == list(keys)
 
 
 @pytest.fixture
@@ -183,6 +282,25 @@ def test_up_applies_what_its_dry_run_shows(cluster):
 )
 def test_a_dry_run_prints_what_is_run(cluster, words):
     cluster.check_dry_run(SCRIPT, *words, programs=("kubectl", "docker"))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+def test_the_real_kubectl_takes_the_manifest_and_the_commands(stand_ins):
+    with kube_api() as api:
+        stand_ins.write("config", yaml.safe_dump(api.kubeconfig))
+        setting = {"PYTHON": sys.executable, "KUBECONFIG": str(stand_ins.folder / "config")}
+        run = partial(stand_ins.run, SCRIPT, code=0, **setting)
+        run("up", *GPU, "--nodes", "2")
+        found = api.jobsets["llama-124m"]
+        check({**found, "metadata": {"name": found["metadata"]["name"]}})
+        run("stop", "llama-124m")
+        assert found["spec"]["suspend"] is True
+        run("resume", "llama-124m")
+        assert found["spec"]["suspend"] is False
+        assert "llama-124m" in run("status", "llama-124m").stdout
+        run("delete", "llama-124m")
+        assert not api.jobsets
+        assert [method for method, _ in api.sent] == ["POST", "PATCH", "PATCH", "DELETE"]
 
 
 # A cluster with Kueue: the JobSet has a queue, and Kueue a workload for it.
@@ -223,6 +341,7 @@ DOCKERFILE = (ROOT / "infra" / "Dockerfile").read_text()
 def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
     assert re.search(r"^ARG BASE=python:\d+\.\d+\.\d+-\S+$", DOCKERFILE, re.MULTILINE)
     assert DOCKERFILE.rindex("\nUSER 1000\n") > DOCKERFILE.rindex("\nRUN ")
+    assert re.search(r"^ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64\b", DOCKERFILE, re.MULTILINE), "GKE's drivers"
     copied = [word for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     ignored = (ROOT / "infra" / "Dockerfile.dockerignore").read_text().splitlines()
     assert next(line for line in ignored if not line.startswith("#")) == "*"

@@ -9,6 +9,11 @@ import sys
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, commands, name
+from tests.infra.stand_ins import load_module
+
+load_module(ROOT / "infra" / "launch.py")
+# Launchers in Python, which need no process of their own here.
+LAUNCHERS = {f"infra/{name}.sh": load_module(ROOT / "infra" / f"{name}.py") for name in ("tpu_vm", "boxes")}
 
 SHOWN = [
     pytest.param(line, id=f"{name(page)}: {line[:60]}")
@@ -19,24 +24,31 @@ SHOWN = [
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_dry_run_takes_it(line):
+def test_a_dry_run_takes_it(line, capfd):
     script, command, *words = shlex.split(line, comments=True)
     if script == "infra/slurm.sh" and command == "log":
         return  # there is no log
-    result = subprocess.run(
-        [f"./{script}", command, "--dry-run", *[word for word in words if word != "--dry-run"]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHON": sys.executable},
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout
+    words = [command, "--dry-run", *[word for word in words if word != "--dry-run"]]
+    code = LAUNCHERS[script].main(words) if script in LAUNCHERS else run(script, *words)
+    printed = capfd.readouterr()
+    assert code == 0, printed.err
+    assert printed.out
+
+
+def run(script: str, *words: str) -> int:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run([f"./{script}", *words], cwd=ROOT, timeout=60, env=environment).returncode
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_launcher_finds_a_python(script, capfd):
+    assert run(script, "--help") == 0
+    assert capfd.readouterr().out.startswith(f"usage: {script} COMMAND")
 
 
 def test_every_script_is_shown():
     assert {shlex.split(param.values[0])[0] for param in SHOWN} == {
+        "infra/boxes.sh",
         "infra/tpu_vm.sh",
         "infra/slurm.sh",
         "infra/k8s/train.sh",

@@ -35,8 +35,9 @@ play=$PWD && cd - >/dev/null
 head -n 1 $play/begin >$play/try
 [[ $(wc -l <$play/begin) == 1 ]] || sed -i 1d $play/begin
 export PLAY=$play SLURM_PROCID
+while [[ $1 == --* ]]; do shift; done
 for ((SLURM_PROCID = 0; SLURM_PROCID < {TASKS}; SLURM_PROCID++)); do
-  "${{@:2}}" & tasks+=($!)
+  "$@" & tasks+=($!)
 done
 echo "${{tasks[*]}}" >$play/tasks
 for task in "${{tasks[@]}}"; do wait $task || {{ last=$?; ((last < code)) || code=$last; }}; done
@@ -85,14 +86,14 @@ def notes(slurm: StandIns) -> Path:
     return tree_of(slurm) / "slurm" / "llama"
 
 
-def run_job(slurm: StandIns, number: int, begin: str = "wait") -> subprocess.Popen:
+def run_job(slurm: StandIns, number: int, begin: str = "wait", **more: str) -> subprocess.Popen:
     """Begins a job as Slurm does: it is no longer pending, and its script writes to its log."""
     slurm.write("begin", f"{begin}\n")
     slurm.write("queue", "".join(line for line in slurm.read("queue").splitlines(True) if line != f"{number}\n"))
     for name in ("training", "tasks"):
         (slurm.folder / name).unlink(missing_ok=True)
     with (notes(slurm) / f"{number}.log").open("a") as log:
-        environment = {**slurm.environment, "SLURM_JOB_ID": str(number)}
+        environment = {**slurm.environment, "SLURM_JOB_ID": str(number), **more}
         return subprocess.Popen(
             ["bash", str(notes(slurm) / "job.sh")], stdout=log, stderr=subprocess.STDOUT, env=environment
         )
@@ -121,10 +122,12 @@ def pending(slurm: StandIns) -> list[str]:
 
 def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
     keys = "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'
-    slurm.run(script(slurm), *SUBMIT, "--partition", "gpu", "--", *keys, code=0)
+    more = ("--mem", "500G", "--cpus", "9", "--sbatch-flag", "--nodelist=n[1-4]")
+    slurm.run(script(slurm), *SUBMIT, "--partition", "gpu", *more, "--", *keys, code=0)
     text = (notes(slurm) / "job.sh").read_text()
     asked = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=04:00:00", "--no-requeue"} <= set(asked)
+    assert {"--mem=500G", "--cpus-per-task=9", "--nodelist=n[1-4]"} <= set(asked)
     assert {"--signal=B:USR1@300", "--partition=gpu", "--job-name=llama", "--output=slurm/llama/%j.log"} <= set(asked)
     words = shlex.split(text.splitlines()[-1])
     assert words[words.index("--") + 1 :] == [
@@ -185,6 +188,33 @@ def test_a_job_that_is_killed_has_a_successor_and_a_mistake_ends_it(slurm):
     assert end_of(run_job(slurm, 102, "75\n75\n2")) == 2
     assert slurm.read("slept").split() == ["30", "30"]
     assert pending(slurm) == []
+
+
+def test_a_job_runs_its_setup_and_trains_in_a_container(slurm):
+    tree = tree_of(slurm)
+    setup = ("--setup", "module load cuda/13", "--setup", "$NOTHING; export LOADED='a b'", "--gres", "gpu:h100:1")
+    submit(slurm, *setup, "--container", "REPOSITORY/gregale:1")
+    text = (notes(slurm) / "job.sh").read_text()
+    assert "#SBATCH --gres=gpu:h100:1\n" in text
+    assert "--gpus-per-node" not in text
+    slurm.play("module", "[[ $1 != load ]] || touch loaded")
+    slurm.play("gregale", 'echo "$LOADED, $SRUN_CPUS_PER_TASK" >>trained')  # that of the image
+    assert end_of(run_job(slurm, 101, "0", SLURM_CPUS_PER_TASK="9")) == 0
+    assert slurm.read("trained") == "a b, 9\n" * TASKS
+    (srun,) = slurm.calls("srun")
+    assert srun[2:5] == [
+        "--container-image=REPOSITORY/gregale:1",
+        *(f"--container-{name}={tree}" for name in ("mounts", "workdir")),
+    ]
+    assert slurm.calls("gregale")[0][1:] == ["train", CONFIG, "--distributed.coordinator", "auto"]
+
+    submit(slurm, "--container", "gregale.sif", "--setup", "module load cuda/13", "--setup", "(exit 2)")
+    apptainer = ["apptainer", "exec", "--nv", "--bind", str(tree), "--pwd", str(tree), "gregale.sif", "gregale"]
+    words = shlex.split((notes(slurm) / "job.sh").read_text().splitlines()[-1])
+    assert words[words.index("--") + 1 :][: len(apptainer)] == apptainer
+    assert end_of(run_job(slurm, 103, "0")) == 1, "no mistake of the training's, so the run goes on"
+    assert "the setup failed with exit code 2: (exit 2)" in log_of(slurm, 103)
+    assert pending(slurm) == ["104"]
 
 
 @pytest.mark.parametrize("begin", ["wait", "lost"])
@@ -282,6 +312,10 @@ def test_a_dry_run_prints_what_is_run(slurm, command, programs):
         (("submit", "--name", "a b"), "--name is 'a b'"),
         (("submit", "--name", "a", "--config", CONFIG), "--time is ''"),
         (("submit", "--name", "a", "--gpus", "0"), "--gpus is '0'"),
+        (("submit", "--name", "a", "--gpus", "2", "--gres", "gpu:a100:4"), "--gpus is 2, but --gres is gpu:a100:4"),
+        (("submit", "--name", "a", "--gres", "gpus"), "--gres is 'gpus'"),
+        (("submit", "--name", "a", "--sbatch-flag", "--comment=a b"), "'--comment=a b' has characters"),
+        (("submit", "--name", "a", "--sbatch-flag", "x"), "--sbatch-flag needs one of sbatch's flags"),
         (("submit", "--name", "a", "--partition", "x y"), "'--partition=x y' has characters"),
         (("submit", "--name", "a", "--steps", "3"), "'--steps' is no option"),
     ],

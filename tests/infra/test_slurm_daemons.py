@@ -1,4 +1,4 @@
-"""`infra/slurm.sh` under Slurm's own daemons, with real trainings: slurmd of the batch node dies. Takes 20 s."""
+"""`infra/slurm.sh` under Slurm's own daemons: what processes get, and real trainings whose batch node dies."""
 
 import json
 import os
@@ -55,6 +55,18 @@ def logs(tree: Path) -> list[str]:
     """What each job has said, the first one first."""
     files = sorted((tree / "slurm" / "tiny").glob("*.log"), key=lambda file: int(file.stem))
     return [file.read_text() for file in files]
+
+
+def test_each_process_has_its_cores_and_the_setup(slurm, tree):
+    """Two processes of two cores on a box of eight. Since 22.05 srun does not take the cores from sbatch."""
+    program = tree / ".venv" / "bin" / "gregale"
+    step = 'scontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID" | grep -o "CPUs=[0-9]*"'
+    program.write_text(f"#!/bin/bash\necho $SLURM_PROCID/$SLURM_NTASKS $SLURM_CPUS_PER_TASK $LOADED $({step}) >>seen\n")
+    words = ["--gres", "gpu:2", "--cpus", "2", "--mem", "100M", "--sbatch-flag", "--comment=test", "--exclusive"]
+    command(slurm, tree, *SUBMIT[:5], *words, "--setup", "export LOADED=yes", "--time", "01:00:00")
+    until(lambda: (tree / "slurm" / "tiny" / "complete").exists())
+    until(lambda: not slurm.run("squeue", "--noheader"))
+    assert sorted((tree / "seen").read_text().splitlines()) == ["0/2 2 yes CPUs=4", "1/2 2 yes CPUs=4"]
 
 
 @pytest.mark.soak  # `test_slurm` has what the script does then

@@ -1,166 +1,202 @@
-"""`infra/tpu_vm.sh watch` and its other commands against a gcloud that fails, preempts and hangs."""
+"""`infra/tpu_vm.py watch`: what it decides while the cloud fails, preempts and hangs, in a model without processes."""
 
+import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.infra.cluster import until
-from tests.infra.stand_ins import HANG, ROOT, StandIns
+from tests.infra.stand_ins import ROOT
+from tests.infra.tpu_api import ZONE, World
+from tests.infra.tpu_model import Model, launch, modelled, tpu_vm
 
-SCRIPT = ROOT / "infra" / "tpu_vm.sh"
+OTHER = "us-central1-a"
 CONFIG = "config/llama_8b_two_slices.yaml"
-PLACE = ("--name", "llama", "--zone", "us-west4-a")
-WATCH = ("watch", *PLACE, "--accelerator", "v5litepod-16", "--spot", "--config", CONFIG)
-
-# The cloud: `state` is that of the slices. Each question to the hosts takes the next line of `hosts`; PREEMPT, HANG and
-# FAIL happen instead of an answer. `listings` says how often in a row the list fails first.
-GCLOUD = f"""
-case " $* " in
-  *" list "*)
-    if [[ -s listings ]]; then sed -i 1d listings; echo "the way is cut" >&2; exit 1; fi
-    printf 'other\\tACTIVE\\n'
-    [[ ! -s state ]] || printf 'llama\\t%s\\n' "$(<state)" ;;
-  *" create "*) [[ -f refused ]] && exit 1; echo ACTIVE >state ;;
-  *" delete "*) rm -f state ;;
-  *"host.sh state"*)
-    line=$(head -n 1 hosts); sed -i 1d hosts
-    case $line in
-      PREEMPT) echo SUSPENDED >state; exit 255 ;;
-      HANG) {HANG} ;;
-      FAIL | "") exit 255 ;;
-      *) IFS='|' read -ra each <<<"$line"; printf 'gregale-host t1v-%s\\n' "${{each[@]}}" ;;
-    esac ;;
-esac
-"""
+WATCH = ("watch", "--name", "llama", "--zone", ZONE, "--accelerator", "v5litepod-16", "--spot", "--config", CONFIG)
+BUCKET = ("--", "--runs", "gs://bucket/runs")
 
 
 @pytest.fixture
-def cloud(stand_ins) -> StandIns:
-    stand_ins.play("gcloud", GCLOUD)
-    return stand_ins
+def model(tmp_path, monkeypatch) -> Iterator[Model]:
+    modelled(tmp_path, monkeypatch)
+    return Model(World())
 
 
-def verbs(cloud: StandIns) -> list[str]:
-    """What gcloud was asked to change, in order."""
-    found = []
-    for words in cloud.calls("gcloud"):
-        command = words[words.index("--command") + 1] if "--command" in words else ""
-        name = words[4] if words[4] != "ssh" else "install" if "make setup" in command else "train"
-        if words[4] != "list" and "host.sh state" not in command:
-            found.append(name)
-    return found
+def act(model: Model, *events: Callable[[], object] | None) -> None:
+    """What happens at one pause after the other."""
+    model.on_poll = [each or (lambda: None) for each in events]
 
 
-ONCE = ["scp", "install", "train"]
+def there(model: Model, *states: str, name: str = "llama") -> None:
+    """A slice, with the state of each host."""
+    model.world.hosts = len(states)
+    model.world.add("llama", name)
+    model.training(name).states = list(states)
 
 
-def test_what_is_preempted_is_made_again_until_the_run_is_complete(cloud):
-    cloud.write(
-        "hosts",
-        "a bare, checkpoint none|b bare, checkpoint none\n"
-        "a idle, checkpoint none|b idle, checkpoint none\n"
-        "a running, checkpoint 20|b running, checkpoint none\n"
-        "PREEMPT\n"
-        "a bare, checkpoint none|b bare, checkpoint none\n"
-        "a idle, checkpoint none|b idle, checkpoint none\n"
-        "a running, checkpoint 40|b ended 75, checkpoint none\n"
-        "a ended 75, checkpoint 40|b ended 75, checkpoint none\n"
-        "a ended 0, checkpoint 60|b ended 0, checkpoint none\n",
-    )
-    result = cloud.run(SCRIPT, *WATCH, "--then-delete", "--attempts", "1", code=0)
-    assert "llama is complete, with the checkpoint of step 60" in result.stderr
-    assert "starting the training on llama\n" in result.stderr, "after an installation no training had ended"
-    assert "the training on llama ended (75); starting it\n" in result.stderr
-    assert "attempt" not in result.stderr, "an end after progress is no failed one"
-    assert verbs(cloud) == ["create", *ONCE, "delete", "create", *ONCE, "train", "delete"]
-    create = cloud.calls("gcloud")[1]
-    assert {"--spot", "--accelerator-type=v5litepod-16", "--node-id=llama"} <= set(create)
+def set_state(model: Model, state: str, health: str = "HEALTHY") -> None:
+    for node in model.world.nodes[ZONE].values():
+        node.state, node.health = state, health
 
 
-def test_what_is_there_is_left_alone_while_gcloud_fails(cloud):
-    cloud.write("state", "ACTIVE")
-    cloud.write("listings", "\n" * 3)
-    cloud.write("hosts", "FAIL\nFAIL\na running, checkpoint 1\na ended 0, checkpoint 2\n")
-    result = cloud.run(SCRIPT, *WATCH, code=0)
-    assert verbs(cloud) == []
-    assert "its slices are still there, and cost" in result.stderr
+def ctrl_c() -> None:
+    raise launch.Interrupted(130)
 
 
-def test_hosts_that_hang_are_given_back(cloud):
-    cloud.write("state", "ACTIVE")
-    cloud.write("hosts", "HANG\n" * 5 + "a ended 0, checkpoint 2\n")
-    result = cloud.run(SCRIPT, *WATCH, code=0)
-    assert "no answer within 120 seconds: gcloud compute tpus queued-resources ssh" in result.stderr
-    assert verbs(cloud) == ["delete", "create"]
+ONCE = ["install llama", "start llama"]
 
 
-def test_without_a_new_checkpoint_it_waits_longer_and_gives_up(cloud):
-    cloud.write("state", "ACTIVE")
-    cloud.write("hosts", "a lost, checkpoint 20\n" * 2 + "a ended 134, checkpoint 40\n" * 9)
-    result = cloud.run(SCRIPT, *WATCH, "--attempts", "4", code=1)
-    assert "gave up after 4 attempts in a row without a new checkpoint" in result.stderr
-    assert verbs(cloud) == ["train"] * 6
-    assert cloud.read("slept").split() == ["30", "30", "60", "120"]
+def test_what_is_preempted_is_made_again_until_the_run_is_complete(model):
+    act(model, None, lambda: set_state(model, "PREEMPTED"), None, lambda: model.end("75"))
+    assert tpu_vm.main([*WATCH, "--then-delete", "--attempts", "1", *BUCKET], model) == 0
+    assert f"llama is complete, with the checkpoint of step {model.checkpoint}" in model.said[-1]
+    assert "attempt" not in str(model.said), "an end after progress is no failed one"
+    made = [f"create {ZONE}", *ONCE]
+    assert model.did == [*made, "delete", *made, "start llama", "delete"]
 
 
-def test_what_the_cloud_refuses_again_and_again_is_given_up(cloud):
-    cloud.write("refused", "")
-    cloud.run(SCRIPT, *WATCH, "--attempts", "3", code=1)
-    cloud.play("gcloud", GCLOUD.replace("rm -f state", "exit 1"))
-    cloud.write("state", "SUSPENDED")
-    cloud.run(SCRIPT, *WATCH, "--attempts", "3", code=1)
-    assert verbs(cloud) == ["create"] * 3 + ["delete"] * 4
+def test_what_is_there_is_left_alone_while_gcloud_fails(model):
+    there(model, "running", "running")
+    left = [1, 1, 1]
+    model.fault = lambda verb: "refused" if verb == "list" and left and left.pop() else ""
+    assert tpu_vm.main([*WATCH, *BUCKET], model) == 0
+    assert model.did == []
+    assert "and costs; this ends it" in model.said[-1]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "code", "text"),
+    ("state", "health", "is_given_back"),
+    [("READY", "TIMEOUT", True), ("STOPPED", "", True), ("READY", "HEALTHY", False), ("REPAIRING", "", False)],
+)
+def test_hosts_that_do_not_answer_are_given_back_unless_the_api_calls_them_healthy(model, state, health, is_given_back):
+    """A way that is cut here, such as port 22, is no reason to delete what trains."""
+    there(model, "running", "running")
+    set_state(model, state, health)
+    model.fault = lambda verb: "unreached" if verb.startswith("host") else ""
+    act(model, *[None] * 40, ctrl_c)
+    assert tpu_vm.main([*WATCH, *BUCKET], model) == 130
+    assert model.did[:2] == (["delete", f"create {ZONE}"] if is_given_back else [])
+
+
+def test_a_host_that_is_silent_beside_others_is_given_back_once_nothing_runs(model):
+    there(model, "75", "75")
+    asked = []
+
+    def second_is_silent(verb: str) -> str:
+        asked.extend([verb] * (verb.startswith("host")))
+        return "unreached" if verb.startswith("host") and len(asked) % 2 == 0 and not model.did else ""
+
+    model.fault = second_is_silent
+    assert tpu_vm.main([*WATCH, *BUCKET], model) == 0
+    assert model.slept.count(launch.POLL_SECONDS) >= launch.MOST_SILENCE - 1
+    assert model.did[:2] == ["delete", f"create {ZONE}"]
+
+
+def test_without_a_new_checkpoint_it_waits_longer_and_gives_up(model):
+    there(model, "lost")
+    model.checkpoint = 40
+    model.sleep = lambda seconds: (model.slept.append(seconds), model.end("134"))
+    assert tpu_vm.main([*WATCH, "--attempts", "4", *BUCKET], model) == 1
+    assert "gave up after 4 attempts in a row without a new checkpoint" in str(model.said)
+    assert model.did == ["start llama"] * 4
+    assert [launch.back_off(attempt) for attempt in range(1, 9)] == [0, 30, 60, 120, 240, 480, 960, 960]
+
+
+def test_what_the_cloud_refuses_again_and_again_is_given_up(model):
+    model.fault = lambda verb: "refused" if verb == "create" else ""
+    assert tpu_vm.main([*WATCH, "--attempts", "3", *BUCKET], model) == 1
+    assert model.slept == [0, 30, 60]
+    assert "costs" not in str(model.said), "the API tells that there is nothing"
+    there(model, "idle")
+    model.world.requests[ZONE]["llama"].state = "SUSPENDED"
+    model.fault = lambda verb: "refused" if verb == "delete" else ""
+    assert tpu_vm.main([*WATCH, "--attempts", "3", *BUCKET], model) == 1
+    assert "and costs; this ends it" in model.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("states", "code", "text"),
     [
-        ("a ended 2, checkpoint 8|b ended 75, checkpoint none", 2, "a mistake that starting it again does not mend"),
-        ("a stopped, checkpoint 8|b stopped, checkpoint none", 143, "stopped on request after checkpoint 8"),
+        (("2", "75"), 2, "a mistake that starting it again does not mend"),
+        (("stopped", "stopped"), 143, "stopped on request after checkpoint 8"),
+        (("0", "0"), 0, "llama is complete, with the checkpoint of step 8"),
     ],
 )
-def test_what_a_person_has_to_look_at_ends_it(cloud, hosts, code, text):
-    cloud.write("state", "ACTIVE")
-    cloud.write("hosts", f"a running, checkpoint 8|b stopped, checkpoint none\n{hosts}\n")
-    result = cloud.run(SCRIPT, *WATCH)
-    assert result.returncode == code
-    assert text in result.stderr
-    assert verbs(cloud) == []
+def test_an_end_changes_nothing_and_tells_what_costs(model, states, code, text):
+    there(model, *states)
+    model.checkpoint = 8
+    assert tpu_vm.main([*WATCH, *BUCKET], model) == code
+    assert text in model.said[-2]
+    assert "and costs; this ends it: infra/tpu_vm.sh delete --name llama --zone=us-west4-a" in model.said[-1]
+    assert model.did == []
 
 
-def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
-    cloud.play("gcloud", f"echo $$ >hanging; exec {shutil.which('sleep')} 60")
-    process = subprocess.Popen(["bash", str(SCRIPT), *WATCH], env=cloud.environment)
-    until(lambda: cloud.read("hanging"))
-    second = cloud.run(SCRIPT, *WATCH, code=2)
+def test_zones_are_tried_in_order(model):
+    """The first refuses, the second lets it wait, and after half an hour the first is tried again."""
+    zones = ("--zone", OTHER)
+    model.world.new_state = "WAITING_FOR_RESOURCES"
+    model.fault = lambda verb: "refused" if verb == "create" and not model.did and not model.slept[1:] else ""
+
+    def grant() -> None:
+        model.world.new_state = "ACTIVE"
+
+    act(model, *[None] * 30, grant)
+    assert tpu_vm.main([*WATCH, *zones, "--then-delete", *BUCKET], model) == 0
+    assert model.did == [f"create {OTHER}", "delete", f"create {ZONE}", *ONCE, "delete"]
+
+
+@pytest.mark.parametrize("zone", [ZONE, OTHER])
+def test_what_exists_is_found_in_any_of_the_zones(model, zone):
+    model.world.add("llama", "llama", zone=zone)
+    model.training("llama").states = ["0", "0"]
+    assert tpu_vm.main([*WATCH, "--zone", OTHER, "--then-delete", *BUCKET], model) == 0
+    assert model.did == ["delete"]
+
+
+def test_other_numbers_of_slices_are_a_mistake(model):
+    model.world.add("llama", "llama-0", "llama-1")
+    assert tpu_vm.main([*WATCH, *BUCKET], model) == 2
+    assert "llama-0 is READY, llama-1 is READY, but --slices is 1" in str(model.said)
+    model.world.requests.clear()
+    del model.world.nodes[ZONE]["llama-1"]
+    assert tpu_vm.main([*WATCH, "--slices", "2", *BUCKET], model) == 2
+    assert model.did == []
+
+
+def test_up_gives_back_nothing_that_it_has_not_made(model):
+    there(model, "running")
+    set_state(model, "PREEMPTED")
+    assert tpu_vm.main(["up", *WATCH[1:]], model) == 1
+    assert model.did == []
+    assert "and costs; this ends it" in model.said[-1]
+
+
+def test_it_ends_at_once_when_told_to_while_a_command_hangs(stand_ins):
+    stand_ins.play("gcloud", f"echo $$ >hanging; exec {shutil.which('sleep')} 60")
+    command = ["bash", str(ROOT / "infra" / "tpu_vm.sh"), *WATCH, *BUCKET]
+    process = subprocess.Popen(command, env=stand_ins.environment, stderr=subprocess.PIPE, text=True)
+    until(lambda: stand_ins.read("hanging"))
+    second = stand_ins.run(ROOT / "infra" / "tpu_vm.sh", *WATCH, *BUCKET, code=2)
     assert "another watch of llama runs on this machine" in second.stderr
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 143
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "llama is or may yet be in us-west4-a, and costs" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(stand_ins.read("hanging").split()[0]), 0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("create", "--accelerator", "v5litepod-16", "--reservation-project", "ours"),
-        ("install", "--environment", "keys.env", "--setup", "sudo mount -t nfs server:/share '/mnt/a b'"),
-        ("train", "--config", CONFIG, "--", "--data.sources.web.files", "['a b.jsonl', \"it's\"]"),
-        ("status",),
-        ("ssh", "--node", "1", "--worker", "all", "--", "grep", "-c", "it's there", "gregale/train.log"),
-        ("ssh", "--ssh-flag", "--tunnel-through-iap"),
-        ("log",),
-        ("stop",),
-        ("delete",),
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_dry_run_prints_what_is_run(cloud, words):
-    """Word by word, as a shell takes the printed line apart; a secret is in no word."""
-    cloud.write("state", "ACTIVE")
-    cloud.write("hosts", "a running, checkpoint 1\n")
-    keys = cloud.home / "keys.env"
-    keys.write_text("WANDB_API_KEY=secret\n")
-    command, *rest = (str(keys) if word == "keys.env" else word for word in words)
-    cloud.check_dry_run(SCRIPT, command, *PLACE, *rest, programs=("gcloud",))
-    assert "secret" not in cloud.read("calls")
+def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path, capfd):
+    runner = launch.Runner("x", False)
+    words = ["bash", "-c", f"sleep 60 & echo $! >{tmp_path}/child; wait"]
+    assert runner.all([words, ["echo", "said"]], 1) == [(124, ""), (0, "said\n")]
+    assert "x: no answer in time: bash -c" in capfd.readouterr().err
+    until(lambda: "Z" in state_of(int((tmp_path / "child").read_text())))
+
+
+def state_of(number: int) -> str:
+    found = subprocess.run(["ps", "-o", "stat=", str(number)], capture_output=True, text=True)
+    return found.stdout or "Z"

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Trains on GPU boxes that ssh reaches: `boxes.py` beside this, with any Python from 3.11 on.
+exec "$(bash "$(dirname "${BASH_SOURCE[0]}")/find_python.sh" "${PYTHON:-}")" "$(dirname "${BASH_SOURCE[0]}")/boxes.py" "$@"
