@@ -33,7 +33,7 @@ def check_fits(setup: Setup, what: str, needed: int) -> None:
     """Raise `UserError` in all processes if one of them has no memory for `needed` further bytes on each device."""
     devices, problem = setup.layout.mesh.local_devices, None
     count = len(devices) if devices[0].platform == "cpu" else 1  # CPU devices share the memory
-    free, limit = min(free_bytes(devices[0]))
+    free, limit = min(free_bytes(devices[0]), default=(needed * count, ""))
     if needed * count > free:
         each = f" ({count} devices x {decimal(needed)})" if count > 1 else ""
         problem = (
@@ -47,8 +47,10 @@ def check_fits(setup: Setup, what: str, needed: int) -> None:
 
 def free_bytes(device: Device) -> Iterator[tuple[int, str]]:
     """Yield the bytes that programs may still take by each limit of a device, or of the host of a CPU device."""
-    if stats := device.memory_stats():
-        yield stats["bytes_limit"] - stats["bytes_in_use"], "the device has"
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:  # not with every allocator
+            yield stats["bytes_limit"] - stats["bytes_in_use"], "the device has"
         return
     fields = dict(line.split(":") for line in read("/proc/meminfo").splitlines())
     yield 1024 * int(fields["MemAvailable"].split()[0]), "this machine has free"
