@@ -281,7 +281,8 @@ JAMBA = """
     {%- if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}[[<|end|>]]
     {%- elif not loop.first %}<|end|>
     {%- endif %}
-    {{- '<|start|><|' + m.role + '|> ' }}{% if m.role == 'assistant' %}[[{{ m.content + '\\n' }}]]{% else %}{{ m.content }}{% endif %}
+    {{- '<|start|><|' + m.role + '|> ' }}
+    {%- if m.role == 'assistant' %}[[{{ m.content + '\\n' }}]]{% else %}{{ m.content }}{% endif %}
 {%- endfor %}
 {%- if messages[-1].role == 'assistant' %}[[<|end|>]]{% else %}<|end|>{% endif %}
 {%- if add_generation_prompt %}{{ '<|start|><|assistant|> ' }}{% endif %}"""
@@ -341,7 +342,7 @@ TALKS = {
     "empty content": [SYSTEM, *turns("", "", "a", "")],
     "emoji": turns("👩‍👩‍👧 a", "the 🙂 the", "b", "🏳️‍🌈é a"),  # transformers leaves out pieces of a last character
     "what looks like JSON or markup": turns('{"a": "\\n"}', '<b>"the"</b> & {{ x }}\n```', "a", "{% x %}"),
-    "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.", "the", "the")],
+    "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.")],
     "the assistant first": turns("", "the 42", "a", "the")[1:],
     "two in turn": [*turns("a", "the", "b", "c"), *turns("", "d")[1:]],
     "reasoning": [SYSTEM, *turns("a", "the", "b", "the", reasoning_content="x\ny")],
