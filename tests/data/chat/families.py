@@ -142,6 +142,16 @@ MISTRAL = """
     {%- else %}{{ raise_exception('only user, assistant and tool roles') }}{% endif %}
 {%- endfor %}"""
 
+MISTRAL3 = """
+{{- bos_token }}
+{%- set messages, system = (messages[1:], messages[0].content) if messages[0].role == 'system' else (messages, '') %}
+{%- for m in messages %}
+    {%- if m.role == 'user' and loop.last and system %}{{ '[INST] ' + system + '\\n\\n' + m.content + '[/INST]' }}
+    {%- elif m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
+    {%- else %}[[{{ ' ' + m.content + eos_token }}]]
+    {%- endif %}
+{%- endfor %}"""
+
 OLMO = """
 {{- bos_token }}
 {%- for m in messages %}
@@ -295,6 +305,7 @@ TEMPLATES = {
     "qwen 3": QWEN3,
     "gemma 3": GEMMA,
     "mistral": MISTRAL,
+    "mistral 3": MISTRAL3,
     "olmo 2": OLMO,
     "deepseek": DEEPSEEK,
     "phi": PHI,
