@@ -16,9 +16,10 @@ from gregale.data import packing
 from gregale.data.config import DataConfig
 from gregale.data.examples import held_out_examples, in_order, rows_of, training_examples
 from gregale.data.mixtures import replica_examples
-from gregale.data.packing import Packing
+from gregale.data.packing import PackedRows, Packing
 from gregale.data.preparation import prepare
 from gregale.data.sources import TextSource
+from gregale.data.supervised import Supervised
 from gregale.data.text_bytes import Corrections
 from gregale.errors import UserError
 from tests.data.conftest import in_memory, stream_of
@@ -110,14 +111,28 @@ def test_targets_are_counted_and_each_has_its_bytes_once():
     lengths = np.random.default_rng(0).integers(1, L + 2, 50)
     documents = documents_of(lengths)
     store = dataclasses.replace(in_memory(documents), corrections=Corrections.of(np.arange(1, 1 + sum(lengths)) % 3))
-    for kind in (FIT, PAD, Packing("concat"), Packing("concat", cross_documents=True)):
-        rows = rows_of(stream_of(store), L, kind, evaluates=True)
-        examples = held_out_examples({"a": rows, "b": rows})
-        assert len(examples) == 2 * len(rows)
-        example = examples.rows(range(len(examples)))
-        text = example["loss_mask"] > 0
-        assert text.sum() == 2 * rows.targets
-        assert np.array_equal(example["more_bytes"][text], example["targets"][text] % 3)  # a token's id in the store
+    mask = np.random.default_rng(1).integers(0, 2, sum(lengths)).astype(bool)
+    masked = dataclasses.replace(store, supervised=Supervised.joined([mask]))
+    cut = [Packing(FIT.kind, long_documents=choice) for choice in ("keep_start", "keep_end")]
+    for kind in (FIT, PAD, *cut, Packing("concat"), Packing("concat", cross_documents=True)):
+        for each in (store, masked):
+            rows = rows_of(stream_of(each), L if kind not in cut else 3, kind, evaluates=True)
+            examples = held_out_examples({"a": rows, "b": rows})
+            assert len(examples) == 2 * len(rows)
+            example = examples.rows(range(len(examples)))
+            text = example["loss_mask"] > 0
+            assert text.sum() == 2 * rows.targets
+            assert np.array_equal(example["more_bytes"][text], example["targets"][text] % 3)  # a token's id
+
+
+def test_documents_that_lose_all_their_loss_to_a_cut_are_counted():
+    store = in_memory(documents_of([6, 6, 6]))
+    ends = [np.arange(6) == place for place in (5, 1, 5)]
+    stream = stream_of(dataclasses.replace(store, supervised=Supervised.joined(ends)))
+    start, end = (PackedRows(stream, 3, Packing("fit", long_documents=f"keep_{each}")) for each in ("start", "end"))
+    assert start.note.endswith("counted from 0; 2 of them keep no token that the loss is on")
+    assert end.note.endswith("counted from 0; 1 of them keep no token that the loss is on")
+    assert (start.targets, end.targets) == (1, 2)
 
 
 def test_epochs_mixtures_and_replicas_have_every_document_once_and_any_example_alone():

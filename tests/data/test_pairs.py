@@ -14,7 +14,7 @@ from gregale.errors import UserError
 
 L, COUNT, SIZE = 40, 40, 8
 SYSTEM, USER, YES = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
-NO = {**YES, "content": "n"}
+NO, HI, RULES = ({**YES, "content": "n"}, {**YES, "content": "h"}, {**SYSTEM, "role": "developer"})
 
 
 def source(path, rows, **options) -> ChatSource:
@@ -50,6 +50,10 @@ def names_of(rows: dict[str, np.ndarray]) -> list[str]:
         ({"prompt": "u", "chosen": [YES], "rejected": [NO], "system": "s"}, [SYSTEM, USER]),
         ({"prompt": [SYSTEM, USER], "chosen": [YES], "rejected": [NO]}, [SYSTEM, USER]),
         ({"prompt": "u", "chosen": [USER, YES], "rejected": [USER, NO]}, [USER]),
+        ({"prompt": "u", "chosen": "u a", "rejected": "u\nn"}, [USER]),
+        ({"prompt": [HI, USER], "chosen": [HI, USER, YES], "rejected": [HI, USER, NO]}, [HI, USER]),
+        ({"chosen": [RULES, USER, YES], "rejected": [RULES, USER, NO]}, [RULES, USER]),
+        ({"prompt": "u", "chosen": [SYSTEM, USER, YES], "rejected": [SYSTEM, USER, NO], "system": "s"}, [SYSTEM, USER]),
     ],
 )
 def test_rows_are_two_conversations_with_one_prompt(tmp_path, row, prompt):
@@ -63,14 +67,32 @@ def test_rows_are_two_conversations_with_one_prompt(tmp_path, row, prompt):
 
 
 def test_rows_without_a_pair_are_refused(tmp_path):
-    other = {"chosen": [USER, YES], "rejected": [{**USER, "content": "other"}, NO]}
-    with pytest.raises(UserError, match="line 1: `chosen` and `rejected` differ before the user's last message ends"):
-        list(source(tmp_path / "a", [other]).documents())
-    silent = source(
-        tmp_path / "b", [*pairs_of("a"), {"chosen": [USER, YES], "rejected": [USER]}], on_bad_document="skip"
-    )
+    both = {"chosen": [USER, YES], "rejected": [USER, NO]}
+    wrong = {
+        "`chosen` and `rejected` differ before": {**both, "rejected": [{**USER, "content": "other"}, NO]},
+        "`prompt` is another one than the answers begin with": {**both, "prompt": "other"},
+        "`system` is another text than the system's message": {
+            "prompt": [SYSTEM, USER],
+            "chosen": "a",
+            "rejected": "n",
+            "system": "t",
+        },
+    }
+    for said, row in wrong.items():
+        with pytest.raises(UserError, match=f"line 1: {said}"):
+            list(source(tmp_path / "a", [row]).documents())
+    rows = [
+        *pairs_of("a"),
+        {"chosen": [USER, YES], "rejected": [USER]},
+        {"prompt": "u", "chosen": "a", "rejected": "a"},
+    ]
+    silent = source(tmp_path / "b", rows, on_bad_document="skip")
     corpus = prepare(DataConfig({"x": silent}, workers=1, cache=f"{tmp_path}/cache"), L, 0)
     assert f"{tmp_path}/b, line 41: `rejected` has no token that the loss is on." in "".join(corpus.notes)
+    assert f"{tmp_path}/b, line 42: the chosen and the rejected answer are equal." in "".join(corpus.notes)
+    equal = source(tmp_path / "b", [*rows[:40], rows[41]])  # stops no run
+    corpus = prepare(DataConfig({"x": equal}, workers=1, cache=f"{tmp_path}/cache"), L, 0)
+    assert corpus.notes[:2] == ("data.sources.x:", "  1 bad document(s) skipped:")
 
 
 @pytest.mark.parametrize("mixtures", [[], [{"a": 1.0}, {"a": 1.0, "b": 3.0}]])

@@ -16,6 +16,7 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.axes.parameters import Buffer
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig
+from gregale.methods.method import StepMetrics
 from gregale.model.config import LlamaConfig
 from gregale.model.llama import Llama
 from gregale.model.losses import Losses
@@ -86,6 +87,14 @@ def steps_of(setup: Setup, count: int) -> tuple[list[dict[str, float]], list[np.
         logged.append(measured(StepReport(jax.device_get(metrics), 0, 0)))
     inner = getattr(state, "inner", state)  # [replica, ...] if replicas train separately
     return logged, [np.asarray(leaf) for leaf in jax.tree.leaves(inner.parameters)], inner.buffers
+
+
+def test_a_batch_without_targets_is_logged_with_the_loss_0():
+    metrics = StepMetrics(
+        np.zeros(2), np.zeros(2), np.ones(2), np.ones(2, bool), named={"margin": np.zeros(2)}, callbacks={}
+    )
+    logged = measured(StepReport(metrics, 0, 0))
+    assert (logged["loss"], logged["margin"], logged["grad_norm"]) == (0, 0, 1)
 
 
 def microbatched(count: int):

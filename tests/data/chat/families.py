@@ -142,6 +142,16 @@ MISTRAL = """
     {%- else %}{{ raise_exception('only user, assistant and tool roles') }}{% endif %}
 {%- endfor %}"""
 
+MISTRAL3 = """
+{{- bos_token }}
+{%- set messages, system = (messages[1:], messages[0].content) if messages[0].role == 'system' else (messages, '') %}
+{%- for m in messages %}
+    {%- if m.role == 'user' and loop.last and system %}{{ '[INST] ' + system + '\\n\\n' + m.content + '[/INST]' }}
+    {%- elif m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
+    {%- else %}[[{{ ' ' + m.content + eos_token }}]]
+    {%- endif %}
+{%- endfor %}"""
+
 OLMO = """
 {{- bos_token }}
 {%- for m in messages %}
@@ -281,7 +291,8 @@ JAMBA = """
     {%- if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}[[<|end|>]]
     {%- elif not loop.first %}<|end|>
     {%- endif %}
-    {{- '<|start|><|' + m.role + '|> ' }}{% if m.role == 'assistant' %}[[{{ m.content + '\\n' }}]]{% else %}{{ m.content }}{% endif %}
+    {{- '<|start|><|' + m.role + '|> ' }}
+    {%- if m.role == 'assistant' %}[[{{ m.content + '\\n' }}]]{% else %}{{ m.content }}{% endif %}
 {%- endfor %}
 {%- if messages[-1].role == 'assistant' %}[[<|end|>]]{% else %}<|end|>{% endif %}
 {%- if add_generation_prompt %}{{ '<|start|><|assistant|> ' }}{% endif %}"""
@@ -294,6 +305,7 @@ TEMPLATES = {
     "qwen 3": QWEN3,
     "gemma 3": GEMMA,
     "mistral": MISTRAL,
+    "mistral 3": MISTRAL3,
     "olmo 2": OLMO,
     "deepseek": DEEPSEEK,
     "phi": PHI,
@@ -341,7 +353,7 @@ TALKS = {
     "empty content": [SYSTEM, *turns("", "", "a", "")],
     "emoji": turns("👩‍👩‍👧 a", "the 🙂 the", "b", "🏳️‍🌈é a"),  # transformers leaves out pieces of a last character
     "what looks like JSON or markup": turns('{"a": "\\n"}', '<b>"the"</b> & {{ x }}\n```', "a", "{% x %}"),
-    "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.", "the", "the")],
+    "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.")],
     "the assistant first": turns("", "the 42", "a", "the")[1:],
     "two in turn": [*turns("a", "the", "b", "c"), *turns("", "d")[1:]],
     "reasoning": [SYSTEM, *turns("a", "the", "b", "the", reasoning_content="x\ny")],

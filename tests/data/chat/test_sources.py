@@ -26,6 +26,7 @@ END = BytesTokenizer.end_of_document
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SYSTEM = {"role": "system", "content": "s"}
 CALLED = {"name": "f", "arguments": {"x": 1}}
+CALL, CALLS, RULES = {"function": CALLED}, {"role": "assistant"}, {"role": "developer", "content": "s"}
 PARTS = [{**TALK[0], "content": "ab"}, TALK[1]]
 
 
@@ -54,7 +55,20 @@ def write_lines(path, rows) -> str:
             [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]}],
         ),
         ("messages", {"messages": [{"role": "user", "content": [text_part("a"), text_part("b")]}, TALK[1]]}, PARTS),
+        ("sharegpt", {"conversations": [{"from": "Human ", "value": "a"}, {"from": "GPT", "value": "b"}]}, TALK),
+        ("messages", {"messages": [{**TALK[0], "role": "human"}, {**TALK[1], "role": " Assistant\n"}]}, TALK),
+        (
+            "messages",
+            {"messages": [{"role": "developer", "content": "s"}, {**TALK[1], "role": "model"}]},
+            [RULES, TALK[1]],
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "tool_calls": json.dumps([CALL])}]},
+            [{**CALLS, "tool_calls": [CALL]}],
+        ),
         ("prompt", {"prompt": "a", "completion": "b", "system": "s"}, [SYSTEM, *TALK]),
+        ("prompt", {"prompt": [SYSTEM, TALK[0]], "completion": "b", "system": "s"}, [SYSTEM, *TALK]),
         ("prompt", {"prompt": [SYSTEM, TALK[0]], "completion": TALK[1:]}, [SYSTEM, *TALK]),
         ("instruction", {"instruction": "a", "input": "", "output": "b"}, TALK),
         ("instruction", {"instruction": "i", "input": "a", "output": "b"}, [{**TALK[0], "content": "i\n\na"}, TALK[1]]),
@@ -102,6 +116,10 @@ BAD = {
     "`messages` is empty, expected a list of objects": {"messages": []},
     "`messages` is text, and no JSON": {"messages": "hello"},
     "no `role`; there are: content": {"messages": [{"content": "a"}]},
+    "`role` is 'narrator', and none of human, user, gpt, assistant, model": {
+        "messages": [{**TALK[0], "role": "narrator"}]
+    },
+    "`tool_calls` is text, and no JSON": {"messages": [{"role": "assistant", "tool_calls": "f()"}]},
     "`content` has a part of type 'image'": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     "`content` has a part of type int": {"messages": [{"role": "assistant", "content": [1]}]},
     "half a surrogate pair": {"messages": [{"role": "user", "content": "\ud800"}]},
@@ -141,6 +159,19 @@ def test_conversations_without_a_token_for_the_loss_are_counted_and_named_always
             "  1 conversation(s) without a token that the loss is on:",
             f"  {file}, line 21",
         )
+
+
+def test_a_source_without_any_token_for_the_loss_is_refused(tmp_path):
+    file = write_lines(tmp_path / "a", [{"messages": TALK[:1]}] * 20)
+    with pytest.raises(UserError, match=r"data.sources.x: the loss is on none of its .* tokens. Conversations have it"):
+        prepare(data(file, tmp_path), 8, 0)
+    file = write_lines(tmp_path / "b", [{"messages": [{**TALK[0], "content": "many words"}, TALK[1]]}] * 20)
+    cut = DataConfig({"x": ChatSource(files=(file,), long_documents="keep_start")}, cache=f"{tmp_path}/c", workers=1)
+    with pytest.raises(UserError, match=r"long_documents keep_start leaves out .*; 1\d of them keep no token"):
+        prepare(cut, 8, 0)
+    talks = write_lines(tmp_path / "talks", [{"messages": TALK}] * 20)
+    with pytest.raises(UserError, match=r"data.validation.y: the loss is on none of its"):
+        prepare(data(talks, tmp_path, validation={"y": cut.sources["x"]}), 8, 0)
 
 
 @pytest.fixture

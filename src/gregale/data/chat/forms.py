@@ -137,8 +137,6 @@ def from_pair(row: Row) -> list[Messages]:
     if all(isinstance(each, str) for each in texts) and all(rests := [behind(texts[0], each) for each in texts[1:]]):
         found = [[say("assistant", each)] for each in rests]
     found = [with_prompt(row, prompt, each) for each in found]
-    if found[0] == found[1]:
-        raise Malformed(f"`{row.name('chosen')}` and `{row.name('rejected')}` are equal: there is nothing to prefer")
     if prompt_of(found[0]) != prompt_of(found[1]):
         raise Malformed(
             f"`{row.name('chosen')}` and `{row.name('rejected')}` differ before the user's last message ends"

@@ -1,5 +1,6 @@
 """The messages that templates get, with characters in their texts that say where they and spans are in an output."""
 
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -77,6 +78,14 @@ def read_marks(marked: str) -> Marked:
             contents.append(Content(at - 1, value // 2))
             calls |= {value // 2} if value % 2 else set()
     return Marked("".join(text), contents, calls, spans)
+
+
+def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Return a value as the filter of transformers does; own characters stay as they are."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return (
+        re.sub(r"[^\x00-\x7f\ufdd0-\ufdef]", lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+    )
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import resource
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2
@@ -36,6 +36,7 @@ from gregale.data.chat.messages import (
     is_text,
     plain,
     read_marks,
+    tojson,
     with_marks,
 )
 from gregale.data.chat.turns import NotCertain, Part, Spans, Turns, common, symbols_of
@@ -123,13 +124,6 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def end_loop(self) -> None:
         self.owners.pop()
-
-
-def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    return (
-        re.sub(r"[^\x00-\x7f\ufdd0-\ufdef]", lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
-    )
 
 
 def raise_exception(message: str) -> None:
@@ -228,31 +222,36 @@ class Rendering:
     ):
         self._render, self._messages, self._names, self._stop = render, messages, names, stop
         self._parts, self._prompts = render(messages, prompt), {}
-        self.text = joined(self._parts)
+        self.text, self._ends_in_prompt = joined(self._parts), prompt
+
+    @cached_property
+    def _marked(self) -> Marked | None:
+        """Return what marks in the messages say; None if the template cannot render these."""
         untold = all(each.owner is None for each in self._parts)
-        marked = [with_marks(each, number, untold) for number, each in enumerate(messages)]
-        found = tried(render, marked, prompt, True)
-        self._marked = None if found is None else read_marks(joined(found))
+        marked = [with_marks(each, number, untold) for number, each in enumerate(self._messages)]
+        found = tried(self._render, marked, self._ends_in_prompt, True)
+        return None if found is None else read_marks(joined(found))
 
     def check_calls(self) -> None:
         called = {number for number, each in enumerate(self._messages) if each.get("tool_calls")}
-        if self._marked and not called <= self._marked.calls:
+        if called and self._marked and not called <= self._marked.calls:
             raise_exception("it leaves out the calls of tools")
 
     def spans(self, loss_on: str, has_spans: bool) -> Spans:
         """Return the spans that the loss is on; `has_spans`: the template has `{% generation %}`."""
         if loss_on == "all":
             return [(0, len(self.text))]
-        supervised = chosen(self._messages, loss_on)
+        if not (supervised := chosen(self._messages, loss_on)):
+            return []
         marked = self._marked if self._marked and self._marked.text == self.text else None
         if has_spans:
             return self._told(marked or read_marks(joined(self._render(self._messages, False, True))), supervised)
         try:
-            if marked is None and supervised:
+            if marked is None:
                 raise NotCertain
-            turns = Turns(self._parts, marked.contents if marked else [], self._prompt, self._names, self._stop)
+            turns = Turns(self._parts, marked.contents, self._prompt, self._names, self._stop)
             for number in supervised:
-                if is_text(self._messages[number].get("content")) and not turns.has(number):
+                if is_text(self._messages[number].get("content")) and number not in turns.own:
                     raise_exception(f"it leaves out the text of message {number + 1}")
             return [span for number in supervised for span in turns.spans(number)]
         except NotCertain:
@@ -274,7 +273,7 @@ class Rendering:
                 raise Refused("has the text of another message in {% generation %}")
             # Another message's iteration may write the end of a turn.
             owner = min(inside, default=next((each for each in owners[start:end] if each in turns), owner))
-            if supervised and (owner in supervised or owner is None):
+            if owner in supervised or owner is None:
                 found.append((start, end))
         return found
 

@@ -5,7 +5,9 @@ common with the generation prompt, and without the text of other messages, but w
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -54,9 +56,11 @@ class Turns:
         special: re.Pattern[str],
         stop: str = "",
     ):
-        self._stop = stop
         self._text, self._contents = "".join(part.text for part in parts), contents
-        self._prompt, self._special = prompt, special
+        self._prompt, self._special, self._stop = prompt, special, stop
+        self.own: dict[int, list[int]] = {}  # by message, where its text is
+        for at, message in contents:
+            self.own.setdefault(message, []).append(at)
         self._written: dict[int, list[tuple[int, int]]] = {}  # by message, the spans that its iteration wrote
         self._nested, first = set(), 0  # where the text of a message begins inside of another's iteration
         for part in parts:
@@ -71,8 +75,7 @@ class Turns:
 
     def spans(self, message: int) -> Spans:
         """Return the spans of the turn of a message; raise `NotCertain`."""
-        own = [each.at for each in self._contents if each.message == message]
-        written, prompt = self._written.get(message, []), self._prompt(message)
+        own, written, prompt = self.own.get(message, []), self._written.get(message, []), self._prompt(message)
         if own and not any(first <= at < end for at in own for first, end in written):
             written = [self._around(own, prompt)]
         elif not written and not self._written:
@@ -90,13 +93,11 @@ class Turns:
         written[-1] = first, self._end(after, end, prompt)
         written = [span for each in written for span in self._stopped(*each)]
         found = [(first, end) for first, end in written if first < end]
-        if any(first <= at < end for at, other in self._contents if other != message for first, end in found):
-            raise NotCertain
+        for first, end in found:
+            inside = self._contents[bisect_left(self._contents, (first,)) : bisect_left(self._contents, (end,))]
+            if any(each.message != message for each in inside):
+                raise NotCertain
         return found
-
-    def has(self, message: int) -> bool:
-        """Return whether anything of a message is in the text."""
-        return any(each.message == message for each in self._contents)
 
     def _header(self, text: str, prompt: str) -> int:
         """Return the length of the header that a turn begins with; `text`: the turn up to the message's own text."""
@@ -109,12 +110,11 @@ class Turns:
 
     def _stopped(self, first: int, end: int) -> Spans:
         """Return what is left of a span without the special tokens behind a stop, which the model does not write."""
-        if not self._stop:
-            return [(first, end)]
-        stop = re.escape(self._stop)
-        behind = re.compile(f"(?<={stop})(?:(?!{stop})(?:{self._special.pattern}))+")
-        bounds = [first, *(at for each in behind.finditer(self._text, first, end) for at in each.span()), end]
-        return list(zip(bounds[::2], bounds[1::2], strict=True))
+        bounds = [first]
+        for each in self._special.finditer(self._text, first, end) if self._stop else ():
+            if each[0] != self._stop and self._text.endswith(self._stop, 0, each.start()):
+                bounds += each.span()
+        return list(zip(bounds[::2], [*bounds[1::2], end], strict=True))
 
     def _around(self, own: Sequence[int], prompt: str) -> tuple[int, int]:
         """Return the span of a turn with its header that no iteration wrote, by what is around the message's text."""
@@ -131,8 +131,8 @@ class Turns:
         tail = self._text[after:end].rstrip()
         if any(each.end() == len(tail) for each in self._special.finditer(tail)):
             return after + len(tail)
-        space = end + len(self._text[end:]) - len(self._text[end:].lstrip())
-        found = self._special.match(self._text, space)
+        behind = next((at for at in range(end, len(self._text)) if not self._text[at].isspace()), end)
+        found = self._special.match(self._text, behind)
         if found and end not in self._nested and not self._begins(prompt, found[0]):
             return found.end()  # the next message begins with the token that ends this one
         return after + len(tail) if tail else end
@@ -152,7 +152,12 @@ class Turns:
 
 
 def symbols_of(text: str, special: re.Pattern[str]) -> list[str]:
-    return [each[0] for each in re.finditer(f"{special.pattern}|{SYMBOL}", text, re.DOTALL)]
+    return [each[0] for each in symbol_of(special).finditer(text)]
+
+
+@cache
+def symbol_of(special: re.Pattern[str]) -> re.Pattern[str]:
+    return re.compile(f"{special.pattern}|{SYMBOL}", re.DOTALL)
 
 
 def common(first: Sequence[str], second: Sequence[str]) -> int:

@@ -68,6 +68,10 @@ class BadDocument(UserError):
     """Invalid content and its location. A source yields it if it can read on, and raises it otherwise."""
 
 
+class Needless(BadDocument):
+    """A document from which nothing is learned: it is left out and counted, whatever `on_bad_document` is."""
+
+
 @dataclass
 class Skipped:
     """The number of documents that could not be read, and of the first few the error and the location."""
@@ -154,7 +158,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
 
     def leave_out(self, bad: BadDocument, skipped: Skipped) -> None:
         """Count a document that is left out; raise it if bad documents stop the run."""
-        if self.on_bad_document == STOP:
+        if self.on_bad_document == STOP and not isinstance(bad, Needless):
             raise bad
         skipped.note(bad)
 

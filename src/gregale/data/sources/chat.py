@@ -8,7 +8,7 @@ from typing import Any
 
 from gregale.data.chat.conversation import ALL, ASSISTANT, COMPLETION, LOSS_ON, Conversation, Pair
 from gregale.data.chat.forms import COLUMNS, FORMS, MESSAGES, PAIRS, Malformed, Row
-from gregale.data.sources.base import FIT, BadDocument, Document, SourceConfig, encodable
+from gregale.data.sources.base import FIT, BadDocument, Document, Needless, SourceConfig, encodable
 from gregale.data.sources.csv import CsvRecords, invalid_byte
 from gregale.data.sources.huggingface import HuggingFaceRows
 from gregale.data.sources.jsonl import JsonLines
@@ -71,6 +71,8 @@ class ChatRows(Settings):
             content = "\n".join(each["content"] for each in messages if each.get("content"))
             return Conversation(text, content, str(location), COMPLETION if len(found) > 1 else self.loss_on, self.date)
 
+        if len(found) > 1 and found[0] == found[1]:
+            raise Needless(f"{location}: the chosen and the rejected answer are equal.")
         return Pair(*map(made, found)) if len(found) > 1 else made(found[0])
 
     def document_of(self, values: Mapping[str, Any], location: str, path: str, start: int) -> Document | BadDocument:
