@@ -60,11 +60,14 @@ FAMILIES = {  # by a text that only templates of the family have; the first one 
     r"<start_of_turn>": Family("<start_of_turn>model\n", "<end_of_turn>"),
     r"<\|start_of_role\|>": Family(r"<\|start_of_role\|>assistant<\|end_of_role\|>", r"<\|end_of_text\|>"),
     r"\[INST\]": Family(
-        r"(?:\[/INST\]|\[/TOOL_RESULTS\]|\[/SYSTEM_PROMPT\]|(?<=</s>)(?=[^<]))(?! ?\[(?:INST|TOOL_RESULTS|AVAILABLE_TOOLS))",
+        r"(?:\[/INST\]|\[/TOOL_RESULTS\]|\[/SYSTEM_PROMPT\]|(?<=</s>)(?=[^<]))"
+        r"(?! ?\[(?:INST|TOOL_RESULTS|AVAILABLE_TOOLS))",
         "</s>",
     ),
     r"<｜Assistant｜>": Family(
-        r"<｜Assistant｜>|<｜tool▁outputs▁end｜>|(?<=<｜tool▁output▁end｜>)(?!<｜tool▁output)(?!\n<｜tool▁output)|(?<=</result>\n</function_results>\n\n)|(?:(?<=<｜end▁of▁sentence｜>)|(?<=\A<s>)|(?<=Systemword rules.))(?=replyword)",
+        r"<｜Assistant｜>|<｜tool▁outputs▁end｜>|(?<=<｜tool▁output▁end｜>)(?!<｜tool▁output)(?!\n<｜tool▁output)"
+        r"|(?<=</result>\n</function_results>\n\n)"
+        r"|(?:(?<=<｜end▁of▁sentence｜>)|(?<=\A<s>)|(?<=Systemword rules.))(?=replyword)",
         "<｜end▁of▁sentence｜>|</s>",
     ),
     r"CHATBOT_TOKEN": Family(
@@ -183,16 +186,16 @@ def main() -> None:
     options = parser.parse_args()
     files = sorted({each for folder in options.folders for each in folder.rglob("*.jinja")})
     twins = {each.stem: each for each in files if each.stem.endswith("_training")}
-    total, judged = Counter(), 0
+    total, known = Counter(), 0
     for file in files:
         if not re.search(options.only, file.stem):
             continue
         found, notes = results(file, twins.get(f"{file.stem}_training"))
-        judged += set(found) != {"no oracle"}
+        known += set(found) != {"no oracle"}
         total += found
         print(f"{file.stem:52}", ", ".join(f"{count} {kind}" for kind, count in sorted(found.items())), flush=True)
         print(*(f"    {note}" for note in notes), sep="\n", end="\n" if notes else "")
-    print(f"{judged} templates with an oracle, {len(CONVERSATIONS)} conversations each:")
+    print(f"{known} templates with an oracle, {len(CONVERSATIONS)} conversations each:")
     print(*(f"  {count:5} {kind}" for kind, count in sorted(total.items())), sep="\n")
 
 
