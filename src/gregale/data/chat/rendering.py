@@ -39,7 +39,7 @@ from gregale.data.chat.messages import (
     tojson,
     with_marks,
 )
-from gregale.data.chat.turns import NotCertain, Part, Spans, AssistantTurns, common, symbols_of
+from gregale.data.chat.turns import AssistantTurns, NotCertain, Part, Spans, common, symbols_of
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
