@@ -39,7 +39,7 @@ from gregale.data.chat.messages import (
     tojson,
     with_marks,
 )
-from gregale.data.chat.turns import NotCertain, Part, Spans, Turns, common, symbols_of
+from gregale.data.chat.turns import AssistantTurns, NotCertain, Part, Spans, common, symbols_of
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -249,7 +249,7 @@ class Rendering:
         try:
             if marked is None:
                 raise NotCertain
-            turns = Turns(self._parts, marked.contents, self._prompt, self._names, self._stop)
+            turns = AssistantTurns(self._parts, marked.contents, self._prompt, self._names, self._stop)
             for number in supervised:
                 if is_text(self._messages[number].get("content")) and number not in turns.own:
                     raise_exception(f"it leaves out the text of message {number + 1}")

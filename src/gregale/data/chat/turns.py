@@ -38,7 +38,7 @@ class NotCertain(Exception):
     """Which tokens the assistant wrote cannot be told."""
 
 
-class Turns:
+class AssistantTurns:
     """The turns in the text of a conversation.
 
     - `parts`: of the text
