@@ -68,6 +68,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
     "olmoe_normalised": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen2_moe": ("qwen2_moe", EXPERTS | WINDOW | {
+        "shared_expert_intermediate_size": 24, "layer_types": ["sliding_attention"] * 2, "max_window_layers": 0,
+    }),
+    "qwen2_moe_mixed": ("qwen2_moe", EXPERTS | WINDOW | {
         "shared_expert_intermediate_size": 24, "layer_types": ["full_attention", "sliding_attention"],
     }),
     "qwen2_moe_normalised": ("qwen2_moe", EXPERTS | {
@@ -110,6 +113,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Of these only the configurations are compared: other rows have the same arithmetic.
 CONFIGURATIONS = ("llama2", "gpt_oss_plain", "qwen3_moe_plain", "olmoe_normalised", "qwen2_moe_normalised")
+CONFIGURATIONS += ("qwen2_moe_mixed",)
 # Of these logits and gradients are compared, and no export and no text: other rows have the same programs.
 WITHOUT_TEXT = ("mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3")
 
