@@ -42,8 +42,8 @@ def refusal(capsys) -> str:
 # Numbers
 
 
-DILOCO = [
-    *["--sync.type", "diloco", "--sync.period", "6", "--sync.outer.learning_rate", "3e38"],
+DILOCO = [  # the first outer step comes after the first checkpoint, in which replicas have not parted yet
+    *["--sync.type", "diloco", "--sync.warmup_steps", "4", "--sync.period", "6", "--sync.outer.learning_rate", "3e38"],
     *["--optimizer.schedule.warmup", "1", "--optimizer.learning_rate", "5"],
 ]
 
