@@ -10,6 +10,7 @@ from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import TokenizerConfig
 from gregale.huggingface.families import FAMILIES
 from gregale.methods.config import SyncConfig
+from gregale.methods.outer_config import OuterConfig
 from gregale.model.config import ModelConfig
 from gregale.objectives import ObjectiveConfig
 from gregale.optim import OptimizerConfig, ScheduleConfig
@@ -20,7 +21,7 @@ from gregale.tracking.choices import TrackerConfig
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REGISTRIES = (
     *(ModelConfig, OptimizerConfig, ScheduleConfig, SourceConfig, TokenizerConfig, SyncConfig, TrackerConfig),
-    *(CallbackConfig, ObjectiveConfig),
+    *(CallbackConfig, ObjectiveConfig, OuterConfig),
 )
 
 
