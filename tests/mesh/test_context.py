@@ -115,7 +115,10 @@ def test_methods_train_as_with_whole_sequences(name):
     The second run shares sequences, goes on with whole ones in the middle, and shares them again.
     """
     meshes = MeshConfig(replica=2, data=4), MeshConfig(replica=2, context=2, data=2)
-    setups = [set_up_on(mesh, steps=STEPS, model=FEW_LAYERS, **METHODS[name]) for mesh in meshes]
+    # Adam divides a gradient that is nearly zero by itself: with a small epsilon its rounding, which is that of a
+    # processor, is a whole update.
+    changes = {"optimizer": replace(WHOLE.optimizer, epsilon=1e-5), **METHODS[name]}
+    setups = [set_up_on(mesh, steps=STEPS, model=FEW_LAYERS, **changes) for mesh in meshes]
     steppers, places = [setup.stepper() for setup in setups], [setup.abstract_state() for setup in setups]
     losses, parameters = [], []
     for shares in (lambda step: False, lambda step: not 7 < step <= 14):

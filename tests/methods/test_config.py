@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,7 +127,9 @@ def test_every_documented_choice_works_with_its_documented_defaults(arguments):
     """A step without a gradient leaves what the outer optimizer moves as it is."""
     model = {"type": "llama", "layers": 3, "hidden": 8, "heads": 1, "kv_heads": 1, "mlp": 8}
     given = {"name": "a", "steps": 9, "model": model, "mesh": {"replica": 2}, "batch": {"size": 2}}
-    setup = set_up(load(TrainConfig, given, arguments), 64, layout_of(replica=2).mesh)
+    config = load(TrainConfig, given, arguments)
+    assert load(TrainConfig, draccus.encode(config)) == config, "as a run's config.yaml has it"
+    setup = set_up(config, 64, layout_of(replica=2).mesh)
     jax.eval_shape(lambda model: setup.psdp.optimizer.whole().init(trainable(model)), setup.model)
     if isinstance(setup.method, Diloco):
         outer, one = setup.method.outer, {"weight": jnp.ones(3)}

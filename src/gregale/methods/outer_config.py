@@ -3,13 +3,15 @@
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, ClassVar
 
+import draccus
+
 from gregale.errors import UserError
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import restated
 
 
 @dataclass(frozen=True)
-class OuterConfig(OptimizerConfig):
+class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: draccus looks at the bases for `type`
     """The choices of `OptimizerConfig` that run on shards, with a weight decay of 0 by default."""
 
     _choice_registry: ClassVar[dict[str, Any]] = {}
