@@ -50,7 +50,6 @@ def names_of(rows: dict[str, np.ndarray]) -> list[str]:
         ({"prompt": "u", "chosen": [YES], "rejected": [NO], "system": "s"}, [SYSTEM, USER]),
         ({"prompt": [SYSTEM, USER], "chosen": [YES], "rejected": [NO]}, [SYSTEM, USER]),
         ({"prompt": "u", "chosen": [USER, YES], "rejected": [USER, NO]}, [USER]),
-        ({"prompt": "u", "chosen": "u a", "rejected": "u\nn"}, [USER]),
         ({"prompt": [HI, USER], "chosen": [HI, USER, YES], "rejected": [HI, USER, NO]}, [HI, USER]),
         ({"chosen": [RULES, USER, YES], "rejected": [RULES, USER, NO]}, [RULES, USER]),
         ({"prompt": "u", "chosen": [SYSTEM, USER, YES], "rejected": [SYSTEM, USER, NO], "system": "s"}, [SYSTEM, USER]),
@@ -70,6 +69,11 @@ def test_rows_without_a_pair_are_refused(tmp_path):
     both = {"chosen": [USER, YES], "rejected": [USER, NO]}
     wrong = {
         "`chosen` and `rejected` differ before": {**both, "rejected": [{**USER, "content": "other"}, NO]},
+        "`chosen` and `rejected` begin with the text of `prompt`, and whether they repeat it": {
+            "prompt": "Hello",
+            "chosen": "Hello! How can I help?",
+            "rejected": "Hello. What?",
+        },
         "`prompt` is another one than the answers begin with": {**both, "prompt": "other"},
         "`system` is another text than the system's message": {
             "prompt": [SYSTEM, USER],

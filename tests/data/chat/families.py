@@ -353,6 +353,7 @@ TALKS = {
     "empty content": [SYSTEM, *turns("", "", "a", "")],
     "emoji": turns("👩‍👩‍👧 a", "the 🙂 the", "b", "🏳️‍🌈é a"),  # transformers leaves out pieces of a last character
     "what looks like JSON or markup": turns('{"a": "\\n"}', '<b>"the"</b> & {{ x }}\n```', "a", "{% x %}"),
+    "one word of a format": turns("a", '{"a":1}', "b", "/usr/bin", "a", "|a|b|", "b", "[x](y)", "a", "{x}."),
     "words that come again": [SYSTEM, *turns("My secret is 42. What is it?", "42.")],
     "the assistant first": turns("", "the 42", "a", "the")[1:],
     "two in turn": [*turns("a", "the", "b", "c"), *turns("", "d")[1:]],

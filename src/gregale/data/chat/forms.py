@@ -11,7 +11,10 @@ USUAL = {  # roles by their spellings, without spaces around and in small letter
     "system": "system",
 }
 ROLES = {**USUAL, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}  # of ShareGPT
-OTHERS = ("developer", "tool", "function", "observation", "ipython", "environment", "context")  # which templates have
+OTHERS = (  # which templates have
+    *("developer", "tool", "function", "observation", "ipython", "environment", "context", "function_response"),
+    *("tool_response", "tool_call", "available_tools", "control"),
+)
 CALL = "function_call"  # a turn of ShareGPT's in which the assistant calls tools
 COLUMNS = {  # by form, the columns of a row and the fields of a message
     MESSAGES: ("messages", "tools", "documents", "role", "content"),
@@ -61,8 +64,9 @@ class Row:
         own = {self.name("role"): "role", self.name("content"): "content"}
         message = {own.get(name, name): value for name, value in self.values.items()}
         message["role"] = self.role("role", USUAL | dict(zip(OTHERS, OTHERS, strict=True)))
-        if isinstance(message.get("tool_calls"), str):
-            message["tool_calls"] = [each.values for each in self.rows("tool_calls")]
+        if isinstance(calls := message.get("tool_calls"), str):
+            has_calls = calls.strip() not in ("", "[]", "null")  # in columns of text
+            message["tool_calls"] = [each.values for each in self.rows("tool_calls")] if has_calls else None
         if isinstance(parts := message.get("content"), list):
             return {**message, "content": "".join(self._text_of(each) for each in parts)}
         if message.get("content") is not None or not message.get("tool_calls"):
@@ -134,8 +138,11 @@ def from_pair(row: Row) -> list[Messages]:
     prompt = part_of(row, "prompt", "user") if row.get("prompt") else []
     found = [part_of(row, name, "assistant") for name in ("chosen", "rejected")]
     texts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
-    if all(isinstance(each, str) for each in texts) and all(rests := [behind(texts[0], each) for each in texts[1:]]):
-        found = [[say("assistant", each)] for each in rests]
+    if all(isinstance(each, str) for each in texts) and all(begins_with(each, texts[0]) for each in texts[1:]):
+        raise Malformed(
+            f"`{row.name('chosen')}` and `{row.name('rejected')}` begin with the text of `{row.name('prompt')}`, and "
+            "whether they repeat it is not certain. Take it out of the answers, or give all three as messages"
+        )
     found = [with_prompt(row, prompt, each) for each in found]
     if prompt_of(found[0]) != prompt_of(found[1]):
         raise Malformed(
@@ -144,11 +151,9 @@ def from_pair(row: Row) -> list[Messages]:
     return [with_system(row, each) for each in found]
 
 
-def behind(prompt: str, text: str) -> str:
-    """Return the rest of a text that begins with the whole words of a prompt; empty if it does not."""
-    rest = text.removeprefix(prompt)
-    is_inside = prompt[-1:].isalnum() and rest[:1].isalnum()
-    return "" if rest == text or is_inside else rest.lstrip()
+def begins_with(text: str, prompt: str) -> bool:
+    """Return whether a text begins with the whole words of a prompt."""
+    return text.startswith(prompt) and not (prompt[-1:].isalnum() and text[len(prompt) :][:1].isalnum())
 
 
 def with_prompt(row: Row, prompt: Messages, answer: Messages) -> Messages:

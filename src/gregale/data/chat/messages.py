@@ -11,9 +11,14 @@ MARK, OPEN, CLOSE, FROM = "\ufdd0\ufdd1\ufdd2\ufdd3"
 OWN = re.compile("[\ufdd0-\ufdef]")
 DIGITS = {ord(digit): 0xFDE0 + value for value, digit in enumerate("0123456789abcdef")}  # after `FROM`
 MARKS = re.compile(f"({OPEN}|{CLOSE}|{FROM}[\ufde0-\ufdef]+)")
-# Marks are in no tag and no number of a format: templates look for these.
-WORD = re.compile(r"((?:(?<=[\s>])|\A)[^\s<|\[/{])")
-LAST_WORD = re.compile(r"((?:(?<=\s)|\A)[^\s<>|\[\]/{}]+)(?=\s*\Z)")
+# Marks are behind a text's first character, behind that of a word now and then, and behind its last one.
+WORD = r"(?:(?<=[\s>])|\A)[^\s<|\[/{]"
+PLACES = [  # the next ones serve templates that look for a tag or a number of a format, where the first ones put a mark
+    (re.compile(rf"((?:{WORD}|\A\s*\S))((?s:.{{0,500}}))"), re.compile(r"(\S)(?=\s*\Z)")),
+    (re.compile(rf"({WORD})((?s:.{{0,500}}))"), re.compile(r"([^\s>\]])(?=\s*\Z)")),
+    (re.compile(rf"({WORD})((?s:.{{0,500}}))"), re.compile(r"((?:(?<=\s)|\A)[^\s<>|\[\]/{}]+)(?=\s*\Z)")),
+]
+Places = tuple[re.Pattern[str], re.Pattern[str]]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first or second
 
 Messages = list[dict[str, Any]]
@@ -23,7 +28,7 @@ class Marked(NamedTuple):
     """What the marks in a text say.
 
     - `text`: without the marks
-    - `contents`: the begin of each word of a message, and the end of its last one
+    - `contents`: where marks of messages are
     - `calls`: indices of messages of which a called tool is in the text
     - `spans`: of `{% generation %}`
     """
@@ -34,28 +39,29 @@ class Marked(NamedTuple):
     spans: Spans
 
 
-def with_marks(message: dict[str, Any], number: int, in_empty: bool) -> dict[str, Any]:
-    """Return a message with marks behind the first character of each word and behind the last word.
+def with_marks(message: dict[str, Any], number: int, in_empty: bool, places: Places) -> dict[str, Any]:
+    """Return a message with marks at some `PLACES` of its texts.
 
     - `in_empty`: an empty content has a mark, too
     """
     own, calls = mark(2 * number), message.get("tool_calls")
-    found = {name: within(message[name], own) for name in ("content", *REASONING) if name in message}
+    found = {name: within(message[name], own, places) for name in ("content", *REASONING) if name in message}
     if calls:
-        found["tool_calls"] = within(calls, mark(2 * number + 1))
+        found["tool_calls"] = within(calls, mark(2 * number + 1), places)
     elif in_empty and message.get("content") == "":
         found["content"] = own
     return {**message, **found}
 
 
-def within(value: Any, own: str, name: str = "") -> Any:
+def within(value: Any, own: str, places: Places, name: str = "") -> Any:
     """Return a value with marks in its texts; `name`: of the field that has it."""
     if isinstance(value, str) and name not in ("id", "type"):
-        return LAST_WORD.sub(rf"\1{own}", WORD.sub(rf"\1{own}", value))
+        word, last = places
+        return last.sub(rf"\1{own}", word.sub(rf"\1{own}\2", value))
     if isinstance(value, list):
-        return [within(each, own) for each in value]
+        return [within(each, own, places) for each in value]
     if isinstance(value, dict):
-        return {each: within(inner, own, each) for each, inner in value.items()}
+        return {each: within(inner, own, places, each) for each, inner in value.items()}
     return value
 
 

@@ -1,8 +1,8 @@
 """Provides the process that evaluates chat templates, which are programs of others.
 
-`gregale.data.chat.renderer` starts this file and ends the process. It reads JSON, a line each: first the templates and
-limits, then conversations. It answers each line with a line. It imports only Jinja and Python's own modules, so it
-starts fast.
+`gregale.data.chat.renderer` starts this module and ends the process. It reads JSON, a line each: first the templates
+and limits, then conversations. It answers each line with a line. It imports Jinja, Python's own modules and a few of
+this folder, so it starts fast.
 
 Limits of processor time and memory are the system's. So a template that never ends, in whatever expression, ends the
 process and nothing else.
@@ -29,6 +29,7 @@ from gregale.data.chat.messages import (
     MARK,
     OPEN,
     OWN,
+    PLACES,
     Marked,
     Messages,
     chosen,
@@ -227,10 +228,14 @@ class Rendering:
     @cached_property
     def _marked(self) -> Marked | None:
         """Return what marks in the messages say; None if the template cannot render these."""
-        untold = all(each.owner is None for each in self._parts)
-        marked = [with_marks(each, number, untold) for number, each in enumerate(self._messages)]
-        found = tried(self._render, marked, self._ends_in_prompt, True)
-        return None if found is None else read_marks(joined(found))
+        untold, found = all(each.owner is None for each in self._parts), None
+        for places in PLACES:
+            marked = [with_marks(each, number, untold, places) for number, each in enumerate(self._messages)]
+            parts = tried(self._render, marked, self._ends_in_prompt, True)
+            found = found if parts is None else read_marks(joined(parts))
+            if found and found.text == self.text:
+                break
+        return found
 
     def check_calls(self) -> None:
         called = {number for number, each in enumerate(self._messages) if each.get("tool_calls")}
@@ -273,6 +278,8 @@ class Rendering:
                 raise Refused("has the text of another message in {% generation %}")
             # Another message's iteration may write the end of a turn.
             owner = min(inside, default=next((each for each in owners[start:end] if each in turns), owner))
+            if owner is None and supervised != turns:
+                raise Refused("does not tell which message wrote the text in {% generation %}")
             if owner in supervised or owner is None:
                 found.append((start, end))
         return found
@@ -281,9 +288,9 @@ class Rendering:
         """Return the text between the messages before one of the assistant's and what the model writes."""
         role = self._messages[number - 1]["role"] if number else ""
         more = [*self._messages, {"role": "user", "content": "a"}]
-        for messages in (self._messages[:number], self._messages, more):
-            if messages and not self._prompts.get(role, "").strip():
-                self._prompts[role] = self._prompt_after(messages)
+        if role not in self._prompts:
+            found = (self._prompt_after(each) for each in (self._messages[:number], self._messages, more) if each)
+            self._prompts[role] = next((each for each in found if each.strip()), "")
         return self._prompts[role]
 
     def _prompt_after(self, messages: Messages) -> str:
