@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
-from typing import IO, NamedTuple, NoReturn, Protocol
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "gregale"  # on the hosts, below the home directory
@@ -117,9 +117,15 @@ class Runner:
         self.say(f"error: {sum(answers)} of {sum(wanted)} hosts have done it")
         return False
 
-    def foreground(self, words: Sequence[str]) -> int:
-        """Run a command that has the terminal, without a limit; return its exit code."""
-        return self.all([words], 0)[0].code if self.dry_run else subprocess.run(words).returncode
+    def foreground(self, words: Sequence[str], limit: int | None = None, text: str | None = None) -> int:
+        """Run a command that has the terminal, or this text as its input; return its exit code."""
+        if self.dry_run:
+            return self.all([words], 0)[0].code
+        try:
+            return subprocess.run(words, timeout=limit, input=text, text=True).returncode
+        except subprocess.TimeoutExpired:
+            self.say(f"no answer in time: {quoted(words)[:200]}")
+            return 124
 
 
 @contextmanager
@@ -219,6 +225,9 @@ def stop_command(seconds: int) -> str:
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, *words: Any, **options: Any):
+        super().__init__(*words, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
 
@@ -228,7 +237,7 @@ def parser(script: str, where: str, commands: dict[str, str], notes: str) -> Par
     listed = "commands:\n" + "\n".join(f"  {name:8} {text}" for name, text in commands.items())
     usage = f"infra/{script} COMMAND {where} [OPTIONS] [-- --dotted.key value ...]"
     form = argparse.RawDescriptionHelpFormatter
-    found = Parser(script, usage, listed, notes, formatter_class=form, allow_abbrev=False)
+    found = Parser(script, usage, listed, notes, formatter_class=form)
     add = found.add_argument
     add("command", metavar="COMMAND", choices=commands, help="one of those above")
     add("--config", help="the YAML file, below the repository (up, watch, train)")
@@ -247,10 +256,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and what follows `--`."""
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is for a launcher, and what follows `--`."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, overrides = arguments[:place], arguments[place + 1 :]
+    return arguments[:place], arguments[place + 1 :]
+
+
+def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, checked, and what follows `--`."""
+    own, overrides = split(arguments)
     for at in reversed(range(len(own) - 1)):
         if own[at] in ("--create-flag", "--ssh-flag"):  # whose value begins with -
             own[at : at + 2] = [f"{own[at]}={own[at + 1]}"]
@@ -265,13 +279,19 @@ def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list
     return options, overrides
 
 
+def overridden(key: str, overrides: Sequence[str]) -> list[str]:
+    """Return the values that a key is given, as `--key value` or as `--key=value`; the last one counts."""
+    found = []
+    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
+        found += [value] if word == f"--{key}" else [word.partition("=")[2]] if word.startswith(f"--{key}=") else []
+    return found
+
+
 def runs_of(config: str, overrides: Sequence[str]) -> str:
     """Return the folder or URL of runs: that of the overrides, of the file, or the default."""
     text = (ROOT / config).read_text(encoding="utf-8")
-    found = ["runs", *re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)]
-    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
-        found += [value] if word == "--runs" else [word.partition("=")[2]] if word.startswith("--runs=") else []
-    return found[-1]
+    of_file = re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)
+    return ["runs", *of_file, *overridden("runs", overrides)][-1]
 
 
 def is_url(path: str) -> bool:

@@ -1,9 +1,9 @@
-"""Writes the JobSet of a run: `python infra/k8s/jobset.py CONFIG --image IMAGE --accelerator v5e --topology 4x4`.
+"""Writes the JobSet of a run: `python infra/jobset.py CONFIG --image IMAGE --accelerator v5e --topology 4x4`.
 
 The name is the run's. On TPUs each slice is a job of as many pods as it has hosts; on GPUs each pod is a box, with one
 process. A pod that ends with exit code 2, a mistake, ends the JobSet; any other failure starts all pods again, from the
-newest checkpoint. Restarts after a preemption are not counted. Nothing is asked and nothing is sent: `train.sh` beside
-this gives the manifest to kubectl.
+newest checkpoint. Restarts after a preemption are not counted. Nothing is asked and nothing is sent: `kube.py` beside
+this gives the manifest to kubectl. Needs PyYAML.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import re
 import sys
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
-import yaml
+import launch
+from launch import MISTAKE, ROOT, STOPPED, Mistake, positive
 
-ROOT = Path(__file__).resolve().parents[2]
 PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
-MISTAKE = 2  # the exit code that starting again does not mend
-STOPPED = 143  # that of a run which SIGTERM has stopped, and which has saved
 PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or evicted
 GKE = "cloud.google.com"  # where its labels begin
 SPOT = f"{GKE}/gke-spot"
@@ -107,34 +104,36 @@ class Machines:
         return self.chip == TPU
 
 
-class Mistake(Exception):
-    """What the user has to mend, in one line."""
-
-
 def main(arguments: list[str]) -> int:
     """Prints the manifest; returns the exit code."""
-    own, overrides = split(arguments)
-    options = parser().parse_args(own)
+    own, overrides = launch.split(arguments)
+
+    def command() -> int:
+        print(manifest_text(parser("jobset.py").parse_args(own), overrides), end="")
+        return 0
+
+    return launch.guarded(launch.Runner("jobset.py", False), command)
+
+
+def manifest_text(options: argparse.Namespace, overrides: list[str]) -> str:
+    """The JobSet as YAML."""
     try:
-        text = yaml.safe_dump(manifest(options, overrides), sort_keys=False, width=1000)
-    except (Mistake, yaml.YAMLError, UnicodeDecodeError) as mistake:
-        where = "" if isinstance(mistake, Mistake) else f"{options.config}: "
-        print(f"jobset.py: error: {where}{' '.join(str(mistake).split())}", file=sys.stderr)
-        return 2
-    print(text, end="")
-    return 0
+        import yaml  # other commands of `kube.py` do without
+    except ImportError:
+        raise Mistake("PyYAML is missing: `make setup` installs it in .venv") from None
+    path = ROOT / options.config
+    if not path.is_file():
+        raise Mistake(f"{options.config}: there is no such file in {ROOT}")
+    try:
+        keys = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Mistake(f"{options.config}: {' '.join(str(error).split())}") from None
+    return yaml.safe_dump(manifest(options, keys), sort_keys=False, width=1000)
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and after `--` the keys for `gregale`."""
-    if "--" not in arguments:
-        return arguments, []
-    place = arguments.index("--")
-    return arguments[:place], arguments[place + 1 :]
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="jobset.py", description="Writes the JobSet of a run.", allow_abbrev=False)
+def parser(program: str | None = None) -> launch.Parser:
+    """The options, also for a parser that has these and others."""
+    found = launch.Parser(program, add_help=program is not None)
     add = found.add_argument
     add("config", help="the YAML file, below the repository: the image has it at the same place")
     add("--image", required=True, help="made from infra/Dockerfile, with a tag or a digest")
@@ -152,23 +151,16 @@ def parser() -> argparse.ArgumentParser:
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
     add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
     add("--keep-nothing", action="store_true", help="one pod: without a claim and a store; each restart begins empty")
-    add("--environment-secret", help="a Secret whose keys become the training's variables, such as those of trackers")
+    add(
+        "--environment-secret",
+        help="a Secret of variables for the training, such as keys of trackers, made by "
+        "`kubectl create secret generic NAME --from-env-file=FILE`",
+    )
     add("--service-account", help="of the pods")
     add("--restarts", type=positive, default=20, help="failures after which it is given up")
     add("--grace-seconds", type=positive, default=600, help="for the last checkpoint, from SIGTERM to SIGKILL")
-    add(
-        "--spot",
-        action="store_true",
-        help="GKE: take capacity that may be reclaimed, with 15 s for the last checkpoint",
-    )
+    add("--spot", action="store_true", help="GKE: capacity that may be reclaimed, with 15 s for the last checkpoint")
     return found
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def gibibytes(text: str) -> int:
@@ -177,12 +169,8 @@ def gibibytes(text: str) -> int:
     return int(text.removesuffix("Gi"))
 
 
-def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+def manifest(options: argparse.Namespace, given: Keys) -> dict[str, Any]:
     """The JobSet as nested dictionaries."""
-    path = ROOT / options.config
-    if not path.is_file():
-        raise Mistake(f"{options.config}: there is no such file in {ROOT}")
-    given = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
     name = name_of(given)
     machines = machines_of(options)
     check_replicas(given, machines.slices)
@@ -201,7 +189,7 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
                 },
             ]
         },
-        "template": {"spec": pod(options, name, overrides, machines)},
+        "template": {"spec": pod(options, name, given.overrides, machines)},
     }
     metadata: dict[str, Any] = {"name": name}
     if machines.has_tpus:
@@ -364,16 +352,12 @@ class Keys:
     overrides: list[str]
 
     def get(self, key: str, default: Any) -> str:
-        """The value of a key, given as `--key value`, as `--key=value`, or in the configuration."""
+        """The value of a key, given after `--` or in the configuration."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        for place, word in enumerate(self.overrides):
-            if word == f"--{key}" and place + 1 < len(self.overrides):
-                found = self.overrides[place + 1]
-            elif word.startswith(f"--{key}="):
-                found = word.partition("=")[2]
-        return str(default if found is None else found)
+        given = launch.overridden(key, self.overrides)
+        return given[-1] if given else str(default if found is None else found)
 
 
 def name_of(given: Keys) -> str:
