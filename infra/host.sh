@@ -130,8 +130,7 @@ state() {
   elif [[ -f train.pid ]]; then
     found=lost
   fi
-  touch train.log
-  checkpoint=$(sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' train.log | tail -n 1)
+  checkpoint=$(newest_checkpoint train.log)
   echo "gregale-host $(uname -n) $found, checkpoint ${checkpoint:-none}"
 }
 

@@ -2,15 +2,13 @@
 # Trains on GPU boxes under Slurm: writes an sbatch script and submits it. Each job submits its successor before it
 # begins, so that the run goes on after a time limit, a preemption or a dead node, until it is complete. `--help` tells
 # how. Needs the commands of Slurm, and a file system that all nodes share, with this working tree and its .venv on it.
-script=slurm.sh
+set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-dry_run=no
-# shellcheck source=infra/common.sh
-. "$root/infra/common.sh"
 # shellcheck source=infra/carry.sh
 . "$root/infra/carry.sh"
 
 readonly QUESTION=60 # limit in seconds of a question to Slurm
+readonly POLL_SECONDS=30 MOST_PAUSE_SECONDS=960
 readonly MOST_TRIES=5
 readonly AGAIN=75          # exit code of a training that the same command may complete
 readonly EARLY_SECONDS=300 # after which a job does not start its training again
@@ -47,6 +45,53 @@ options:
 TEXT
 }
 
+fail() {
+  say "error: $*"
+  exit 2
+}
+
+say() { echo "slurm.sh: $*" >&2; }
+
+# The words of a command as a shell would read them back.
+quoted() {
+  local word line=""
+  for word in "$@"; do
+    [[ $word =~ ^[A-Za-z0-9_./:=@%+,~-]+$ ]] || word=${word@Q}
+    line+="$word "
+  done
+  echo "${line% }"
+}
+
+# Runs a command of Slurm, which is ended when it takes too long (exit code 124). In the background, so that a signal is
+# not kept waiting. What it prints is then in `answer`: a reader of $(...) would wait for a child that hangs.
+ask() {
+  local words=(timeout --kill-after=10 "$QUESTION" "$@") code=0
+  answer=""
+  if [[ $dry_run == yes ]]; then
+    quoted "${words[@]}"
+    return
+  fi
+  [[ -n $scratch ]] || scratch=$(mktemp -d)
+  "${words[@]}" </dev/null >"$scratch/answer" &
+  child=$!
+  wait "$child" || code=$?
+  child="" answer=$(<"$scratch/answer")
+  if ((code == 124 || code == 137)); then say "no answer within $QUESTION seconds: ${*:1:4}"; fi
+  return "$code"
+}
+
+pause() {
+  sleep "$1" &
+  child=$!
+  wait "$child" || true
+  child=""
+}
+
+interrupted() {
+  [[ -z $child ]] || kill "$child" 2>/dev/null || true
+  exit "$1"
+}
+
 # --- on the login node
 
 submit() {
@@ -76,9 +121,9 @@ submit() {
 }
 
 # Of this user's jobs with this name and in some states, the numbers.
-queue() { ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
+queue() { ask squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
 
-sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
+sbatch_script() { ask sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
 
 job_script() {
   local words=(bash "$root/infra/slurm.sh" job --name "$name" --nodes "$nodes" --gpus "$gpus" --attempts "$attempts")
@@ -101,8 +146,9 @@ job_script() {
 }
 
 status() {
-  limited "$QUESTION" squeue "--user=$(id -un)" "--name=$name" --Format=JobID,State,TimeUsed,TimeLeft,NumNodes,Reason
+  ask squeue "--user=$(id -un)" "--name=$name" --Format=JobID,State,TimeUsed,TimeLeft,NumNodes,Reason
   [[ $dry_run == no ]] || return 0
+  echo "$answer"
   [[ ! -f $folder/complete ]] || echo "The run is complete."
   [[ ! -f $folder/stopped ]] || echo "The run was stopped on request; \`submit\` goes on."
   echo "newest checkpoint: $(checkpoint_of_logs)"
@@ -115,7 +161,7 @@ follow_log() {
   local log
   log=$(newest_log)
   [[ -n $log ]] || fail "there is no log in slurm/$name yet: no job of this name has begun"
-  run tail -n +1 -F "$log"
+  if [[ $dry_run == yes ]]; then quoted tail -n +1 -F "$log"; else tail -n +1 -F "$log"; fi
 }
 
 newest_log() {
@@ -137,8 +183,14 @@ stop() {
     mkdir -p "$folder"
     touch "$folder/stopped" # a job that begins now ends at once, and none submits a successor
   fi
-  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
-  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
+  ask scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
+  ask scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
+}
+
+# The value of an option, or an error.
+value_of() {
+  (($# >= 2)) && [[ $2 != --* ]] || fail "$1 needs a value"
+  echo "$2"
 }
 
 # --- in a job
@@ -217,7 +269,7 @@ submit_heir() {
 
 drop_heir() {
   [[ -n $heir ]] || return 0
-  limited "$QUESTION" scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
+  ask scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
 }
 
 train() {
@@ -278,7 +330,7 @@ tell_to_save() {
 }
 
 conclude() {
-  local try
+  local try seconds
   case $1 in
     0)
       touch "$folder/complete"
@@ -304,12 +356,18 @@ conclude() {
   [[ -n $heir ]] || { say "error: no successor could be submitted; \`submit\` goes on" && return; }
   if [[ $asked_to_save == no ]]; then
     # It ended by itself, and may do so again.
-    ask "$QUESTION" scontrol update "JobId=$heir" "StartTime=now+$(back_off $((attempts_so_far + 1)))" ||
+    seconds=$((POLL_SECONDS << (attempts_so_far < 9 ? attempts_so_far - 1 : 8)))
+    ((seconds < MOST_PAUSE_SECONDS)) || seconds=$MOST_PAUSE_SECONDS
+    ask scontrol update "JobId=$heir" "StartTime=now+$seconds" ||
       say "job $heir begins without a pause"
   fi
 }
 
 main() {
+  dry_run=no child="" answer="" scratch="" # `child` is waited for; `scratch` is a folder of our own
+  trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
+  trap 'interrupted 130' INT
+  trap 'interrupted 143' TERM
   name="" config="" nodes=1 gpus="" time="" margin=300 environment="" attempts=5 gres="" container=""
   asked=() setup=() overrides=()
   local command=${1:-} value variable
