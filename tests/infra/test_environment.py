@@ -1,6 +1,5 @@
 """What `make` does before anything runs: it finds a Python, makes .venv or mends it, and says how far it is."""
 
-import io
 import os
 import shutil
 import subprocess
@@ -151,12 +150,12 @@ Successfully installed jax-0.10.2 jaxlib-0.10.2
 """
 
 
-def test_progress_counts_packages_once_and_files_by_size(environment, tmp_path):
-    shown = io.StringIO()
-    line = environment.Line(shown)
-    line.show = lambda text, always=False: shown.write(f"{text}\n")
-    environment.follow(PIP.splitlines(), environment.SETS["core"], line, tmp_path / "marker")
-    lines = shown.getvalue().splitlines()
+def test_progress_counts_packages_once_and_files_by_size(environment, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "PLAIN_INTERVAL_SECONDS", 0)
+    progress = environment.Progress(environment.SETS["core"], tmp_path / "marker")
+    for line in PIP.splitlines():
+        progress.take(line)
+    lines = [line.strip().rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert "4 of 59 packages, 82 of 182 MB: jaxlib, 81.5 MB" in lines
     assert lines[-2:] == ["all 4 are here; putting 2 in place", "installed"]
     assert (tmp_path / "marker").exists()
