@@ -33,9 +33,18 @@ wait_out() {
   done
 }
 
-# The step of the newest checkpoint that logs of a run tell of, or nothing.
+# The step of the newest checkpoint that logs of a run tell of, or 0.
 newest_checkpoint() {
-  { sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' "$@" 2>/dev/null || true; } | sort -n | tail -n 1
+  { echo 0 && sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' "$@" || true; } 2>/dev/null |
+    sort -n | tail -n 1
+}
+
+# Sets and exports the variables of a file of lines NAME=value.
+load_environment() {
+  set -a
+  # shellcheck source=/dev/null
+  . "$1"
+  set +a
 }
 
 # The exit code that was noted, or nothing: the process runs, or was lost with its host.

@@ -54,10 +54,7 @@ start() {
     [[ ! -f train.env ]] || gregale+=(--env-file train.env)
     gregale+=("$(<train.image)" gregale)
   elif [[ -f train.env ]]; then
-    set -a
-    # shellcheck source=/dev/null
-    . ./train.env
-    set +a
+    load_environment ./train.env
   fi
   setsid nohup bash infra/host.sh carry train : "${gregale[@]}" "${words[@]}" >>train.log 2>&1 </dev/null &
   echo "$!" >train.session
@@ -115,7 +112,7 @@ is_volatile() {
 }
 
 state() {
-  local found=idle code checkpoint
+  local found=idle code
   code=$(noted_code train)
   if [[ -f train.installed && -n ${1:-} ]] && is_volatile "$1"; then
     found=volatile
@@ -130,8 +127,7 @@ state() {
   elif [[ -f train.pid ]]; then
     found=lost
   fi
-  checkpoint=$(newest_checkpoint train.log)
-  echo "gregale-host $(uname -n) $found, checkpoint ${checkpoint:-none}"
+  echo "gregale-host $(uname -n) $found, checkpoint $(newest_checkpoint train.log)"
 }
 
 stop() {

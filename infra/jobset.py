@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
+
+try:
+    import yaml
+except ImportError:
+    yaml: Any = None  # other commands of `kube.py` do without
 
 import launch
 from launch import MISTAKE, ROOT, STOPPED, Mistake, positive
@@ -29,8 +33,7 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 MOST_NAME_LETTERS = 40  # of a host name's 63, with which the pods' own numbers and letters have to do
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Processors and memory of a machine, or of a pod."""
 
     cpus: int
@@ -40,8 +43,7 @@ class Size:
         return Size(max(1, int(self.cpus * share)), max(1, int(self.gibibytes * share)))
 
 
-@dataclass(frozen=True)
-class Tpu:
+class Tpu(NamedTuple):
     """A kind of TPU as GKE names it, and its machines by their chips."""
 
     label: str
@@ -49,8 +51,7 @@ class Tpu:
     machines: dict[int, Size]
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """What GKE's machines have for each GPU of a kind; None where it is chosen with the machine."""
 
     share: Size | None
@@ -88,8 +89,7 @@ POD_SHARE = 0.8  # of a machine; Kubernetes and its own pods take the rest
 SHARED_MEMORY_SHARE = 0.25  # of a pod's memory, at most: /dev/shm counts as memory of the pod
 
 
-@dataclass(frozen=True)
-class Machines:
+class Machines(NamedTuple):
     """The machines of a run: of each slice `pods`, and what a pod takes of its machine."""
 
     slices: int
@@ -117,10 +117,8 @@ def main(arguments: list[str]) -> int:
 
 def manifest_text(options: argparse.Namespace, overrides: list[str]) -> str:
     """The JobSet as YAML."""
-    try:
-        import yaml  # other commands of `kube.py` do without
-    except ImportError:
-        raise Mistake("PyYAML is missing: `make setup` installs it in .venv") from None
+    if yaml is None:
+        raise Mistake("PyYAML is missing: `make setup` installs it in .venv")
     path = ROOT / options.config
     if not path.is_file():
         raise Mistake(f"{options.config}: there is no such file in {ROOT}")
@@ -175,101 +173,91 @@ def manifest(options: argparse.Namespace, given: Keys) -> dict[str, Any]:
     machines = machines_of(options)
     check_replicas(given, machines.slices)
     check_storage(options, given, machines)
-    job = {
-        "backoffLimit": 0,  # one pod less is a failure of the run: the JobSet starts all of them again
-        "completionMode": "Indexed",
-        "completions": machines.pods,
-        "parallelism": machines.pods,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onPodConditions": [{"type": PREEMPTION, "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE, STOPPED]},
-                },
-            ]
-        },
-        "template": {"spec": pod(options, name, given.overrides, machines)},
-    }
-    metadata: dict[str, Any] = {"name": name}
+    # One pod less is a failure of the run: the JobSet starts all of them again, and waits for those that still save.
+    found = yaml.safe_load(f"""
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {{name: "{name}"}}
+spec:
+  failurePolicy:
+    maxRestarts: {options.restarts}
+    restartStrategy: BlockingRecreate
+    rules:
+    - name: mistake
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: ["exit code {MISTAKE} "]
+    - name: preempted
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: [{PREEMPTION}, "exit code {STOPPED} "]
+  replicatedJobs:
+  - name: {HOSTS}
+    replicas: {machines.slices}
+    template:
+      spec:
+        backoffLimit: 0
+        completionMode: Indexed
+        completions: {machines.pods}
+        parallelism: {machines.pods}
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onPodConditions: [{{type: {PREEMPTION}, status: "True"}}]
+          - action: FailJob
+            onExitCodes: {{containerName: gregale, operator: In, values: [{MISTAKE}, {STOPPED}]}}
+        template: {{}}
+""")
+    (job,) = found["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"] = pod(options, name, given.overrides, machines)
     if machines.has_tpus:
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
+        found["metadata"]["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
     if options.queue:
-        metadata["labels"] = {QUEUE: options.queue}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": options.restarts,
-                "restartStrategy": "BlockingRecreate",  # those that still save are waited for
-                "rules": [
-                    rule("mistake", "FailJobSet", f"exit code {MISTAKE} "),
-                    rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", PREEMPTION, f"exit code {STOPPED} "),
-                ],
-            },
-            "replicatedJobs": [{"name": HOSTS, "replicas": machines.slices, "template": {"spec": job}}],
-        },
-    }
-
-
-def rule(name: str, action: str, *patterns: str) -> dict[str, Any]:
-    """What the JobSet does after a failure that a rule of its job's `podFailurePolicy` has told, by that message."""
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": list(patterns),
-    }
+        found["metadata"]["labels"] = {QUEUE: options.queue}
+    return found
 
 
 def pod(options: argparse.Namespace, name: str, overrides: list[str], machines: Machines) -> dict[str, Any]:
     """The specification of a pod."""
     base = (options.store or options.mount).rstrip("/")
     kept = ["--runs", f"{base}/runs", "--data.cache", f"{base}/cache"] if options.store or options.claim else []
+    # Without a shell: the training itself gets SIGTERM, and saves.
+    command = ["gregale", "train", options.config, *joining(name, machines), *kept, *overrides]
     size = size_of_pod(options, machines)
-    user, rights = 1000, []
-    if machines.has_tpus:
-        # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
-        user, rights = 0, ["SYS_RESOURCE"]
-    container: dict[str, Any] = {
-        "name": "gregale",
-        "image": options.image,
-        # Without a shell: the training itself gets SIGTERM, and saves.
-        "command": ["gregale", "train", options.config, *joining(name, machines), *kept, *overrides],
-        "resources": resources(machines, size),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": rights}},
-    }
+    # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
+    user, right = (0, "SYS_RESOURCE") if machines.has_tpus else (1000, "")
+    # Processors are requested only: those that are idle may be used. For NCCL, 64 MiB of /dev/shm are too little.
+    limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
+    shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
     taken = {SPOT: "true"} if options.spot else {}
-    spec: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace_seconds,
-        "securityContext": {"runAsNonRoot": user > 0, "runAsUser": user, "runAsGroup": 1000, "fsGroup": 1000},
-        "nodeSelector": {**machines.labels, **taken},
-        "containers": [container],
-    }
+    found = yaml.safe_load(f"""
+restartPolicy: Never
+terminationGracePeriodSeconds: {options.grace_seconds}
+securityContext: {{runAsNonRoot: {user > 0}, runAsUser: {user}, runAsGroup: 1000, fsGroup: 1000}}
+containers:
+- name: gregale
+  securityContext: {{allowPrivilegeEscalation: false, capabilities: {{drop: [ALL], add: [{right}]}}}}
+  volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
+volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shared}}}}}]
+""")
+    (container,) = found["containers"]
+    resources = {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
+    container.update(image=options.image, command=command, resources=resources)
+    found["nodeSelector"] = {**machines.labels, **taken}
     if not machines.has_tpus:
         container["env"] = [{"name": "PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     if options.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
-    shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # NCCL's, which the default of 64 MiB is too little for
     if options.claim:
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
-        mounts.append({"name": "data", "mountPath": options.mount})
-    container["volumeMounts"] = mounts
-    spec["volumes"] = volumes
+        found["volumes"].append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
+        container["volumeMounts"].append({"name": "data", "mountPath": options.mount})
     if options.service_account:
-        spec["serviceAccountName"] = options.service_account
-    tainted = {**taken, **{label: value for label, value in machines.labels.items() if label in ARM}}
+        found["serviceAccountName"] = options.service_account
+    tainted = taken | {label: value for label, value in machines.labels.items() if label in ARM}
+    toleration = {"operator": "Equal", "effect": "NoSchedule"}
     if tainted:
-        spec["tolerations"] = [
-            {"key": label, "operator": "Equal", "value": value, "effect": "NoSchedule"}
-            for label, value in tainted.items()
-        ]
-    return spec
+        found["tolerations"] = [{"key": label, "value": value, **toleration} for label, value in tainted.items()]
+    return found
 
 
 def size_of_pod(options: argparse.Namespace, machines: Machines) -> Size:
@@ -281,12 +269,6 @@ def size_of_pod(options: argparse.Namespace, machines: Machines) -> Size:
         )
     default = machines.size.part(POD_SHARE) if machines.size else Size(1, 1)
     return Size(options.cpu or default.cpus, options.memory or default.gibibytes)
-
-
-def resources(machines: Machines, size: Size) -> dict[str, Any]:
-    """Processors are requested only: those that are idle may be used. Memory and chips are limited too."""
-    limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
-    return {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
 
 
 def joining(name: str, machines: Machines) -> list[str]:
@@ -344,8 +326,7 @@ def gpu_machines(options: argparse.Namespace) -> Machines:
     return Machines(1, options.nodes or 1, GPU, gpus, gpu.share and gpu.share.part(gpus), labels)
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """The configuration and the keys after `--`, of which the last one counts."""
 
     config: Any

@@ -52,13 +52,10 @@ fail() {
 
 say() { echo "slurm.sh: $*" >&2; }
 
-# The words of a command as a shell would read them back.
+# The words of a command as a shell reads them back.
 quoted() {
-  local word line=""
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_./:=@%+,~-]+$ ]] || word=${word@Q}
-    line+="$word "
-  done
+  local line
+  printf -v line '%q ' "$@"
   echo "${line% }"
 }
 
@@ -151,7 +148,7 @@ status() {
   echo "$answer"
   [[ ! -f $folder/complete ]] || echo "The run is complete."
   [[ ! -f $folder/stopped ]] || echo "The run was stopped on request; \`submit\` goes on."
-  echo "newest checkpoint: $(checkpoint_of_logs)"
+  echo "newest checkpoint: $(newest_checkpoint "$folder"/*.log)"
   local log
   log=$(newest_log)
   [[ -z $log ]] || tail -n 5 "$log"
@@ -165,17 +162,7 @@ follow_log() {
 }
 
 newest_log() {
-  local file newest=""
-  for file in "$folder"/*.log; do
-    [[ ! -f $file || $file -ot $newest ]] || newest=$file
-  done
-  echo "$newest"
-}
-
-checkpoint_of_logs() {
-  local step
-  step=$(newest_checkpoint "$folder"/*.log)
-  echo "${step:-0}"
+  { find "$folder" -name '*.log' -printf '%T@ %p\n' || true; } 2>/dev/null | sort -n | sed -n '$s/^[^ ]* //p'
 }
 
 stop() {
@@ -185,12 +172,6 @@ stop() {
   fi
   ask scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
   ask scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
-}
-
-# The value of an option, or an error.
-value_of() {
-  (($# >= 2)) && [[ $2 != --* ]] || fail "$1 needs a value"
-  echo "$2"
 }
 
 # --- in a job
@@ -205,20 +186,16 @@ job() {
   count_attempts
   submit_heir || say "the successor is not submitted yet; that is tried again"
   trap 'interrupted=yes' TERM # Slurm sends it to the training too
-  take_turn
+  # From here on this job alone trains. Processes that earlier jobs have left end when they find their folder gone.
+  turn=$folder/turns/$id.$(date +%s)
+  rm -rf "$folder"/turns/*
+  mkdir -p "$turn"
   train "$@" || code=$?
   outcome=$code
   judge
   rm -rf "$turn"
   conclude "$outcome"
   return "$outcome"
-}
-
-# From here on this job alone trains. Processes that earlier jobs have left end when they find their folder gone.
-take_turn() {
-  turn=$folder/turns/$id.$(date +%s)
-  rm -rf "$folder"/turns/*
-  mkdir -p "$turn"
 }
 
 # Sets `outcome`, which is srun's exit code, to what the processes themselves have noted: srun ends with 0 also when
@@ -241,7 +218,7 @@ judge() {
 # Jobs in a row that began with the same newest checkpoint as the one before; ends when there were enough.
 count_attempts() {
   local before=-1 attempt=0 step
-  step=$(checkpoint_of_logs)
+  step=$(newest_checkpoint "$folder"/*.log)
   [[ ! -f $folder/attempts ]] || read -r before attempt <"$folder/attempts"
   ((step == before)) || attempt=0
   attempt=$((attempt + 1))
@@ -275,10 +252,7 @@ drop_heir() {
 train() {
   local code line try
   if [[ -n $environment ]]; then
-    set -a
-    # shellcheck source=/dev/null
-    . "$environment"
-    set +a
+    load_environment "$environment"
   fi
   for line in "${setup[@]}"; do
     set +eu # what it calls is not ours, such as the function `module`
@@ -370,7 +344,7 @@ main() {
   trap 'interrupted 143' TERM
   name="" config="" nodes=1 gpus="" time="" margin=300 environment="" attempts=5 gres="" container=""
   asked=() setup=() overrides=()
-  local command=${1:-} value variable
+  local command=${1:-} option value
   case $command in
     submit | status | stop | job) ;;
     log) command=follow_log ;;
@@ -380,33 +354,27 @@ main() {
   esac
   shift
   while (($#)); do
-    case $1 in
-      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
-        value=$(value_of "$@")
-        variable=${1#--}
-        printf -v "$variable" %s "$value"
-        shift 2
-        ;;
-      --setup)
-        value=$(value_of "$@")
-        setup+=("$value")
-        shift 2
-        ;;
-      --sbatch-flag) # its value begins with --
-        [[ ${2:-} == -* ]] || fail "$1 needs one of sbatch's flags as its value, such as --nodelist=n1"
-        asked+=("$2")
-        shift 2
-        ;;
-      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
-        value=$(value_of "$@")
-        asked+=("${1/%cpus/cpus-per-task}=$value")
-        shift 2
-        ;;
-      --exclusive) asked+=("$1") && shift ;;
-      --dry-run) dry_run=yes && shift ;;
+    option=$1 value=${2:-}
+    shift
+    case $option in
+      --exclusive) asked+=("$option") && continue ;;
+      --dry-run) dry_run=yes && continue ;;
       -h | --help) usage && return ;;
-      --) shift && overrides=("$@") && break ;;
-      *) fail "'$1' is no option; --help lists them (keys of the configuration come after --)" ;;
+      --) overrides=("$@") && break ;;
+      --sbatch-flag) [[ $value == -* ]] || fail "$option needs one of sbatch's flags, such as --nodelist=n1" ;;
+      *) [[ -n $value && $value != --* ]] || fail "'$option' is no option, or needs a value; --help lists them" ;;
+    esac
+    shift
+    case $option in
+      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
+        printf -v "${option#--}" %s "$value"
+        ;;
+      --setup) setup+=("$value") ;;
+      --sbatch-flag) asked+=("$value") ;;
+      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
+        asked+=("${option/%cpus/cpus-per-task}=$value")
+        ;;
+      *) fail "'$option' is no option; --help lists them (keys of the configuration come after --)" ;;
     esac
   done
   check_options
