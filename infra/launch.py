@@ -29,6 +29,15 @@ MOST_PAUSE_SECONDS = 960
 MOST_SILENCE = 5  # questions in a row without all answers
 QUESTION, REQUEST, SETUP = 120, 600, 1800  # limits of commands, in seconds
 MISTAKE, STOPPED = 2, 143  # exit codes
+LOG = f"{FOLDER}/train.log"
+# The commands that all launchers have.
+COMMANDS = {
+    "install": "copy this working tree to every host and install it there",
+    "train": "start the training on every host; it outlives the connection",
+    "status": "tell the state of the training on each host, and of the slices",
+    "log": "follow the log of the first host; Ctrl-C ends the following, not the training",
+    "stop": "ask the training to save a checkpoint and stop; a watch then ends too",
+}
 HOST = re.compile(r"^gregale-host (\S+) (?:ended )?([a-z0-9]+), checkpoint (\w+)$", re.MULTILINE)
 ANSWER = re.compile(r"\n?^gregale-answer (\S+)$\n?", re.MULTILINE)
 
@@ -63,14 +72,6 @@ class Result(NamedTuple):
     text: str = ""
 
 
-class Started(NamedTuple):
-    """A command that runs, and the files of its output and errors."""
-
-    words: Sequence[str]
-    process: subprocess.Popen
-    files: tuple[IO, IO]
-
-
 class Runner:
     """Runs commands with a time limit, or prints them in a dry run."""
 
@@ -93,19 +94,23 @@ class Runner:
             end = time.monotonic() + limit
             return [self._result(each, end) for each in running]
 
-    def _result(self, command: Started, end: float) -> Result:
+    def _result(self, started: tuple[subprocess.Popen, IO, IO], end: float) -> Result:
+        process, *files = started
         try:
-            code = command.process.wait(max(end - time.monotonic(), 0.0))
+            code = process.wait(max(end - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             code = 124
-        for file in command.files:
+        for file in files:
             file.seek(0)
-        output, errors = (file.read().decode(errors="replace") for file in command.files)
+        output, errors = (file.read().decode(errors="replace") for file in files)
         if code:
-            why = "no answer in time" if code == 124 else f"exit code {code}"
-            tail = "".join(f"\n  {line}" for line in (output + errors).splitlines()[-8:])
-            self.say(f"{why}: {quoted(command.words)[:200]}{tail}")
+            self._tell(code, process.args, output + errors)
         return Result(code, output)
+
+    def _tell(self, code: int, words: Any, text: str = "") -> None:
+        why = "no answer in time" if code == 124 else f"exit code {code}"
+        tail = "".join(f"\n  {line}" for line in text.splitlines()[-8:])
+        self.say(f"{why}: {quoted(words)[:200]}{tail}")
 
     def on_hosts(self, commands: Sequence[Sequence[str]], wanted: Sequence[int], limit: int) -> bool:
         """Run commands that are `answered`; print what they say. True if each had as many answers as wanted."""
@@ -124,19 +129,19 @@ class Runner:
         try:
             return subprocess.run(words, timeout=limit, input=text, text=True).returncode
         except subprocess.TimeoutExpired:
-            self.say(f"no answer in time: {quoted(words)[:200]}")
+            self._tell(124, words)
             return 124
 
 
 @contextmanager
-def started(words: Sequence[str]) -> Iterator[Started]:
-    """A command in a session of its own, which Ctrl-C does not reach; it is ended with this block."""
+def started(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen, IO, IO]]:
+    """A command with its output and errors, in a session of its own, which Ctrl-C does not reach; it ends with this."""
     with TemporaryFile() as output, TemporaryFile() as errors:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
         )
         try:
-            yield Started(words, process, (output, errors))
+            yield process, output, errors
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -203,22 +208,18 @@ def install_command(extras: str, setup: str | None, image: str | None) -> str:
     steps = [f"mkdir -p {FOLDER} && rm -f {installed} && tar -xzf {ARCHIVE} -C {FOLDER} && rm -f {ARCHIVE}"]
     steps += [f"({setup})"] if setup else []
     # The setup may make an image's registry known, and may use what is installed.
-    steps.insert(2 if image else 1, f"{HOST_SCRIPT} {quoted(['pull', image] if image else ['install', extras])}")
+    steps.insert(2 if image else 1, host_command("pull", image) if image else host_command("install", extras))
     return " && ".join([*steps, f"touch {installed}"])
 
 
-def start_command(words: Sequence[str]) -> str:
-    return f"{HOST_SCRIPT} start {quoted(words)}"
+def host_command(*words: str) -> str:
+    return f"{HOST_SCRIPT} {quoted(words)}"
 
 
 def state_command(runs: str | None = None) -> str:
     """Ask for the line that `HOST` reads. With `runs`, a host on whose own disk these are says `volatile`."""
-    ask = f"{HOST_SCRIPT} {quoted(['state', runs] if runs else ['state'])}"
+    ask = host_command("state", *([runs] if runs else []))
     return f"if [ -f {FOLDER}/infra/host.sh ]; then {ask}; else echo gregale-host $(uname -n) bare, checkpoint none; fi"
-
-
-def stop_command(seconds: int) -> str:
-    return f"{HOST_SCRIPT} stop {seconds}"
 
 
 # --- options
@@ -232,12 +233,12 @@ class Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def parser(script: str, where: str, commands: dict[str, str], notes: str) -> Parser:
+def parser(script: str, where: str, commands: dict[str, str]) -> Parser:
     """Return a parser with the options that launchers share."""
     listed = "commands:\n" + "\n".join(f"  {name:8} {text}" for name, text in commands.items())
     usage = f"infra/{script} COMMAND {where} [OPTIONS] [-- --dotted.key value ...]"
     form = argparse.RawDescriptionHelpFormatter
-    found = Parser(script, usage, listed, notes, formatter_class=form)
+    found = Parser(script, usage, listed, "docs/clusters.md tells more", formatter_class=form)
     add = found.add_argument
     add("command", metavar="COMMAND", choices=commands, help="one of those above")
     add("--config", help="the YAML file, below the repository (up, watch, train)")
@@ -307,6 +308,9 @@ class Host(NamedTuple):
     name: str
     state: str
     checkpoint: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.state}, checkpoint {self.checkpoint}"
 
 
 def hosts_in(text: str) -> tuple[Host, ...]:
