@@ -10,21 +10,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import re
-import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLING = ".installing"  # in .venv while pip puts files there: what an interrupted pip leaves is of no use
-PLAIN_INTERVAL_SECONDS = 5.0
-# Lines of pip.
-NAME = re.compile(r"\s*(?:Collecting|Requirement already satisfied:) ([\w.-]+)")
-LOCAL_FILE = re.compile(r"\s*Processing (?:\S*/)?(\w+)")
-DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) ([\w.]+)\S*(?:\.whl|\.tar\.gz) \(([\d.]+) (\w+)\)")
-MEGABYTES = {"kB": 1e-3, "MB": 1.0, "GB": 1e3}
+INTERVAL_SECONDS = 5.0
+# In a line of pip: the name of a package, or of its file.
+PACKAGE = re.compile(
+    r"\s*(?:Collecting |Requirement already satisfied: |Processing (?:\S*/)?)([A-Za-z]\w*(?:[-.][A-Za-z]\w*)*)"
+)
 
 
 class PackageSet(NamedTuple):
@@ -117,9 +116,7 @@ def install(venv: Path, name: str, steps: str) -> int:
     command = [*pip, "--constraint", "constraints.txt", "--editable", packages.target]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
-        progress = Progress(packages, venv / INSTALLING)
-        for line in process.stdout:
-            progress.take(line)
+        follow(process.stdout, packages.packages, venv / INSTALLING)
     if process.returncode:
         print("pip stopped; its own words are above. The same command goes on from there.", file=sys.stderr)
         return 1
@@ -128,44 +125,19 @@ def install(venv: Path, name: str, steps: str) -> int:
     return 0
 
 
-class Progress:
-    """Shows how far pip is, from what it prints; `marker` exists from when it begins to install.
-
-    On a terminal one line is redrawn; elsewhere there is a line every few seconds.
-    """
-
-    def __init__(self, packages: PackageSet, marker: Path):
-        self._wanted, self._marker = packages, marker
-        self._names: set[str] = set()
-        self._megabytes, self._latest = 0.0, ""
-        self._start = self._last = time.monotonic()
-
-    def take(self, line: str) -> None:
+def follow(output: Iterable[str], most: int, marker: Path) -> None:
+    """Tells every few seconds how far pip is, from what it prints; `marker` exists from when it begins to install."""
+    names: set[str] = set()
+    last = time.monotonic()
+    for line in output:
+        if found := PACKAGE.match(line):
+            names.add(re.sub("[-_.]+", "-", found[1]).lower())
         if line.startswith("Installing collected packages:"):
-            self._marker.touch()
-            self._show(f"all {len(self._names)} are here; putting {line.count(',') + 1} in place", always=True)
-            return
-        if line.startswith("Successfully installed"):
-            self._show("installed", always=True)
-            return
-        if found := NAME.match(line) or LOCAL_FILE.match(line):
-            self._latest = re.sub("[-_.]+", "-", found[1]).lower()
-            self._names.add(self._latest)
-        elif found := DOWNLOAD.match(line):
-            self._megabytes += float(found[2]) * MEGABYTES.get(found[3], 1e-6)
-            self._latest = f"{found[1]}, {found[2]} {found[3]}"
-        counts = f"{len(self._names)} of {self._wanted.packages} packages"
-        self._show(f"{counts}, {self._megabytes:.0f} of {self._wanted.megabytes} MB: {self._latest}")
-
-    def _show(self, text: str, always: bool = False) -> None:
-        now = time.monotonic()
-        text = f"    {text}  {now - self._start:.0f} s"
-        if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\033[K{text[:width]}", end="\n" if always else "", flush=True)
-        elif always or now - self._last >= PLAIN_INTERVAL_SECONDS:
-            self._last = now
-            print(text, flush=True)
+            marker.touch()
+            print(f"    all {len(names)} are here; putting {line.count(',') + 1} in place", flush=True)
+        elif time.monotonic() - last >= INTERVAL_SECONDS:
+            last = time.monotonic()
+            print(f"    {len(names)} of {most} packages: {' '.join(line.split()[:2])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -61,49 +61,53 @@ def image(options: argparse.Namespace, runner: Runner) -> int:
 
 
 class Cluster:
-    """The cluster of a command, reached by kubectl."""
+    """The run of a command and its cluster, reached by kubectl."""
 
     def __init__(self, options: argparse.Namespace, runner: Runner):
         self.runner, self.name = runner, options.name
         places = {"--namespace": options.namespace, "--context": options.context}
-        self.words = ["kubectl", *(f"{option}={value}" for option, value in places.items() if value)]
+        self.kubectl = ["kubectl", *(f"{option}={value}" for option, value in places.items() if value)]
 
-    def run(self, *words: str, text: str | None = None) -> int:
-        return self.runner.foreground([*self.words, *words], QUESTION, text)
+    def run(self, *words: str, limit: int | None = QUESTION, text: str | None = None) -> int:
+        return self.runner.foreground([*self.kubectl, *words], limit, text)
 
     def ask(self, *words: str) -> launch.Result:
-        return self.runner.all([[*self.words, *words]], QUESTION)[0]
-
-    def up(self, text: str) -> int:
-        """Apply a manifest; a dry run shows it too."""
-        code = self.run("apply", "--filename=-", text=text)
-        if self.runner.dry_run:
-            print(textwrap.indent(text, "# "), end="")
-        return code
+        return self.runner.all([[*self.kubectl, *words]], QUESTION)[0]
 
     def status(self) -> int:
         code = self.run("get", "jobset", self.name, "--output=wide")
         return code or self.run("get", "pods", f"{OF_JOBSET}{self.name}", "--output=wide")
 
     def log(self) -> int:
-        words = ["logs", "--follow", "--tail=-1", f"{OF_JOBSET}{self.name},{FIRST_POD}", "--max-log-requests=1"]
-        return self.runner.foreground([*self.words, *words])
+        first = f"{OF_JOBSET}{self.name},{FIRST_POD}"
+        return self.run("logs", "--follow", "--tail=-1", first, "--max-log-requests=1", limit=None)
 
     def suspend(self, is_wanted: bool) -> int:
         """Kueue starts a JobSet that somebody else suspended again: one with a queue is stopped by its workload."""
         told = "{.metadata.uid} {.metadata.labels.kueue\\.x-k8s\\.io/queue-name}"
         code, answer = self.ask("get", "jobset", self.name, f"--output=jsonpath={told}")
         uid, _, queue = answer.strip().partition(" ")
-        if code or not queue:
-            return code or self.merge(f"jobset/{self.name}", "suspend", is_wanted)
-        selector = f"--selector=kueue.x-k8s.io/job-uid={uid}"
-        code, workload = self.ask("get", "workloads.kueue.x-k8s.io", selector, "--output=name")
-        if not (code or workload.strip()):
-            raise Mistake(f"{self.name} has the queue {queue}, but Kueue has no workload for it")
-        return code or self.merge(workload.strip(), "active", not is_wanted)
+        what, field, value = f"jobset/{self.name}", "suspend", is_wanted
+        if queue and not code:
+            selector = f"--selector=kueue.x-k8s.io/job-uid={uid}"
+            code, answer = self.ask("get", "workloads.kueue.x-k8s.io", selector, "--output=name")
+            what, field, value = answer.strip(), "active", not is_wanted
+            if not (what or code):
+                raise Mistake(f"{self.name} has the queue {queue}, but Kueue has no workload for it")
+        patch = f'--patch={{"spec":{{"{field}":{str(value).lower()}}}}}'
+        return code or self.run("patch", what, "--type=merge", patch)
 
-    def merge(self, what: str, field: str, value: bool) -> int:
-        return self.run("patch", what, "--type=merge", f'--patch={{"spec":{{"{field}":{str(value).lower()}}}}}')
+    def delete(self) -> int:
+        return self.run("delete", "jobset", self.name, "--wait=false")
+
+
+def up(options: argparse.Namespace, overrides: list[str], cluster: Cluster) -> int:
+    """Apply the manifest; a dry run shows it too."""
+    text = jobset.manifest_text(options, overrides)
+    code = cluster.run("apply", "--filename=-", text=text)
+    if options.dry_run:
+        print(textwrap.indent(text, "# "), end="")
+    return code
 
 
 def main(arguments: list[str]) -> int:
@@ -116,17 +120,15 @@ def main(arguments: list[str]) -> int:
         program = "docker" if options.command == "image" else "kubectl"
         if not runner.dry_run and not shutil.which(program):
             raise Mistake(f"{program} is not installed; --dry-run works without it")
-        if options.command == "image":
-            return image(options, runner)
         cluster = Cluster(options, runner)
-        if options.command == "up":
-            return cluster.up(jobset.manifest_text(options, overrides))
         commands = {
+            "image": lambda: image(options, runner),
+            "up": lambda: up(options, overrides, cluster),
             "status": cluster.status,
             "log": cluster.log,
             "stop": lambda: cluster.suspend(True),
             "resume": lambda: cluster.suspend(False),
-            "delete": lambda: cluster.run("delete", "jobset", cluster.name, "--wait=false"),
+            "delete": cluster.delete,
         }
         return commands[options.command]()
 
