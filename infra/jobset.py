@@ -1,16 +1,14 @@
-"""Writes the JobSet of a run: `python infra/jobset.py CONFIG --image IMAGE --accelerator v5e --topology 4x4`.
+"""The JobSet of a run, which `infra/k8s/train.sh up --dry-run` shows, and `up` gives to kubectl. Needs PyYAML.
 
 The name is the run's. On TPUs each slice is a job of as many pods as it has hosts; on GPUs each pod is a box, with one
 process. A pod that ends with exit code 2, a mistake, ends the JobSet; any other failure starts all pods again, from the
-newest checkpoint. Restarts after a preemption are not counted. Nothing is asked and nothing is sent: `kube.py` beside
-this gives the manifest to kubectl. Needs PyYAML.
+newest checkpoint. Restarts after a preemption are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 from math import prod
 from typing import Any, NamedTuple
 
@@ -104,17 +102,6 @@ class Machines(NamedTuple):
         return self.chip == TPU
 
 
-def main(arguments: list[str]) -> int:
-    """Prints the manifest; returns the exit code."""
-    own, overrides = launch.split(arguments)
-
-    def command() -> int:
-        print(manifest_text(parser("jobset.py").parse_args(own), overrides), end="")
-        return 0
-
-    return launch.guarded(launch.Runner("jobset.py", False), command)
-
-
 def manifest_text(options: argparse.Namespace, overrides: list[str]) -> str:
     """The JobSet as YAML."""
     if yaml is None:
@@ -129,9 +116,9 @@ def manifest_text(options: argparse.Namespace, overrides: list[str]) -> str:
     return yaml.safe_dump(manifest(options, keys), sort_keys=False, width=1000)
 
 
-def parser(program: str | None = None) -> launch.Parser:
-    """The options, also for a parser that has these and others."""
-    found = launch.Parser(program, add_help=program is not None)
+def parser() -> launch.Parser:
+    """The options, for a parser that has these and others."""
+    found = launch.Parser(add_help=False)
     add = found.add_argument
     add("config", help="the YAML file, below the repository: the image has it at the same place")
     add("--image", required=True, help="made from infra/Dockerfile, with a tag or a digest")
@@ -353,9 +340,7 @@ def name_of(given: Keys) -> str:
 
 def check_replicas(given: Keys, slices: int) -> None:
     found = given.get("mesh.replica", 1)
-    if not re.fullmatch(r"-?\d+", found):
-        raise Mistake(f"mesh.replica is {found}, which is no number of replicas")
-    if int(found) % slices:
+    if not re.fullmatch(r"-?\d+", found) or int(found) % slices:
         raise Mistake(f"mesh.replica is {found}, no multiple of {slices} slices: a replica lies in one slice")
 
 
@@ -369,7 +354,3 @@ def check_storage(options: argparse.Namespace, given: Keys, machines: Machines) 
     if pods > 1:
         why, rest = f"{pods} pods have to see the same run directory and token stores", " with the mode ReadWriteMany"
     raise Mistake(f"--claim is missing: {why}. Give --store with a bucket's folder, or a PersistentVolumeClaim{rest}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

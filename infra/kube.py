@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import textwrap
 
 import jobset
 import launch
@@ -102,11 +101,11 @@ class Cluster:
 
 
 def up(options: argparse.Namespace, overrides: list[str], cluster: Cluster) -> int:
-    """Apply the manifest; a dry run shows it too."""
+    """Apply the manifest; a dry run shows it, and the command as a comment."""
     text = jobset.manifest_text(options, overrides)
+    print("# " * options.dry_run, end="", flush=True)
     code = cluster.run("apply", "--filename=-", text=text)
-    if options.dry_run:
-        print(textwrap.indent(text, "# "), end="")
+    print(text * options.dry_run, end="")
     return code
 
 

@@ -28,8 +28,7 @@ options:
   --config FILE       the YAML file, below the repository (submit)
   --nodes N           boxes, default 1 (submit)
   --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
-  --cpus N            processor cores of a process; default: Slurm's (submit)
-  --mem SIZE          memory of a box, for example 500G; default: Slurm's (submit)
+  --cpus N, --mem SIZE  cores of a process, and memory of a box, for example 500G; default: Slurm's (submit)
   --gres GRES         ask for the GPUs as generic resources, for example gpu:a100:4, where Slurm knows no --gpus (submit)
   --time TIME         limit of a job, for example 04:00:00 (submit)
   --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
@@ -238,15 +237,15 @@ submit_heir() {
   [[ ! -f $folder/stopped ]] || return 0
   queue PENDING || return # the job before this one may still be completing
   heir=$(grep -vx "$id" <<<"$answer" | head -n 1) || heir=""
-  [[ -z $heir ]] || { say "job $heir follows this one" && return; }
-  sbatch_script "--dependency=afterany:$id" || return
-  heir=${answer%%;*}
+  if [[ -z $heir ]]; then
+    sbatch_script "--dependency=afterany:$id" || return
+    heir=${answer%%;*}
+  fi
   say "job $heir follows this one"
 }
 
 drop_heir() {
-  [[ -n $heir ]] || return 0
-  ask scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
+  [[ -z $heir ]] || ask scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
 }
 
 train() {
@@ -304,22 +303,14 @@ tell_to_save() {
 }
 
 conclude() {
-  local try seconds
+  local try seconds why=""
   case $1 in
-    0)
-      touch "$folder/complete"
-      say "the run is complete"
-      drop_heir
-      return
-      ;;
-    2)
-      say "error: the run ended with a mistake that starting it again does not mend; it is told above"
-      drop_heir
-      return
-      ;;
+    0) touch "$folder/complete" && why="the run is complete" ;;
+    2) why="error: the run ended with a mistake that starting it again does not mend; it is told above" ;;
+    *) [[ ! -f $folder/stopped ]] || why="stopped on request; \`submit\` goes on" ;;
   esac
-  if [[ -f $folder/stopped ]]; then
-    say "stopped on request; \`submit\` goes on"
+  if [[ -n $why ]]; then
+    say "$why"
     drop_heir
     return
   fi

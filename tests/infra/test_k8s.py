@@ -22,7 +22,7 @@ OWN = ("--gpu-label", "nvidia.com/gpu.product", "--accelerator", "H100-SXM")
 @pytest.fixture
 def manifest(capsys):
     def made(*words: str) -> dict:
-        assert jobset.main(list(words)) == 0
+        assert kube.main(["up", "--dry-run", *words]) == 0
         found = yaml.safe_load(capsys.readouterr().out)
         check(found)
         return found
@@ -112,7 +112,7 @@ def test_each_gpu_of_gke_is_known(manifest, capsys):
         is_arm = label.startswith("nvidia-gb")
         assert (selector.get("kubernetes.io/arch") == "arm64") == is_arm
         assert [each["value"] for each in pod_of(found).get("tolerations", [])] == ["arm64"] * is_arm
-        assert jobset.main([*GPU, "--accelerator", label, *size, "--gpus", str(most + 1)]) == 2
+        assert kube.main(["up", "--dry-run", *GPU, "--accelerator", label, *size, "--gpus", str(most + 1)]) == 2
         assert f"has at most {most}" in capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def test_a_bucket_takes_the_place_of_a_claim(manifest):
 
 MISTAKES = [
     ((*TPU, "--topology", "4x4", "--slices", "3"), "mesh.replica is 2, no multiple of 3 slices"),
-    ((*TPU, "--topology", "4x4", "--", "--mesh.replica", "auto"), "mesh.replica is auto, which is no number"),
+    ((*TPU, "--topology", "4x4", "--", "--mesh.replica", "auto"), "mesh.replica is auto, no multiple of 1 slices"),
     ((*TPU, "--topology", "four"), "--topology is four: give the chips of a slice. v5e has 1x1, 2x2, 2x4, 4x4"),
     ((*TPU, "--topology", "3x3"), "--topology is 3x3: give the chips"),
     ((*TPU, "--accelerator", "tpu7x", "--topology", "4x4"), "--topology is 4x4: give the chips of a slice. tpu7x has"),
@@ -233,9 +233,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_line(capsys, words, message):
-    assert jobset.main(list(words)) == 2
+    assert kube.main(["up", "--dry-run", *words]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"jobset.py: error: {message}")
+    assert said.err.startswith(f"train.sh: error: {message}")
     assert (said.out, said.err.count("\n")) == ("", 1)
 
 
@@ -258,10 +258,10 @@ def test_up_applies_what_its_dry_run_shows(cluster, capfd):
     words = ("up", *GPU, "--nodes", "2", "--namespace", "team", "--", "--data.sources.text.files", "[\"it's\", 'b c']")
     assert kube.main([words[0], "--dry-run", *words[1:]]) == 0
     assert not cluster.calls("kubectl")
-    command, *shown = capfd.readouterr().out.splitlines()
+    command, _, shown = capfd.readouterr().out.partition("\n")
     assert kube.main([*words]) == 0
-    assert [shlex.split(command)] == cluster.calls("kubectl")
-    assert cluster.read("applied") == "".join(f"{line.removeprefix('# ')}\n" for line in shown)
+    assert [shlex.split(command)[1:]] == cluster.calls("kubectl")
+    assert cluster.read("applied") == shown
     assert container_of(yaml.safe_load(cluster.read("applied")))["command"][-1] == "[\"it's\", 'b c']"
 
 
