@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import launch
-from launch import LOG, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
+from launch import LOG, MOST_SILENCE, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
 
 WATCH = "install, train and stay: start all again whenever one was lost and is back, until the run is done"
 SSH = ["-oBatchMode=yes", "-oConnectTimeout=20", "-oServerAliveInterval=15"]
@@ -41,7 +41,7 @@ class Boxes:
         if self.silence >= MOST_SILENCE and not self.heard >= set(silent):
             return Action("end", f"error: {', '.join(silent)} never answered; what ssh said is above", code=1)
         if silent:
-            return Action("wait", f"waiting for {', '.join(silent)} to answer; nothing is changed", POLL_SECONDS)
+            return launch.wait(f"waiting for {', '.join(silent)} to answer; nothing is changed")
         return self.training.decide([host for host in hosts if host])
 
     def act(self, action: Action) -> bool:

@@ -81,7 +81,8 @@ end_leftovers() {
   done
   if ((${#left[@]} > 0)); then
     echo "an earlier training has left ${left[*]}: ended"
-    end_processes "${left[@]}"
+    kill -TERM "${left[@]}" 2>/dev/null || true
+    end_within 30 "${left[@]}" || kill -KILL "${left[@]}" 2>/dev/null || true
   fi
   rm -f "$LIBTPU_LOCK" 2>/dev/null || sudo rm -f "$LIBTPU_LOCK"
 }
@@ -93,15 +94,14 @@ holders() {
   { find /proc/[0-9]*/fd "${names[@]}" 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }
 
-# SIGTERM, and SIGKILL half a minute later.
-end_processes() {
+# Whether processes end within so many seconds: end_within SECONDS NUMBERS...
+end_within() {
   local count
-  kill -TERM "$@" 2>/dev/null || true
-  for ((count = 0; count < 30; count++)); do
-    kill -0 "$@" 2>/dev/null || return 0
+  for ((count = 0; count < $1; count++)); do
+    kill -0 "${@:2}" 2>/dev/null || return 0
     sleep 1
   done
-  kill -KILL "$@" 2>/dev/null || true
+  return 1
 }
 
 # Whether what is below a path goes with this machine: it is on the disk of /, or in memory.
@@ -148,11 +148,7 @@ stop() {
 }
 
 kill_after() {
-  local count
-  for ((count = 0; count < $1; count++)); do
-    kill -0 "$2" 2>/dev/null || return 0
-    sleep 1
-  done
+  if end_within "$1" "$2"; then return; fi
   echo "host.sh: the training has not ended $1 seconds after SIGTERM: killed"
   pkill -KILL --session "$2" || true
   [[ ! -f train.image ]] || docker rm --force "$CONTAINER"

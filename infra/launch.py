@@ -329,6 +329,10 @@ class Action(NamedTuple):
     zone: str = ""
 
 
+def wait(text: str) -> Action:
+    return Action("wait", text, POLL_SECONDS)
+
+
 @dataclass
 class Training:
     """Decides, from what all hosts tell, what a training needs; asks nothing and changes nothing itself."""
@@ -351,7 +355,7 @@ class Training:
             text = "error: --runs is on the machine's own disk, which is deleted with it: give a bucket's folder or a"
             return Action("end", f"{text} mounted file system (--setup), or --keep-nothing", code=MISTAKE)
         if "running" in states:
-            return Action("wait", f"{self.name} trains, checkpoint {self.checkpoint}", POLL_SECONDS)
+            return wait(f"{self.name} trains, checkpoint {self.checkpoint}")
         if "bare" in states:
             return self.attempt("install", f"installing on {self.name}, {len(hosts)} hosts")
         if "stopped" in states:

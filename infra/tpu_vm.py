@@ -97,7 +97,7 @@ class Slices:
         """Return what to do next."""
         name = self.training.name
         if seen.request is None:
-            return self._wait(f"gcloud does not tell how {name} is; nothing is changed")
+            return launch.wait(f"gcloud does not tell how {name} is; nothing is changed")
         if seen.request == "":
             # The zones are tried one after the other in one attempt.
             self.training.is_fresh = self._place % len(self.zones) > 0
@@ -112,7 +112,7 @@ class Slices:
                 return self._give_back(
                     seen, f"{name} is {seen.request} in {seen.zone}: trying the next zone", next_zone=True
                 )
-            return self._wait(f"{name} is {seen.request} in {seen.zone}")
+            return launch.wait(f"{name} is {seen.request} in {seen.zone}")
         states = [f"{node.name} is {node.state}" for node in seen.nodes]
         gone = sum(node.state == "GONE" for node in seen.nodes)
         if len(seen.nodes) != self.slices or (gone and seen.request == "PLAIN"):
@@ -120,7 +120,7 @@ class Slices:
         if any(node.state in LOST for node in seen.nodes):
             return self._give_back(seen, ", ".join(states))
         if any(node.state not in LASTING for node in seen.nodes):
-            return self._wait(", ".join(states))
+            return launch.wait(", ".join(states))
         if self.goal == "ready" and seen.is_ready:
             return Action("end", f"{name} is there")
         if len(seen.hosts) != seen.host_count or not seen.is_ready:
@@ -140,9 +140,6 @@ class Slices:
         elif action.verb == "give_back":
             self._is_undeleted = not succeeded
 
-    def _wait(self, text: str) -> Action:
-        return Action("wait", text, POLL_SECONDS)
-
     def _give_back(self, seen: Seen, why: str, next_zone: bool = False) -> Action:
         self._silence = 0
         is_empty = self._is_blank or all(node.state in (*LOST, "GONE") for node in seen.nodes)
@@ -159,15 +156,15 @@ class Slices:
         self.training.see(seen.hosts)
         if any(host.state == "running" for host in seen.hosts):  # a training runs on all hosts or on none
             self._silence = 0
-            return self._wait(f"{name} trains, but not all of its hosts answer")
+            return launch.wait(f"{name} trains, but not all of its hosts answer")
         self._silence += 1
         is_sick = bool(seen.hosts) or any(node.state != "READY" or node.health in SICK for node in seen.nodes)
         if self._silence >= (MOST_SILENCE if is_sick else MOST_SILENCE_OF_BLANK) and (is_sick or self._is_blank):
             return self._give_back(seen, f"hosts of {name} have not answered {self._silence} times in a row")
         if self._silence < MOST_SILENCE or is_sick or self._is_blank:
-            return self._wait(f"waiting for the hosts of {name} to answer")
+            return launch.wait(f"waiting for the hosts of {name} to answer")
         text = "does the way to port 22 work? Nothing is changed, and it costs"
-        return self._wait(f"no host of {name} answers, but the API calls it healthy: {text}")
+        return launch.wait(f"no host of {name} answers, but the API calls it healthy: {text}")
 
 
 # --- gcloud
@@ -301,16 +298,15 @@ class TpuVms:
     def stop(self) -> bool:
         return self.on_hosts(launch.host_command("stop", str(self.options.grace)), QUESTION)
 
-    def follow_log(self) -> int:
-        return self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", f"tail -n +1 -F {LOG}"))
+    def show_log(self, tail: str = "tail -n +1 -F") -> int:
+        return self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", f"{tail} {LOG}"))
 
     def status(self) -> int:
         """Print how the hosts are, and the end of the log."""
         hosts = self.ask_hosts()
         for host in hosts:
             print(host, flush=True)
-        code = self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", f"tail -n 3 {LOG}"))
-        return code or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
+        return self.show_log("tail -n 3") or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
 
     def log_in(self) -> int:
         """Log in to a host, or run a command on those that --node and --worker choose."""
@@ -470,7 +466,7 @@ def run(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
         runner.say(", ".join([f"{options.name} is {request}", *nodes]))
     if not seen.is_ready:
         return 1
-    codes = {"status": vms.status, "log": vms.follow_log, "ssh": vms.log_in}
+    codes = {"status": vms.status, "log": vms.show_log, "ssh": vms.log_in}
     if options.command in codes:
         return codes[options.command]()
     return int(not {"install": vms.install, "train": vms.train, "stop": vms.stop}[options.command]())
@@ -493,7 +489,7 @@ def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
             code = launch.watch(runner, vms)
         if code == 0 and deletes and not vms.delete():
             code = 1
-    return vms.follow_log() if code == 0 and options.command == "up" else code
+    return vms.show_log() if code == 0 and options.command == "up" else code
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
