@@ -103,9 +103,11 @@ class Cluster:
 def up(options: argparse.Namespace, overrides: list[str], cluster: Cluster) -> int:
     """Apply the manifest; a dry run shows it, and the command as a comment."""
     text = jobset.manifest_text(options, overrides)
-    print("# " * options.dry_run, end="", flush=True)
+    if options.dry_run:
+        print("# ", end="", flush=True)
     code = cluster.run("apply", "--filename=-", text=text)
-    print(text * options.dry_run, end="")
+    if options.dry_run:
+        print(text, end="")
     return code
 
 

@@ -70,7 +70,7 @@ ask() {
   [[ -n $scratch ]] || scratch=$(mktemp -d)
   "${words[@]}" </dev/null >"$scratch/answer" &
   child=$!
-  wait "$child" || code=$?
+  wait_out "$child" || code=$? # whatever signals come: a second `sbatch` would submit a second job
   child="" answer=$(<"$scratch/answer")
   if ((code == 124 || code == 137)); then say "no answer within $QUESTION seconds: ${*:1:4}"; fi
   return "$code"
