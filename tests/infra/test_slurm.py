@@ -272,7 +272,7 @@ def test_a_signal_while_a_successor_is_submitted_makes_no_second_one(slurm):
     until(lambda: len(slurm.calls("sbatch")) == 2)
     first.send_signal(signal.SIGUSR1)
     assert end_of(first) == 143
-    assert pending(slurm) == ["102"]
+    assert (len(slurm.calls("sbatch")), pending(slurm)) == (2, ["102"])
 
 
 def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):
