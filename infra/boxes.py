@@ -11,19 +11,9 @@ import sys
 from collections.abc import Sequence
 
 import launch
-from launch import FOLDER, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
+from launch import LOG, MOST_SILENCE, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
 
-COMMANDS = {
-    "watch": "install, train and stay: start all again whenever one was lost and is back, until the run is done",
-    "install": "copy this working tree to every box and install it there",
-    "train": "start `gregale train` on every box; it outlives the connection",
-    "status": "tell the state of the training on each box",
-    "log": "follow the log of the first box; Ctrl-C ends the following, not the training",
-    "stop": "ask the training to save a checkpoint and stop; a watch then ends too",
-}
-NOTES = """Several boxes have to see the same run directory and token stores: a bucket, or a shared file system, as in
-`-- --runs /shared/runs --data.cache /shared/cache`. Each takes all of its GPUs into one process, and reaches the others
-at any port of --interface, and the first at --port."""
+WATCH = "install, train and stay: start all again whenever one was lost and is back, until the run is done"
 SSH = ["-oBatchMode=yes", "-oConnectTimeout=20", "-oServerAliveInterval=15"]
 OLDEST_DRIVER = 580  # of NVIDIA's, for CUDA 13; with an older one JAX would use the processors
 DRIVER = f"""nvidia-smi --query-gpu=driver_version --format=csv,noheader |
@@ -51,7 +41,7 @@ class Boxes:
         if self.silence >= MOST_SILENCE and not self.heard >= set(silent):
             return Action("end", f"error: {', '.join(silent)} never answered; what ssh said is above", code=1)
         if silent:
-            return Action("wait", f"waiting for {', '.join(silent)} to answer; nothing is changed", POLL_SECONDS)
+            return launch.wait(f"waiting for {', '.join(silent)} to answer; nothing is changed")
         return self.training.decide([host for host in hosts if host])
 
     def act(self, action: Action) -> bool:
@@ -80,6 +70,9 @@ class Boxes:
             results = self.runner.all(words, REQUEST)
         return all(each.code == 0 for each in results) and self.on_boxes([command] * len(self.boxes), SETUP)
 
+    def stop(self) -> bool:
+        return self.on_boxes([launch.host_command("stop", str(self.options.grace))] * len(self.boxes), QUESTION)
+
     def train(self) -> bool:
         options, interface = self.options, self.options.interface
         first = f"{options.address or self.boxes[0].rpartition('@')[2]}:{options.port}"
@@ -87,13 +80,13 @@ class Boxes:
         commands = []
         for number in range(len(self.boxes)):
             own = [*joining, "--distributed.process", str(number)] if len(self.boxes) > 1 else []
-            start = launch.start_command(["train", options.config, *own, *self.overrides])
+            start = launch.host_command("start", "train", options.config, *own, *self.overrides)
             commands.append(f"NCCL_SOCKET_IFNAME={interface} {start}" if interface else start)
         return self.on_boxes(commands, QUESTION)
 
 
 def parser() -> launch.Parser:
-    found = launch.parser("boxes.sh", "--hosts BOX[,BOX...]", COMMANDS, NOTES)
+    found = launch.parser("boxes.sh", "--hosts BOX[,BOX...]", {"watch": WATCH, **launch.COMMANDS})
     add = found.add_argument
     add("--hosts", required=True, help="the boxes as ssh knows them, such as me@10.0.0.1,me@10.0.0.2; the first leads")
     add("--address", help="of the first box for the others; default: its name in --hosts")
@@ -120,19 +113,18 @@ def read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def run(options: argparse.Namespace, runner: Runner, boxes: Boxes) -> int:
     """Run a command; return the exit code."""
-    command, log = options.command, f"{FOLDER}/train.log"
+    command = options.command
     if command == "watch" and not options.dry_run:
         return launch.watch(runner, boxes)
     if command == "log":
-        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n +1 -F {log}"))
+        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n +1 -F {LOG}"))
     if command == "status":
         for box, host in zip(boxes.boxes, hosts := boxes.ask(), strict=True):
-            print(f"{box} {host.state}, checkpoint {host.checkpoint}" if host else f"{box} does not answer", flush=True)
-        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n 3 {log}")) or int(None in hosts)
-    if command == "stop":
-        return 0 if boxes.on_boxes([launch.stop_command(options.grace)] * len(boxes.boxes), QUESTION) else 1
-    steps = {"install": [boxes.install], "train": [boxes.train], "watch": [boxes.ask, boxes.install, boxes.train]}
-    return 0 if all(step() for step in steps[command]) else 1
+            print(host or f"{box} does not answer", flush=True)
+        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n 3 {LOG}")) or int(None in hosts)
+    watch = [boxes.ask, boxes.install, boxes.train]
+    steps = {"install": [boxes.install], "train": [boxes.train], "stop": [boxes.stop], "watch": watch}
+    return int(not all(step() for step in steps[command]))
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:

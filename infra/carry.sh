@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Runs a process of the training as a child and notes its exit code; `host.sh` and `slurm_task.sh` source it. A run is
-# complete when its processes have noted exit code 0. What a scheduler reports about them is no evidence of that.
+# Runs a process of the training as a child and notes its exit code; scripts beside it source it. A run is complete
+# when its processes have noted exit code 0. What a scheduler reports about them is no evidence of that.
 
 # Runs a command to its end and passes SIGTERM on to it. Notes its number in NOTE.pid and its exit code in NOTE.code.
 #   carry NOTE GUARD WORDS...  GUARD is called in the background with the number of the process
@@ -31,6 +31,20 @@ wait_out() {
     wait "$1" || code=$?
     [[ $interrupted == yes ]] || return "$code"
   done
+}
+
+# The step of the newest checkpoint that logs of a run tell of, or 0.
+newest_checkpoint() {
+  { echo 0 && sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' "$@" || true; } 2>/dev/null |
+    sort -n | tail -n 1
+}
+
+# Sets and exports the variables of a file of lines NAME=value.
+load_environment() {
+  set -a
+  # shellcheck source=/dev/null
+  . "$1"
+  set +a
 }
 
 # The exit code that was noted, or nothing: the process runs, or was lost with its host.

@@ -10,27 +10,23 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLING = ".installing"  # in .venv while pip puts files there: what an interrupted pip leaves is of no use
-PLAIN_INTERVAL_SECONDS = 5.0
-# Lines of pip.
-NAME = re.compile(r"\s*(?:Collecting|Requirement already satisfied:) ([\w.-]+)")
-LOCAL_FILE = re.compile(r"\s*Processing (?:\S*/)?(\w+)")
-DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) ([\w.]+)\S*(?:\.whl|\.tar\.gz) \(([\d.]+) (\w+)\)")
-MEGABYTES = {"kB": 1e-3, "MB": 1.0, "GB": 1e3}
+INTERVAL_SECONDS = 5.0
+# In a line of pip: the name of a package, or of its file.
+PACKAGE = re.compile(
+    r"\s*(?:Collecting |Requirement already satisfied: |Processing (?:\S*/)?)([A-Za-z]\w*(?:[-.][A-Za-z]\w*)*)"
+)
 
 
-@dataclass(frozen=True)
-class PackageSet:
+class PackageSet(NamedTuple):
     """What is installed; its numbers are for the progress alone. (`tests/infra` counts the packages.)"""
 
     target: str
@@ -47,18 +43,13 @@ SETS = {
 
 
 def main(name: str, steps: str) -> int:
-    with open(ROOT / "constraints.txt") as held:
-        wait_for(held)
+    with open(ROOT / "constraints.txt") as held:  # which keeps a second `make` from the same .venv
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another `make` that works on .venv.", flush=True)
+            fcntl.flock(held, fcntl.LOCK_EX)
         return prepare(ROOT / ".venv", name, steps)
-
-
-def wait_for(file: TextIO) -> None:
-    """Keeps a second `make` from the same .venv, until this process ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print("Waiting for another `make` that works on .venv.", flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def prepare(venv: Path, name: str, steps: str) -> int:
@@ -66,9 +57,8 @@ def prepare(venv: Path, name: str, steps: str) -> int:
     fault = fault_of(venv)
     if venv.is_symlink():
         if fault:
-            print(
-                f".venv is a link to {venv.resolve()}, which {fault}. Remove the link, or mend that.", file=sys.stderr
-            )
+            link = f".venv is a link to {venv.resolve()}"
+            print(f"{link}, which {fault}. Remove the link, or mend that.", file=sys.stderr)
         return 1 if fault else 0
     if fault is None and is_complete(venv, name):
         return 0
@@ -120,16 +110,13 @@ def is_complete(venv: Path, name: str) -> bool:
 
 def install(venv: Path, name: str, steps: str) -> int:
     packages = SETS[name]
-    print(
-        f"2/{steps} installing {packages.packages} packages, at most {packages.megabytes} MB to download "
-        "(what pip has kept from before is not downloaded again)",
-        flush=True,
-    )
+    most = f"{packages.packages} packages, at most {packages.megabytes} MB to download"
+    print(f"2/{steps} installing {most} (what pip has kept from before is not downloaded again)", flush=True)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
     command = [*pip, "--constraint", "constraints.txt", "--editable", packages.target]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
-        follow(process.stdout, packages, Line(sys.stdout), venv / INSTALLING)
+        follow(process.stdout, packages.packages, venv / INSTALLING)
     if process.returncode:
         print("pip stopped; its own words are above. The same command goes on from there.", file=sys.stderr)
         return 1
@@ -138,62 +125,19 @@ def install(venv: Path, name: str, steps: str) -> int:
     return 0
 
 
-@dataclass
-class Seen:
-    """What pip has told so far."""
-
-    packages: set[str] = field(default_factory=set)
-    megabytes: float = 0.0
-    latest: str = ""
-
-    def take(self, line: str) -> None:
-        if found := NAME.match(line) or LOCAL_FILE.match(line):
-            self.latest = re.sub("[-_.]+", "-", found[1]).lower()
-            self.packages.add(self.latest)
-        elif found := DOWNLOAD.match(line):
-            self.megabytes += float(found[2]) * MEGABYTES.get(found[3], 1e-6)
-            self.latest = f"{found[1]}, {found[2]} {found[3]}"
-
-
-class Line:
-    """A line that is redrawn on a terminal; elsewhere a line every few seconds."""
-
-    def __init__(self, file: TextIO):
-        self._file, self._is_live = file, file.isatty()
-        self._start = time.monotonic()
-        self._last = -PLAIN_INTERVAL_SECONDS
-
-    def show(self, text: str, always: bool = False) -> None:
-        seconds = time.monotonic() - self._start
-        text = f"    {text}  {seconds:.0f} s"
-        if self._is_live:
-            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=self._file, flush=True)
-        elif always or seconds - self._last >= PLAIN_INTERVAL_SECONDS:
-            self._last = seconds
-            print(text, file=self._file, flush=True)
-
-    def end(self) -> None:
-        if self._is_live:
-            print(file=self._file, flush=True)
-
-
-def follow(output: Iterable[str], packages: PackageSet, line: Line, marker: Path) -> None:
-    """Shows how far pip is, from what it prints; `marker` exists from when it begins to install."""
-    seen = Seen()
-    for text in output:
-        if text.startswith("Installing collected packages:"):
+def follow(output: Iterable[str], most: int, marker: Path) -> None:
+    """Tells every few seconds how far pip is, from what it prints; `marker` exists from when it begins to install."""
+    names: set[str] = set()
+    last = time.monotonic()
+    for line in output:
+        if found := PACKAGE.match(line):
+            names.add(re.sub("[-_.]+", "-", found[1]).lower())
+        if line.startswith("Installing collected packages:"):
             marker.touch()
-            count = text.count(",") + 1
-            line.show(f"all {len(seen.packages)} are here; putting {count} in place", always=True)
-        elif text.startswith("Successfully installed"):
-            line.show("installed", always=True)
-        else:
-            seen.take(text)
-            line.show(
-                f"{len(seen.packages)} of {packages.packages} packages, "
-                f"{seen.megabytes:.0f} of {packages.megabytes} MB: {seen.latest}"
-            )
-    line.end()
+            print(f"    all {len(names)} are here; putting {line.count(',') + 1} in place", flush=True)
+        elif time.monotonic() - last >= INTERVAL_SECONDS:
+            last = time.monotonic()
+            print(f"    {len(names)} of {most} packages: {' '.join(line.split()[:2])}", flush=True)
 
 
 if __name__ == "__main__":

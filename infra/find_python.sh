@@ -16,11 +16,8 @@ except ImportError:
 print(sys.executable)
 '
 
-if [[ -n ${1:-} ]]; then
-  names=("$1")
-else
-  names=(python3.11 python3.12 python3.13 python3.14 python3 python)
-fi
+names=("${1:-python3.11}")
+[[ -n ${1:-} ]] || names+=(python3.12 python3.13 python3.14 python3 python)
 
 found=""
 for name in "${names[@]}"; do

@@ -54,10 +54,7 @@ start() {
     [[ ! -f train.env ]] || gregale+=(--env-file train.env)
     gregale+=("$(<train.image)" gregale)
   elif [[ -f train.env ]]; then
-    set -a
-    # shellcheck source=/dev/null
-    . ./train.env
-    set +a
+    load_environment ./train.env
   fi
   setsid nohup bash infra/host.sh carry train : "${gregale[@]}" "${words[@]}" >>train.log 2>&1 </dev/null &
   echo "$!" >train.session
@@ -84,7 +81,8 @@ end_leftovers() {
   done
   if ((${#left[@]} > 0)); then
     echo "an earlier training has left ${left[*]}: ended"
-    end_processes "${left[@]}"
+    kill -TERM "${left[@]}" 2>/dev/null || true
+    end_within 30 "${left[@]}" || kill -KILL "${left[@]}" 2>/dev/null || true
   fi
   rm -f "$LIBTPU_LOCK" 2>/dev/null || sudo rm -f "$LIBTPU_LOCK"
 }
@@ -96,15 +94,14 @@ holders() {
   { find /proc/[0-9]*/fd "${names[@]}" 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }
 
-# SIGTERM, and SIGKILL half a minute later.
-end_processes() {
+# Whether processes end within so many seconds: end_within SECONDS NUMBERS...
+end_within() {
   local count
-  kill -TERM "$@" 2>/dev/null || true
-  for ((count = 0; count < 30; count++)); do
-    kill -0 "$@" 2>/dev/null || return 0
+  for ((count = 0; count < $1; count++)); do
+    kill -0 "${@:2}" 2>/dev/null || return 0
     sleep 1
   done
-  kill -KILL "$@" 2>/dev/null || true
+  return 1
 }
 
 # Whether what is below a path goes with this machine: it is on the disk of /, or in memory.
@@ -115,7 +112,7 @@ is_volatile() {
 }
 
 state() {
-  local found=idle code checkpoint
+  local found=idle code
   code=$(noted_code train)
   if [[ -f train.installed && -n ${1:-} ]] && is_volatile "$1"; then
     found=volatile
@@ -130,9 +127,7 @@ state() {
   elif [[ -f train.pid ]]; then
     found=lost
   fi
-  touch train.log
-  checkpoint=$(sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' train.log | tail -n 1)
-  echo "gregale-host $(uname -n) $found, checkpoint ${checkpoint:-none}"
+  echo "gregale-host $(uname -n) $found, checkpoint $(newest_checkpoint train.log)"
 }
 
 stop() {
@@ -153,11 +148,7 @@ stop() {
 }
 
 kill_after() {
-  local count
-  for ((count = 0; count < $1; count++)); do
-    kill -0 "$2" 2>/dev/null || return 0
-    sleep 1
-  done
+  if end_within "$1" "$2"; then return; fi
   echo "host.sh: the training has not ended $1 seconds after SIGTERM: killed"
   pkill -KILL --session "$2" || true
   [[ ! -f train.image ]] || docker rm --force "$CONTAINER"

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
-from typing import IO, NamedTuple, NoReturn, Protocol
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "gregale"  # on the hosts, below the home directory
@@ -29,6 +29,15 @@ MOST_PAUSE_SECONDS = 960
 MOST_SILENCE = 5  # questions in a row without all answers
 QUESTION, REQUEST, SETUP = 120, 600, 1800  # limits of commands, in seconds
 MISTAKE, STOPPED = 2, 143  # exit codes
+LOG = f"{FOLDER}/train.log"
+# The commands that all launchers have.
+COMMANDS = {
+    "install": "copy this working tree to every host and install it there",
+    "train": "start the training on every host; it outlives the connection",
+    "status": "tell the state of the training on each host, and of the slices",
+    "log": "follow the log of the first host; Ctrl-C ends the following, not the training",
+    "stop": "ask the training to save a checkpoint and stop; a watch then ends too",
+}
 HOST = re.compile(r"^gregale-host (\S+) (?:ended )?([a-z0-9]+), checkpoint (\w+)$", re.MULTILINE)
 ANSWER = re.compile(r"\n?^gregale-answer (\S+)$\n?", re.MULTILINE)
 
@@ -63,14 +72,6 @@ class Result(NamedTuple):
     text: str = ""
 
 
-class Started(NamedTuple):
-    """A command that runs, and the files of its output and errors."""
-
-    words: Sequence[str]
-    process: subprocess.Popen
-    files: tuple[IO, IO]
-
-
 class Runner:
     """Runs commands with a time limit, or prints them in a dry run."""
 
@@ -93,19 +94,23 @@ class Runner:
             end = time.monotonic() + limit
             return [self._result(each, end) for each in running]
 
-    def _result(self, command: Started, end: float) -> Result:
+    def _result(self, started: tuple[subprocess.Popen, IO, IO], end: float) -> Result:
+        process, *files = started
         try:
-            code = command.process.wait(max(end - time.monotonic(), 0.0))
+            code = process.wait(max(end - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             code = 124
-        for file in command.files:
+        for file in files:
             file.seek(0)
-        output, errors = (file.read().decode(errors="replace") for file in command.files)
+        output, errors = (file.read().decode(errors="replace") for file in files)
         if code:
-            why = "no answer in time" if code == 124 else f"exit code {code}"
-            tail = "".join(f"\n  {line}" for line in (output + errors).splitlines()[-8:])
-            self.say(f"{why}: {quoted(command.words)[:200]}{tail}")
+            self._tell(code, process.args, output + errors)
         return Result(code, output)
+
+    def _tell(self, code: int, words: Any, text: str = "") -> None:
+        why = "no answer in time" if code == 124 else f"exit code {code}"
+        tail = "".join(f"\n  {line}" for line in text.splitlines()[-8:])
+        self.say(f"{why}: {quoted(words)[:200]}{tail}")
 
     def on_hosts(self, commands: Sequence[Sequence[str]], wanted: Sequence[int], limit: int) -> bool:
         """Run commands that are `answered`; print what they say. True if each had as many answers as wanted."""
@@ -117,20 +122,26 @@ class Runner:
         self.say(f"error: {sum(answers)} of {sum(wanted)} hosts have done it")
         return False
 
-    def foreground(self, words: Sequence[str]) -> int:
-        """Run a command that has the terminal, without a limit; return its exit code."""
-        return self.all([words], 0)[0].code if self.dry_run else subprocess.run(words).returncode
+    def foreground(self, words: Sequence[str], limit: int | None = None, text: str | None = None) -> int:
+        """Run a command that has the terminal, or this text as its input; return its exit code."""
+        if self.dry_run:
+            return self.all([words], 0)[0].code
+        try:
+            return subprocess.run(words, timeout=limit, input=text, text=True).returncode
+        except subprocess.TimeoutExpired:
+            self._tell(124, words)
+            return 124
 
 
 @contextmanager
-def started(words: Sequence[str]) -> Iterator[Started]:
-    """A command in a session of its own, which Ctrl-C does not reach; it is ended with this block."""
+def started(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen, IO, IO]]:
+    """A command with its output and errors, in a session of its own, which Ctrl-C does not reach; it ends with this."""
     with TemporaryFile() as output, TemporaryFile() as errors:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
         )
         try:
-            yield Started(words, process, (output, errors))
+            yield process, output, errors
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -197,38 +208,37 @@ def install_command(extras: str, setup: str | None, image: str | None) -> str:
     steps = [f"mkdir -p {FOLDER} && rm -f {installed} && tar -xzf {ARCHIVE} -C {FOLDER} && rm -f {ARCHIVE}"]
     steps += [f"({setup})"] if setup else []
     # The setup may make an image's registry known, and may use what is installed.
-    steps.insert(2 if image else 1, f"{HOST_SCRIPT} {quoted(['pull', image] if image else ['install', extras])}")
+    steps.insert(2 if image else 1, host_command("pull", image) if image else host_command("install", extras))
     return " && ".join([*steps, f"touch {installed}"])
 
 
-def start_command(words: Sequence[str]) -> str:
-    return f"{HOST_SCRIPT} start {quoted(words)}"
+def host_command(*words: str) -> str:
+    return f"{HOST_SCRIPT} {quoted(words)}"
 
 
 def state_command(runs: str | None = None) -> str:
     """Ask for the line that `HOST` reads. With `runs`, a host on whose own disk these are says `volatile`."""
-    ask = f"{HOST_SCRIPT} {quoted(['state', runs] if runs else ['state'])}"
+    ask = host_command("state", *([runs] if runs else []))
     return f"if [ -f {FOLDER}/infra/host.sh ]; then {ask}; else echo gregale-host $(uname -n) bare, checkpoint none; fi"
-
-
-def stop_command(seconds: int) -> str:
-    return f"{HOST_SCRIPT} stop {seconds}"
 
 
 # --- options
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, *words: Any, **options: Any):
+        super().__init__(*words, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
 
 
-def parser(script: str, where: str, commands: dict[str, str], notes: str) -> Parser:
+def parser(script: str, where: str, commands: dict[str, str]) -> Parser:
     """Return a parser with the options that launchers share."""
     listed = "commands:\n" + "\n".join(f"  {name:8} {text}" for name, text in commands.items())
     usage = f"infra/{script} COMMAND {where} [OPTIONS] [-- --dotted.key value ...]"
     form = argparse.RawDescriptionHelpFormatter
-    found = Parser(script, usage, listed, notes, formatter_class=form, allow_abbrev=False)
+    found = Parser(script, usage, listed, "docs/clusters.md tells more", formatter_class=form)
     add = found.add_argument
     add("command", metavar="COMMAND", choices=commands, help="one of those above")
     add("--config", help="the YAML file, below the repository (up, watch, train)")
@@ -247,10 +257,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and what follows `--`."""
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is for a launcher, and what follows `--`."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    own, overrides = arguments[:place], arguments[place + 1 :]
+    return arguments[:place], arguments[place + 1 :]
+
+
+def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, checked, and what follows `--`."""
+    own, overrides = split(arguments)
     for at in reversed(range(len(own) - 1)):
         if own[at] in ("--create-flag", "--ssh-flag"):  # whose value begins with -
             own[at : at + 2] = [f"{own[at]}={own[at + 1]}"]
@@ -265,13 +280,19 @@ def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list
     return options, overrides
 
 
+def overridden(key: str, overrides: Sequence[str]) -> list[str]:
+    """Return the values that a key is given, as `--key value` or as `--key=value`; the last one counts."""
+    found = []
+    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
+        found += [value] if word == f"--{key}" else [word.partition("=")[2]] if word.startswith(f"--{key}=") else []
+    return found
+
+
 def runs_of(config: str, overrides: Sequence[str]) -> str:
     """Return the folder or URL of runs: that of the overrides, of the file, or the default."""
     text = (ROOT / config).read_text(encoding="utf-8")
-    found = ["runs", *re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)]
-    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
-        found += [value] if word == "--runs" else [word.partition("=")[2]] if word.startswith("--runs=") else []
-    return found[-1]
+    of_file = re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)
+    return ["runs", *of_file, *overridden("runs", overrides)][-1]
 
 
 def is_url(path: str) -> bool:
@@ -288,6 +309,9 @@ class Host(NamedTuple):
     state: str
     checkpoint: int
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.state}, checkpoint {self.checkpoint}"
+
 
 def hosts_in(text: str) -> tuple[Host, ...]:
     """Return the hosts that have answered, each once."""
@@ -303,6 +327,10 @@ class Action(NamedTuple):
     pause: float = 0
     code: int = 0
     zone: str = ""
+
+
+def wait(text: str) -> Action:
+    return Action("wait", text, POLL_SECONDS)
 
 
 @dataclass
@@ -327,7 +355,7 @@ class Training:
             text = "error: --runs is on the machine's own disk, which is deleted with it: give a bucket's folder or a"
             return Action("end", f"{text} mounted file system (--setup), or --keep-nothing", code=MISTAKE)
         if "running" in states:
-            return Action("wait", f"{self.name} trains, checkpoint {self.checkpoint}", POLL_SECONDS)
+            return wait(f"{self.name} trains, checkpoint {self.checkpoint}")
         if "bare" in states:
             return self.attempt("install", f"installing on {self.name}, {len(hosts)} hosts")
         if "stopped" in states:

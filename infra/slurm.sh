@@ -2,15 +2,13 @@
 # Trains on GPU boxes under Slurm: writes an sbatch script and submits it. Each job submits its successor before it
 # begins, so that the run goes on after a time limit, a preemption or a dead node, until it is complete. `--help` tells
 # how. Needs the commands of Slurm, and a file system that all nodes share, with this working tree and its .venv on it.
-script=slurm.sh
+set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-dry_run=no
-# shellcheck source=infra/common.sh
-. "$root/infra/common.sh"
 # shellcheck source=infra/carry.sh
 . "$root/infra/carry.sh"
 
 readonly QUESTION=60 # limit in seconds of a question to Slurm
+readonly POLL_SECONDS=30 MOST_PAUSE_SECONDS=960
 readonly MOST_TRIES=5
 readonly AGAIN=75          # exit code of a training that the same command may complete
 readonly EARLY_SECONDS=300 # after which a job does not start its training again
@@ -30,8 +28,7 @@ options:
   --config FILE       the YAML file, below the repository (submit)
   --nodes N           boxes, default 1 (submit)
   --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
-  --cpus N            processor cores of a process; default: Slurm's (submit)
-  --mem SIZE          memory of a box, for example 500G; default: Slurm's (submit)
+  --cpus N, --mem SIZE  cores of a process, and memory of a box, for example 500G; default: Slurm's (submit)
   --gres GRES         ask for the GPUs as generic resources, for example gpu:a100:4, where Slurm knows no --gpus (submit)
   --time TIME         limit of a job, for example 04:00:00 (submit)
   --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
@@ -45,6 +42,50 @@ options:
   --dry-run           print every command and the script, run none
   -- ...              keys to override, passed on to `gregale`
 TEXT
+}
+
+fail() {
+  say "error: $*"
+  exit 2
+}
+
+say() { echo "slurm.sh: $*" >&2; }
+
+# The words of a command as a shell reads them back.
+quoted() {
+  local line
+  printf -v line '%q ' "$@"
+  echo "${line% }"
+}
+
+# Runs a command of Slurm, which is ended when it takes too long (exit code 124). In the background, so that a signal is
+# not kept waiting. What it prints is then in `answer`: a reader of $(...) would wait for a child that hangs.
+ask() {
+  local words=(timeout --kill-after=10 "$QUESTION" "$@") code=0
+  answer=""
+  if [[ $dry_run == yes ]]; then
+    quoted "${words[@]}"
+    return
+  fi
+  [[ -n $scratch ]] || scratch=$(mktemp -d)
+  "${words[@]}" </dev/null >"$scratch/answer" &
+  child=$!
+  wait_out "$child" || code=$? # whatever signals come: a second `sbatch` would submit a second job
+  child="" answer=$(<"$scratch/answer")
+  if ((code == 124 || code == 137)); then say "no answer within $QUESTION seconds: ${*:1:4}"; fi
+  return "$code"
+}
+
+pause() {
+  sleep "$1" &
+  child=$!
+  wait "$child" || true
+  child=""
+}
+
+interrupted() {
+  [[ -z $child ]] || kill "$child" 2>/dev/null || true
+  exit "$1"
 }
 
 # --- on the login node
@@ -76,9 +117,9 @@ submit() {
 }
 
 # Of this user's jobs with this name and in some states, the numbers.
-queue() { ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
+queue() { ask squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
 
-sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
+sbatch_script() { ask sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
 
 job_script() {
   local words=(bash "$root/infra/slurm.sh" job --name "$name" --nodes "$nodes" --gpus "$gpus" --attempts "$attempts")
@@ -101,11 +142,12 @@ job_script() {
 }
 
 status() {
-  limited "$QUESTION" squeue "--user=$(id -un)" "--name=$name" --Format=JobID,State,TimeUsed,TimeLeft,NumNodes,Reason
+  ask squeue "--user=$(id -un)" "--name=$name" --Format=JobID,State,TimeUsed,TimeLeft,NumNodes,Reason
   [[ $dry_run == no ]] || return 0
+  echo "$answer"
   [[ ! -f $folder/complete ]] || echo "The run is complete."
   [[ ! -f $folder/stopped ]] || echo "The run was stopped on request; \`submit\` goes on."
-  echo "newest checkpoint: $(checkpoint_of_logs)"
+  echo "newest checkpoint: $(newest_checkpoint "$folder"/*.log)"
   local log
   log=$(newest_log)
   [[ -z $log ]] || tail -n 5 "$log"
@@ -115,21 +157,11 @@ follow_log() {
   local log
   log=$(newest_log)
   [[ -n $log ]] || fail "there is no log in slurm/$name yet: no job of this name has begun"
-  run tail -n +1 -F "$log"
+  if [[ $dry_run == yes ]]; then quoted tail -n +1 -F "$log"; else tail -n +1 -F "$log"; fi
 }
 
 newest_log() {
-  local file newest=""
-  for file in "$folder"/*.log; do
-    [[ ! -f $file || $file -ot $newest ]] || newest=$file
-  done
-  echo "$newest"
-}
-
-checkpoint_of_logs() {
-  local step
-  step=$(newest_checkpoint "$folder"/*.log)
-  echo "${step:-0}"
+  { find "$folder" -name '*.log' -printf '%T@ %p\n' || true; } 2>/dev/null | sort -n | sed -n '$s/^[^ ]* //p'
 }
 
 stop() {
@@ -137,8 +169,8 @@ stop() {
     mkdir -p "$folder"
     touch "$folder/stopped" # a job that begins now ends at once, and none submits a successor
   fi
-  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
-  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
+  ask scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
+  ask scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
 }
 
 # --- in a job
@@ -153,20 +185,16 @@ job() {
   count_attempts
   submit_heir || say "the successor is not submitted yet; that is tried again"
   trap 'interrupted=yes' TERM # Slurm sends it to the training too
-  take_turn
+  # From here on this job alone trains. Processes that earlier jobs have left end when they find their folder gone.
+  turn=$folder/turns/$id.$(date +%s)
+  rm -rf "$folder"/turns/*
+  mkdir -p "$turn"
   train "$@" || code=$?
   outcome=$code
   judge
   rm -rf "$turn"
   conclude "$outcome"
   return "$outcome"
-}
-
-# From here on this job alone trains. Processes that earlier jobs have left end when they find their folder gone.
-take_turn() {
-  turn=$folder/turns/$id.$(date +%s)
-  rm -rf "$folder"/turns/*
-  mkdir -p "$turn"
 }
 
 # Sets `outcome`, which is srun's exit code, to what the processes themselves have noted: srun ends with 0 also when
@@ -189,7 +217,7 @@ judge() {
 # Jobs in a row that began with the same newest checkpoint as the one before; ends when there were enough.
 count_attempts() {
   local before=-1 attempt=0 step
-  step=$(checkpoint_of_logs)
+  step=$(newest_checkpoint "$folder"/*.log)
   [[ ! -f $folder/attempts ]] || read -r before attempt <"$folder/attempts"
   ((step == before)) || attempt=0
   attempt=$((attempt + 1))
@@ -209,24 +237,21 @@ submit_heir() {
   [[ ! -f $folder/stopped ]] || return 0
   queue PENDING || return # the job before this one may still be completing
   heir=$(grep -vx "$id" <<<"$answer" | head -n 1) || heir=""
-  [[ -z $heir ]] || { say "job $heir follows this one" && return; }
-  sbatch_script "--dependency=afterany:$id" || return
-  heir=${answer%%;*}
+  if [[ -z $heir ]]; then
+    sbatch_script "--dependency=afterany:$id" || return
+    heir=${answer%%;*}
+  fi
   say "job $heir follows this one"
 }
 
 drop_heir() {
-  [[ -n $heir ]] || return 0
-  limited "$QUESTION" scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
+  [[ -z $heir ]] || ask scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
 }
 
 train() {
   local code line try
   if [[ -n $environment ]]; then
-    set -a
-    # shellcheck source=/dev/null
-    . "$environment"
-    set +a
+    load_environment "$environment"
   fi
   for line in "${setup[@]}"; do
     set +eu # what it calls is not ours, such as the function `module`
@@ -278,22 +303,14 @@ tell_to_save() {
 }
 
 conclude() {
-  local try
+  local try seconds why=""
   case $1 in
-    0)
-      touch "$folder/complete"
-      say "the run is complete"
-      drop_heir
-      return
-      ;;
-    2)
-      say "error: the run ended with a mistake that starting it again does not mend; it is told above"
-      drop_heir
-      return
-      ;;
+    0) touch "$folder/complete" && why="the run is complete" ;;
+    2) why="error: the run ended with a mistake that starting it again does not mend; it is told above" ;;
+    *) [[ ! -f $folder/stopped ]] || why="stopped on request; \`submit\` goes on" ;;
   esac
-  if [[ -f $folder/stopped ]]; then
-    say "stopped on request; \`submit\` goes on"
+  if [[ -n $why ]]; then
+    say "$why"
     drop_heir
     return
   fi
@@ -304,15 +321,21 @@ conclude() {
   [[ -n $heir ]] || { say "error: no successor could be submitted; \`submit\` goes on" && return; }
   if [[ $asked_to_save == no ]]; then
     # It ended by itself, and may do so again.
-    ask "$QUESTION" scontrol update "JobId=$heir" "StartTime=now+$(back_off $((attempts_so_far + 1)))" ||
+    seconds=$((POLL_SECONDS << (attempts_so_far < 9 ? attempts_so_far - 1 : 8)))
+    ((seconds < MOST_PAUSE_SECONDS)) || seconds=$MOST_PAUSE_SECONDS
+    ask scontrol update "JobId=$heir" "StartTime=now+$seconds" ||
       say "job $heir begins without a pause"
   fi
 }
 
 main() {
+  dry_run=no child="" answer="" scratch="" # `child` is waited for; `scratch` is a folder of our own
+  trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
+  trap 'interrupted 130' INT
+  trap 'interrupted 143' TERM
   name="" config="" nodes=1 gpus="" time="" margin=300 environment="" attempts=5 gres="" container=""
   asked=() setup=() overrides=()
-  local command=${1:-} value variable
+  local command=${1:-} option value
   case $command in
     submit | status | stop | job) ;;
     log) command=follow_log ;;
@@ -322,33 +345,27 @@ main() {
   esac
   shift
   while (($#)); do
-    case $1 in
-      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
-        value=$(value_of "$@")
-        variable=${1#--}
-        printf -v "$variable" %s "$value"
-        shift 2
-        ;;
-      --setup)
-        value=$(value_of "$@")
-        setup+=("$value")
-        shift 2
-        ;;
-      --sbatch-flag) # its value begins with --
-        [[ ${2:-} == -* ]] || fail "$1 needs one of sbatch's flags as its value, such as --nodelist=n1"
-        asked+=("$2")
-        shift 2
-        ;;
-      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
-        value=$(value_of "$@")
-        asked+=("${1/%cpus/cpus-per-task}=$value")
-        shift 2
-        ;;
-      --exclusive) asked+=("$1") && shift ;;
-      --dry-run) dry_run=yes && shift ;;
+    option=$1 value=${2:-}
+    shift
+    case $option in
+      --exclusive) asked+=("$option") && continue ;;
+      --dry-run) dry_run=yes && continue ;;
       -h | --help) usage && return ;;
-      --) shift && overrides=("$@") && break ;;
-      *) fail "'$1' is no option; --help lists them (keys of the configuration come after --)" ;;
+      --) overrides=("$@") && break ;;
+      --sbatch-flag) [[ $value == -* ]] || fail "$option needs one of sbatch's flags, such as --nodelist=n1" ;;
+      *) [[ -n $value && $value != --* ]] || fail "'$option' is no option, or needs a value; --help lists them" ;;
+    esac
+    shift
+    case $option in
+      --name | --config | --nodes | --gpus | --time | --margin | --environment | --attempts | --gres | --container)
+        printf -v "${option#--}" %s "$value"
+        ;;
+      --setup) setup+=("$value") ;;
+      --sbatch-flag) asked+=("$value") ;;
+      --cpus | --mem | --partition | --account | --qos | --constraint | --reservation)
+        asked+=("${option/%cpus/cpus-per-task}=$value")
+        ;;
+      *) fail "'$option' is no option; --help lists them (keys of the configuration come after --)" ;;
     esac
   done
   check_options

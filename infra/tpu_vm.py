@@ -17,41 +17,21 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import launch
-from launch import (
-    FOLDER,
-    MISTAKE,
-    MOST_SILENCE,
-    POLL_SECONDS,
-    QUESTION,
-    REQUEST,
-    SETUP,
-    Action,
-    Host,
-    Mistake,
-    Runner,
-    positive,
-)
+from launch import LOG, MISTAKE, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
 
 COMMANDS = {
     "up": "create, install, train and log, one after the other",
     "watch": "do all of this and stay: again for whatever is preempted or fails, until the run is done",
     "create": "ask for the slices and wait until they are there",
-    "install": "copy this working tree to every host and install it there",
-    "train": "start `gregale train` on every host; it outlives the connection",
-    "status": "tell the state of the slices, and of the training on each host",
-    "log": "follow the log of the first host; Ctrl-C ends the following, not the training",
+    **launch.COMMANDS,
     "ssh": "log in to a host, or run the command that follows -- there",
-    "stop": "ask the training to save a checkpoint and stop; a watch then ends too",
     "delete": "give the slices back, with everything on their disks",
 }
-NOTES = """With more than one host, all of them have to see the same run directory and token stores: a bucket, or a
-shared file system, as in `-- --runs ~/shared/runs --data.cache ~/shared/cache`. Running `train` again resumes. A slice
-that is created again has an empty disk. VMs that were made without a queued resource are used if they have this name
-(with several slices NAME-0, NAME-1, ...)."""
 RUNTIMES = {
     "v[234]-": "tpu-ubuntu2204-base",
     "v5litepod-": "v2-alpha-tpuv5-lite",
@@ -117,7 +97,7 @@ class Slices:
         """Return what to do next."""
         name = self.training.name
         if seen.request is None:
-            return self._wait(f"gcloud does not tell how {name} is; nothing is changed")
+            return launch.wait(f"gcloud does not tell how {name} is; nothing is changed")
         if seen.request == "":
             # The zones are tried one after the other in one attempt.
             self.training.is_fresh = self._place % len(self.zones) > 0
@@ -132,7 +112,7 @@ class Slices:
                 return self._give_back(
                     seen, f"{name} is {seen.request} in {seen.zone}: trying the next zone", next_zone=True
                 )
-            return self._wait(f"{name} is {seen.request} in {seen.zone}")
+            return launch.wait(f"{name} is {seen.request} in {seen.zone}")
         states = [f"{node.name} is {node.state}" for node in seen.nodes]
         gone = sum(node.state == "GONE" for node in seen.nodes)
         if len(seen.nodes) != self.slices or (gone and seen.request == "PLAIN"):
@@ -140,7 +120,7 @@ class Slices:
         if any(node.state in LOST for node in seen.nodes):
             return self._give_back(seen, ", ".join(states))
         if any(node.state not in LASTING for node in seen.nodes):
-            return self._wait(", ".join(states))
+            return launch.wait(", ".join(states))
         if self.goal == "ready" and seen.is_ready:
             return Action("end", f"{name} is there")
         if len(seen.hosts) != seen.host_count or not seen.is_ready:
@@ -160,9 +140,6 @@ class Slices:
         elif action.verb == "give_back":
             self._is_undeleted = not succeeded
 
-    def _wait(self, text: str) -> Action:
-        return Action("wait", text, POLL_SECONDS)
-
     def _give_back(self, seen: Seen, why: str, next_zone: bool = False) -> Action:
         self._silence = 0
         is_empty = self._is_blank or all(node.state in (*LOST, "GONE") for node in seen.nodes)
@@ -179,15 +156,15 @@ class Slices:
         self.training.see(seen.hosts)
         if any(host.state == "running" for host in seen.hosts):  # a training runs on all hosts or on none
             self._silence = 0
-            return self._wait(f"{name} trains, but not all of its hosts answer")
+            return launch.wait(f"{name} trains, but not all of its hosts answer")
         self._silence += 1
         is_sick = bool(seen.hosts) or any(node.state != "READY" or node.health in SICK for node in seen.nodes)
         if self._silence >= (MOST_SILENCE if is_sick else MOST_SILENCE_OF_BLANK) and (is_sick or self._is_blank):
             return self._give_back(seen, f"hosts of {name} have not answered {self._silence} times in a row")
         if self._silence < MOST_SILENCE or is_sick or self._is_blank:
-            return self._wait(f"waiting for the hosts of {name} to answer")
+            return launch.wait(f"waiting for the hosts of {name} to answer")
         text = "does the way to port 22 work? Nothing is changed, and it costs"
-        return self._wait(f"no host of {name} answers, but the API calls it healthy: {text}")
+        return launch.wait(f"no host of {name} answers, but the API calls it healthy: {text}")
 
 
 # --- gcloud
@@ -284,12 +261,13 @@ class TpuVms:
     # --- hosts; each slice is asked apart: for several, gcloud hides that it has not reached one
 
     def by_ssh(self, node: Node, worker: str = "all", command: str | None = None) -> list[str]:
-        return self._remote("ssh", node.name, worker, self.options.ssh_flag, ["--command", command] if command else [])
+        words = [node.name, f"--worker={worker}", *self.options.ssh_flag]
+        return self._remote("ssh", *words, *(["--command", command] if command else []))
 
-    def _remote(self, verb: str, words: str, worker: str, flags: list[str], more: Sequence[str] = ()) -> list[str]:
-        found = self.gcloud("tpu-vm", verb, self.seen.zone, *words.split("\n"), f"--worker={worker}", *flags, *more)
+    def _remote(self, verb: str, *words: str) -> list[str]:
+        found = self.gcloud("tpu-vm", verb, self.seen.zone, *words)
         # Only this release of gcloud's command reaches hosts through a tunnel.
-        return [found[0], "alpha", *found[1:]] if "--tunnel-through-iap" in flags else found
+        return [found[0], "alpha", *found[1:]] if "--tunnel-through-iap" in words else found
 
     def ask_hosts(self, runs: str | None = None) -> tuple[Host, ...]:
         """Return what the hosts that answer tell."""
@@ -302,37 +280,33 @@ class TpuVms:
         commands = [self.by_ssh(node, worker, launch.answered(command)) for node in nodes]
         return self.runner.on_hosts(commands, [node.hosts if worker == "all" else 1 for node in nodes], limit)
 
-    def on_first(self, command: str) -> int:
-        """Run a command on the first host, in the terminal."""
-        return self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", command))
-
     def install(self) -> bool:
         """Copy the tree to every host, and install it."""
         options, flags = self.options, scp_flags(self.options.ssh_flag)
         with launch.archive(options.environment, self.runner.dry_run) as path:
-            words = [f"{path}\n{node.name}:{launch.ARCHIVE}" for node in self.seen.nodes]
-            results = self.runner.all([self._remote("scp", each, "all", flags) for each in words], REQUEST)
+            places = [f"{node.name}:{launch.ARCHIVE}" for node in self.seen.nodes]
+            copies = [self._remote("scp", str(path), place, "--worker=all", *flags) for place in places]
+            results = self.runner.all(copies, REQUEST)
         command = launch.install_command(EXTRAS[options.program], options.setup, options.image)
         return all(result.code == 0 for result in results) and self.on_hosts(command, SETUP)
 
     def train(self) -> bool:
         # `auto`: the hosts of all slices find one another by the TPU's metadata.
         words = [self.options.program, self.options.config, "--distributed.coordinator", "auto", *self.overrides]
-        return self.on_hosts(launch.start_command(words), QUESTION)
+        return self.on_hosts(launch.host_command("start", *words), QUESTION)
 
     def stop(self) -> bool:
-        return self.on_hosts(launch.stop_command(self.options.grace), QUESTION)
+        return self.on_hosts(launch.host_command("stop", str(self.options.grace)), QUESTION)
 
-    def follow_log(self) -> int:
-        return self.on_first(f"tail -n +1 -F {FOLDER}/train.log")
+    def show_log(self, tail: str = "tail -n +1 -F") -> int:
+        return self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", f"{tail} {LOG}"))
 
     def status(self) -> int:
         """Print how the hosts are, and the end of the log."""
         hosts = self.ask_hosts()
         for host in hosts:
-            print(f"{host.name} {host.state}, checkpoint {host.checkpoint}", flush=True)
-        code = self.on_first(f"tail -n 3 {FOLDER}/train.log")
-        return code or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
+            print(host, flush=True)
+        return self.show_log("tail -n 3") or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
 
     def log_in(self) -> int:
         """Log in to a host, or run a command on those that --node and --worker choose."""
@@ -397,18 +371,32 @@ def ask(*words: str) -> subprocess.CompletedProcess:
 
 
 def parser() -> launch.Parser:
-    found = launch.parser("tpu_vm.sh", "--name NAME --zone ZONE", COMMANDS, NOTES)
+    found = launch.parser("tpu_vm.sh", "--name NAME --zone ZONE", COMMANDS)
     add = found.add_argument
-    add("--name", required=True, help="of the queued resource, and of its slices")
+    add("--name", required=True, help="of the queued resource, or of VMs without one (of several: NAME-0, NAME-1, ...)")
     add("--zone", required=True, action="append", dest="zones", help="such as us-west4-a; several are tried in order")
-    add("--zone-minutes", type=positive, default=30, help="for so long a request waits in each of several zones (30)")
+    add(
+        "--zone-minutes",
+        type=launch.positive,
+        default=30,
+        help="for so long a request waits in each of several zones (30)",
+    )
     add("--project", help="default: gcloud's own")
-    add("--slices", type=positive, default=1, help="number of slices (1); mesh.replica has to be a multiple of it")
+    add(
+        "--slices",
+        type=launch.positive,
+        default=1,
+        help="number of slices (1); mesh.replica has to be a multiple of it",
+    )
     add("--accelerator", help="type of each slice, for example v5litepod-64 (up, watch, create)")
     add("--runtime", help="software of the hosts; default: that of the type")
-    add("--spot", action="store_true", help="take capacity that may be reclaimed")
-    add("--reserved", action="store_true", help="take the project's reserved capacity")
-    add("--reservation-project", help="take the capacity that this project has reserved")
+    capacity = partial(found.add_mutually_exclusive_group().add_argument, dest="capacity", default=[])
+    capacity("--spot", action="append_const", const="--spot", help="take capacity that may be reclaimed")
+    capacity("--reserved", action="append_const", const="--reserved", help="take the project's reserved capacity")
+    owner = "--reservation-host-project={}".format
+    capacity(
+        "--reservation-project", action="append", type=owner, help="take the capacity that this project has reserved"
+    )
     add("--create-flag", action="append", default=[], help="a word for gcloud's create, such as --internal-ips")
     add("--program", choices=EXTRAS, default="train", help="island: the slices are one island of a fleet")
     add("--image", help="train in this image (infra/Dockerfile, for TPU) instead of installing packages")
@@ -436,11 +424,7 @@ def read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_accelerator(options: argparse.Namespace) -> None:
-    """Refuse what cannot be created; set `runtime` and `capacity`."""
-    owner = options.reservation_project and f"--reservation-host-project={options.reservation_project}"
-    options.capacity = [*["--spot"] * options.spot, *["--reserved"] * options.reserved, *([owner] if owner else [])]
-    if len(options.capacity) > 1:
-        raise Mistake("--spot, --reserved and --reservation-project exclude one another: give one")
+    """Refuse what cannot be created; set `runtime`."""
     kind = options.accelerator
     if not kind:
         raise Mistake("--accelerator is missing: the type of a slice, for example v5litepod-64")
@@ -482,7 +466,7 @@ def run(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
         runner.say(", ".join([f"{options.name} is {request}", *nodes]))
     if not seen.is_ready:
         return 1
-    codes = {"status": vms.status, "log": vms.follow_log, "ssh": vms.log_in}
+    codes = {"status": vms.status, "log": vms.show_log, "ssh": vms.log_in}
     if options.command in codes:
         return codes[options.command]()
     return int(not {"install": vms.install, "train": vms.train, "stop": vms.stop}[options.command]())
@@ -505,7 +489,7 @@ def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
             code = launch.watch(runner, vms)
         if code == 0 and deletes and not vms.delete():
             code = 1
-    return vms.follow_log() if code == 0 and options.command == "up" else code
+    return vms.show_log() if code == 0 and options.command == "up" else code
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:

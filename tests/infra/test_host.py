@@ -60,7 +60,7 @@ class Host:
     def start(self) -> int:
         """Starts a training and waits for it; returns its number."""
         (self.tree / "said").unlink(missing_ok=True)
-        self.run(launch.start_command(["train", "a.yaml", "--islands.bind", "@address"]))
+        self.run(launch.host_command("start", "train", "a.yaml", "--islands.bind", "@address"))
         until(lambda: self.read("said"))
         until(lambda: self.read("train.pid"))
         return int(self.read("train.pid"))
@@ -84,9 +84,9 @@ def test_training_outlives_the_connection_and_stops_when_asked(host):
     assert key == "secret"
     assert words[:2] == ["train", "a.yaml"]
     assert re.fullmatch(r"[\da-f.:]+", words[3]), "the host's own address"
-    assert "a training runs already; stop it first" in host.run(launch.start_command(["train"]), code=1)
+    assert "a training runs already; stop it first" in host.run(launch.host_command("start", "train"), code=1)
     assert host.state() == "running 0"
-    host.run(launch.stop_command(60))
+    host.run(launch.host_command("stop", "60"))
     until(lambda: host.state() == "stopped 20")
     assert host.read("train.log") == "The checkpoint of step 20 is saved.\n"
     assert host.read("train.code") == "143\n"
@@ -95,7 +95,7 @@ def test_training_outlives_the_connection_and_stops_when_asked(host):
 def test_a_training_that_does_not_save_in_time_is_killed(host):
     host.environment["HOW"] = ":"
     number = host.start()
-    assert "is killed after 1 seconds" in host.run(launch.stop_command(1))
+    assert "is killed after 1 seconds" in host.run(launch.host_command("stop", "1"))
     until(lambda: not Path(f"/proc/{number}").exists())
     until(lambda: host.state() == "stopped 0")
     assert "the training has not ended 1 seconds after SIGTERM: killed" in host.read("train.log")
@@ -120,7 +120,7 @@ def test_processes_of_somebody_else_are_left_alone(host, tmp_path):
     words = ["bash", "-c", f"exec 3>>{lock}; read"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, cwd=tmp_path) as other:
         until(lambda: lock in [os.path.realpath(each) for each in Path(f"/proc/{other.pid}/fd").iterdir()])
-        assert f"process {other.pid} (bash -c" in host.run(launch.start_command(["train"]), code=1)
+        assert f"process {other.pid} (bash -c" in host.run(launch.host_command("start", "train"), code=1)
         other.communicate(b"\n")
 
 
@@ -162,7 +162,7 @@ def test_an_image_takes_the_place_of_the_packages(host):
     assert "pull --quiet r/g:1" in calls
     assert f"--workdir {host.tree} --env-file train.env r/g:1 gregale train a.yaml" in calls
     assert "secret" not in calls
-    host.run(launch.stop_command(60))
+    host.run(launch.host_command("stop", "60"))
     until(lambda: host.state() == "stopped 20")
 
 

@@ -1,33 +1,28 @@
-"""`infra/k8s`: the manifest of a run, the commands of `train.sh`, and `infra/Dockerfile`."""
+"""Kubernetes: the manifest of a run, the commands of `infra/k8s/train.sh`, and `infra/Dockerfile`."""
 
 import re
 import shlex
 import shutil
-import sys
-from functools import partial
 
 import pytest
 import yaml
 
 from tests.infra.kube_api import kube_api
-from tests.infra.stand_ins import HANG, ROOT, StandIns, load_module
+from tests.infra.stand_ins import ROOT, StandIns, load_module
 
-SCRIPT = ROOT / "infra" / "k8s" / "train.sh"
+load_module(ROOT / "infra" / "launch.py")
+jobset = load_module(ROOT / "infra" / "jobset.py")
+kube = load_module(ROOT / "infra" / "kube.py")
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
 GPU = ("config/llama_124m_gpu.yaml", "--image", "gregale:1", "--accelerator", "nvidia-h100-80gb", "--claim", "shared")
 
 OWN = ("--gpu-label", "nvidia.com/gpu.product", "--accelerator", "H100-SXM")
 
 
-@pytest.fixture(scope="module")
-def jobset():
-    return load_module(ROOT / "infra" / "k8s" / "jobset.py")
-
-
 @pytest.fixture
-def manifest(jobset, capsys):
+def manifest(capsys):
     def made(*words: str) -> dict:
-        assert jobset.main(list(words)) == 0
+        assert kube.main(["up", "--dry-run", *words]) == 0
         found = yaml.safe_load(capsys.readouterr().out)
         check(found)
         return found
@@ -105,7 +100,7 @@ BOXES = {
 }
 
 
-def test_each_gpu_of_gke_is_known(jobset, manifest, capsys):
+def test_each_gpu_of_gke_is_known(manifest, capsys):
     assert set(jobset.GPUS) == set(BOXES)
     for label, most in BOXES.items():
         size = ("--cpu", "8", "--memory", "30Gi") if label == "nvidia-tesla-t4" else ()
@@ -117,7 +112,7 @@ def test_each_gpu_of_gke_is_known(jobset, manifest, capsys):
         is_arm = label.startswith("nvidia-gb")
         assert (selector.get("kubernetes.io/arch") == "arm64") == is_arm
         assert [each["value"] for each in pod_of(found).get("tolerations", [])] == ["arm64"] * is_arm
-        assert jobset.main([*GPU, "--accelerator", label, *size, "--gpus", str(most + 1)]) == 2
+        assert kube.main(["up", "--dry-run", *GPU, "--accelerator", label, *size, "--gpus", str(most + 1)]) == 2
         assert f"has at most {most}" in capsys.readouterr().err
 
 
@@ -209,7 +204,7 @@ def test_a_bucket_takes_the_place_of_a_claim(manifest):
 
 MISTAKES = [
     ((*TPU, "--topology", "4x4", "--slices", "3"), "mesh.replica is 2, no multiple of 3 slices"),
-    ((*TPU, "--topology", "4x4", "--", "--mesh.replica", "auto"), "mesh.replica is auto, which is no number"),
+    ((*TPU, "--topology", "4x4", "--", "--mesh.replica", "auto"), "mesh.replica is auto, no multiple of 1 slices"),
     ((*TPU, "--topology", "four"), "--topology is four: give the chips of a slice. v5e has 1x1, 2x2, 2x4, 4x4"),
     ((*TPU, "--topology", "3x3"), "--topology is 3x3: give the chips"),
     ((*TPU, "--accelerator", "tpu7x", "--topology", "4x4"), "--topology is 4x4: give the chips of a slice. tpu7x has"),
@@ -231,15 +226,16 @@ MISTAKES = [
     ((*GPU, "--", "--name", "Llama_1"), "name is 'Llama_1'"),
     (("config/none.yaml", *GPU[1:]), "config/none.yaml: there is no such file"),
     (("README.md", *GPU[1:]), "README.md: "),
+    ((*GPU, "--nodes", "0"), "argument --nodes: '0' is no number from 1 on"),
     ((*GPU, *OWN), "--cpu and --memory are missing: the size of a machine with H100-SXM"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_is_one_line(jobset, capsys, words, message):
-    assert jobset.main(list(words)) == 2
+def test_a_mistake_is_one_line(capsys, words, message):
+    assert kube.main(["up", "--dry-run", *words]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"jobset.py: error: {message}")
+    assert said.err.startswith(f"train.sh: error: {message}")
     assert (said.out, said.err.count("\n")) == ("", 1)
 
 
@@ -250,21 +246,22 @@ def test_runs_in_a_bucket_need_no_claim(manifest):
 
 
 @pytest.fixture
-def cluster(stand_ins) -> StandIns:
-    stand_ins.play("kubectl", 'for word; do [[ $word != --filename=* ]] || cp "${word#*=}" applied; done')
+def cluster(stand_ins, monkeypatch) -> StandIns:
+    stand_ins.play("kubectl", "[[ $* != *--filename=-* ]] || cat >applied")
     stand_ins.play("docker")
+    for name, value in stand_ins.environment.items():
+        monkeypatch.setenv(name, value)
     return stand_ins
 
 
-def test_up_applies_what_its_dry_run_shows(cluster):
+def test_up_applies_what_its_dry_run_shows(cluster, capfd):
     words = ("up", *GPU, "--nodes", "2", "--namespace", "team", "--", "--data.sources.text.files", "[\"it's\", 'b c']")
-    python = {"PYTHON": sys.executable}
-    printed = cluster.run(SCRIPT, words[0], "--dry-run", *words[1:], **python, code=0)
-    assert not cluster.calls("kubectl", "timeout")
-    command, *shown = printed.stdout.splitlines()
-    cluster.run(SCRIPT, *words, **python, code=0)
-    assert shlex.split(command)[3:-1] == cluster.calls("kubectl")[0][:-1]
-    assert cluster.read("applied") == "".join(f"{line.removeprefix('# ')}\n" for line in shown)
+    assert kube.main([words[0], "--dry-run", *words[1:]]) == 0
+    assert not cluster.calls("kubectl")
+    command, _, shown = capfd.readouterr().out.partition("\n")
+    assert kube.main([*words]) == 0
+    assert [shlex.split(command)[1:]] == cluster.calls("kubectl")
+    assert cluster.read("applied") == shown
     assert container_of(yaml.safe_load(cluster.read("applied")))["command"][-1] == "[\"it's\", 'b c']"
 
 
@@ -280,16 +277,43 @@ def test_up_applies_what_its_dry_run_shows(cluster):
     ],
     ids=lambda words: words[0],
 )
-def test_a_dry_run_prints_what_is_run(cluster, words):
-    cluster.check_dry_run(SCRIPT, *words, programs=("kubectl", "docker"))
+def test_a_dry_run_prints_what_is_run(cluster, capfd, words):
+    assert kube.main([*words, "--dry-run"]) == 0
+    assert not cluster.calls("kubectl", "docker")
+    shown = [shlex.split(line) for line in capfd.readouterr().out.splitlines()]
+    assert kube.main([*words]) == 0
+    assert shown == cluster.calls("kubectl", "docker") != []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fly",), "argument COMMAND: invalid choice: 'fly'"),
+        (("image", "gregale:1"), "the following arguments are required: --for"),
+        (("stop", "Llama_1"), "argument name: 'Llama_1' is no name of a JobSet"),
+        (("stop", "llama", "other"), "unrecognized arguments: other"),
+        (("up", *GPU[:-2]), "--claim is missing"),
+        (("stop", "llama"), "kubectl is not installed; --dry-run works without it"),
+    ],
+)
+def test_a_command_that_cannot_be_is_one_line(tmp_path, monkeypatch, capfd, words, message):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dry = ["--dry-run"] if "kubectl" not in message else []
+    assert kube.main([*words, *dry]) == 2
+    said = capfd.readouterr()
+    assert said.err.startswith(f"train.sh: error: {message}")
+    assert (said.out, said.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
-def test_the_real_kubectl_takes_the_manifest_and_the_commands(stand_ins):
+def test_the_real_kubectl_takes_the_manifest_and_the_commands(stand_ins, monkeypatch, capfd):
     with kube_api() as api:
         stand_ins.write("config", yaml.safe_dump(api.kubeconfig))
-        setting = {"PYTHON": sys.executable, "KUBECONFIG": str(stand_ins.folder / "config")}
-        run = partial(stand_ins.run, SCRIPT, code=0, **setting)
+        monkeypatch.setenv("KUBECONFIG", str(stand_ins.folder / "config"))
+
+        def run(*words: str) -> None:
+            assert kube.main([*words]) == 0
+
         run("up", *GPU, "--nodes", "2")
         found = api.jobsets["llama-124m"]
         check({**found, "metadata": {"name": found["metadata"]["name"]}})
@@ -297,7 +321,9 @@ def test_the_real_kubectl_takes_the_manifest_and_the_commands(stand_ins):
         assert found["spec"]["suspend"] is True
         run("resume", "llama-124m")
         assert found["spec"]["suspend"] is False
-        assert "llama-124m" in run("status", "llama-124m").stdout
+        capfd.readouterr()
+        run("status", "llama-124m")
+        assert "llama-124m" in capfd.readouterr().out
         run("delete", "llama-124m")
         assert not api.jobsets
         assert [method for method, _ in api.sent] == ["POST", "PATCH", "PATCH", "DELETE"]
@@ -313,25 +339,27 @@ esac
 
 
 @pytest.mark.parametrize(("command", "active"), [("stop", "false"), ("resume", "true")])
-def test_a_jobset_with_a_queue_is_stopped_by_its_workload(cluster, command, active):
+def test_a_jobset_with_a_queue_is_stopped_by_its_workload(cluster, capfd, command, active):
     """Kueue starts a suspended JobSet again that it has admitted."""
     cluster.play("kubectl", QUEUED)
-    cluster.run(SCRIPT, command, "llama", code=0)
+    assert kube.main([command, "llama"]) == 0
     _, asked, patch = cluster.calls("kubectl")
     assert "--selector=kueue.x-k8s.io/job-uid=4711" in asked
     change = f'--patch={{"spec":{{"active":{active}}}}}'
     assert patch[1:] == ["patch", "workload.kueue.x-k8s.io/jobset-llama-1", "--type=merge", change]
     cluster.write("none", "")
-    refused = cluster.run(SCRIPT, command, "llama")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert kube.main([command, "llama"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_cluster_that_hangs_or_refuses_is_told(cluster):
-    cluster.play("kubectl", HANG)
-    result = cluster.run(SCRIPT, "stop", "llama", code=124)
-    assert "no answer within 60 seconds: kubectl get jobset llama" in result.stderr
+def test_a_cluster_that_hangs_or_refuses_is_told(cluster, monkeypatch, capfd):
+    cluster.play("kubectl", "exec tail -f /dev/null")
+    monkeypatch.setattr(kube, "QUESTION", 0.1)
+    for command in ("stop", "delete"):  # one whose answer is read, and one that has the terminal
+        assert kube.main([command, "llama"]) == 124
+        assert "train.sh: no answer in time: kubectl " in capfd.readouterr().err
     cluster.play("docker", "exit 5")
-    cluster.run(SCRIPT, "image", "gregale:1", "--for", "cpu", "--push", code=5)
+    assert kube.main(["image", "gregale:1", "--for", "cpu", "--push"]) == 5
     assert len(cluster.calls("docker")) == 1, "what was not built is not pushed"
 
 

@@ -24,6 +24,7 @@ SQUEUE = "if [[ -s squeue_fails ]]; then sed -i 1d squeue_fails; exit 1; fi; cat
 SBATCH = f"""
 part=$(head -n 1 sbatch_part 2>/dev/null); sed -i 1d sbatch_part 2>/dev/null
 [[ $part != FAIL ]] || exit 1
+[[ $part != SLOW ]] || {SLEEP} 1
 next=$(($(cat next 2>/dev/null || echo 100) + 1)); echo $next | tee next >>queue
 [[ $part != LOSE ]] || {{ {HANG}; }}
 echo "$next;cluster"
@@ -262,6 +263,16 @@ def test_whatever_fails_or_is_lost_there_is_one_successor(slurm, file, parts, su
     assert pending(slurm) == ["102"]
     assert len(slurm.calls("sbatch")) == submitted
     assert slurm.read("slept").split() == ["30", "30"] * (file == "squeue_fails")
+
+
+def test_a_signal_while_a_successor_is_submitted_makes_no_second_one(slurm):
+    submit(slurm)
+    slurm.write("sbatch_part", "SLOW\n")
+    first = run_job(slurm, 101)
+    until(lambda: len(slurm.calls("sbatch")) == 2)
+    first.send_signal(signal.SIGUSR1)
+    assert end_of(first) == 143
+    assert (len(slurm.calls("sbatch")), pending(slurm)) == (2, ["102"])
 
 
 def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):

@@ -35,8 +35,8 @@ def tree(tmp_path) -> Iterator[Path]:
     """A working tree with the scripts, whose pauses are short, and `gregale`."""
     folder = write_inputs(tmp_path / "tree")
     shutil.copytree(ROOT / "infra", folder / "infra")
-    common = folder / "infra" / "common.sh"
-    common.write_text(common.read_text().replace("POLL_SECONDS=30", "POLL_SECONDS=2"))
+    script = folder / "infra" / "slurm.sh"
+    script.write_text(script.read_text().replace("POLL_SECONDS=30", "POLL_SECONDS=2"))
     program = folder / ".venv" / "bin" / "gregale"
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/bash\nexec {sys.executable} -m gregale "$@"\n')

@@ -170,7 +170,7 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
         (("create", *PLACE), "--accelerator is missing"),
         (("create", *PLACE, "--accelerator", "v1-8"), "--runtime is missing: the software for --accelerator v1-8"),
         ((*CREATE, "--create-flag", "internal-ips"), "--create-flag and --ssh-flag need one of gcloud's flags"),
-        ((*CREATE, "--spot", "--reserved"), "--spot, --reserved and --reservation-project exclude one another"),
+        ((*CREATE, "--spot", "--reserved"), "argument --reserved: not allowed with argument --spot"),
         (("install", *PLACE, "--environment", "none.env"), "--environment is none.env: there is no such file"),
         (("train", *PLACE), "--config is missing"),
         (("train", *PLACE, "--config", "config/none.yaml"), "--config is config/none.yaml"),

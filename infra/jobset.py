@@ -1,28 +1,27 @@
-"""Writes the JobSet of a run: `python infra/k8s/jobset.py CONFIG --image IMAGE --accelerator v5e --topology 4x4`.
+"""The JobSet of a run, which `infra/k8s/train.sh up --dry-run` shows, and `up` gives to kubectl. Needs PyYAML.
 
 The name is the run's. On TPUs each slice is a job of as many pods as it has hosts; on GPUs each pod is a box, with one
 process. A pod that ends with exit code 2, a mistake, ends the JobSet; any other failure starts all pods again, from the
-newest checkpoint. Restarts after a preemption are not counted. Nothing is asked and nothing is sent: `train.sh` beside
-this gives the manifest to kubectl.
+newest checkpoint. Restarts after a preemption are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
-from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
+try:
+    import yaml
+except ImportError:
+    yaml: Any = None  # other commands of `kube.py` do without
 
-ROOT = Path(__file__).resolve().parents[2]
+import launch
+from launch import MISTAKE, ROOT, STOPPED, Mistake, positive
+
 PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
-MISTAKE = 2  # the exit code that starting again does not mend
-STOPPED = 143  # that of a run which SIGTERM has stopped, and which has saved
 PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or evicted
 GKE = "cloud.google.com"  # where its labels begin
 SPOT = f"{GKE}/gke-spot"
@@ -32,8 +31,7 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 MOST_NAME_LETTERS = 40  # of a host name's 63, with which the pods' own numbers and letters have to do
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Processors and memory of a machine, or of a pod."""
 
     cpus: int
@@ -43,8 +41,7 @@ class Size:
         return Size(max(1, int(self.cpus * share)), max(1, int(self.gibibytes * share)))
 
 
-@dataclass(frozen=True)
-class Tpu:
+class Tpu(NamedTuple):
     """A kind of TPU as GKE names it, and its machines by their chips."""
 
     label: str
@@ -52,8 +49,7 @@ class Tpu:
     machines: dict[int, Size]
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """What GKE's machines have for each GPU of a kind; None where it is chosen with the machine."""
 
     share: Size | None
@@ -91,8 +87,7 @@ POD_SHARE = 0.8  # of a machine; Kubernetes and its own pods take the rest
 SHARED_MEMORY_SHARE = 0.25  # of a pod's memory, at most: /dev/shm counts as memory of the pod
 
 
-@dataclass(frozen=True)
-class Machines:
+class Machines(NamedTuple):
     """The machines of a run: of each slice `pods`, and what a pod takes of its machine."""
 
     slices: int
@@ -107,34 +102,23 @@ class Machines:
         return self.chip == TPU
 
 
-class Mistake(Exception):
-    """What the user has to mend, in one line."""
-
-
-def main(arguments: list[str]) -> int:
-    """Prints the manifest; returns the exit code."""
-    own, overrides = split(arguments)
-    options = parser().parse_args(own)
+def manifest_text(options: argparse.Namespace, overrides: list[str]) -> str:
+    """The JobSet as YAML."""
+    if yaml is None:
+        raise Mistake("PyYAML is missing: `make setup` installs it in .venv")
+    path = ROOT / options.config
+    if not path.is_file():
+        raise Mistake(f"{options.config}: there is no such file in {ROOT}")
     try:
-        text = yaml.safe_dump(manifest(options, overrides), sort_keys=False, width=1000)
-    except (Mistake, yaml.YAMLError, UnicodeDecodeError) as mistake:
-        where = "" if isinstance(mistake, Mistake) else f"{options.config}: "
-        print(f"jobset.py: error: {where}{' '.join(str(mistake).split())}", file=sys.stderr)
-        return 2
-    print(text, end="")
-    return 0
+        keys = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Mistake(f"{options.config}: {' '.join(str(error).split())}") from None
+    return yaml.safe_dump(manifest(options, keys), sort_keys=False, width=1000)
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and after `--` the keys for `gregale`."""
-    if "--" not in arguments:
-        return arguments, []
-    place = arguments.index("--")
-    return arguments[:place], arguments[place + 1 :]
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="jobset.py", description="Writes the JobSet of a run.", allow_abbrev=False)
+def parser() -> launch.Parser:
+    """The options, for a parser that has these and others."""
+    found = launch.Parser(add_help=False)
     add = found.add_argument
     add("config", help="the YAML file, below the repository: the image has it at the same place")
     add("--image", required=True, help="made from infra/Dockerfile, with a tag or a digest")
@@ -152,23 +136,16 @@ def parser() -> argparse.ArgumentParser:
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
     add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
     add("--keep-nothing", action="store_true", help="one pod: without a claim and a store; each restart begins empty")
-    add("--environment-secret", help="a Secret whose keys become the training's variables, such as those of trackers")
+    add(
+        "--environment-secret",
+        help="a Secret of variables for the training, such as keys of trackers, made by "
+        "`kubectl create secret generic NAME --from-env-file=FILE`",
+    )
     add("--service-account", help="of the pods")
     add("--restarts", type=positive, default=20, help="failures after which it is given up")
     add("--grace-seconds", type=positive, default=600, help="for the last checkpoint, from SIGTERM to SIGKILL")
-    add(
-        "--spot",
-        action="store_true",
-        help="GKE: take capacity that may be reclaimed, with 15 s for the last checkpoint",
-    )
+    add("--spot", action="store_true", help="GKE: capacity that may be reclaimed, with 15 s for the last checkpoint")
     return found
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def gibibytes(text: str) -> int:
@@ -177,111 +154,97 @@ def gibibytes(text: str) -> int:
     return int(text.removesuffix("Gi"))
 
 
-def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+def manifest(options: argparse.Namespace, given: Keys) -> dict[str, Any]:
     """The JobSet as nested dictionaries."""
-    path = ROOT / options.config
-    if not path.is_file():
-        raise Mistake(f"{options.config}: there is no such file in {ROOT}")
-    given = Keys(yaml.safe_load(path.read_text(encoding="utf-8")), overrides)
     name = name_of(given)
     machines = machines_of(options)
     check_replicas(given, machines.slices)
     check_storage(options, given, machines)
-    job = {
-        "backoffLimit": 0,  # one pod less is a failure of the run: the JobSet starts all of them again
-        "completionMode": "Indexed",
-        "completions": machines.pods,
-        "parallelism": machines.pods,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onPodConditions": [{"type": PREEMPTION, "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE, STOPPED]},
-                },
-            ]
-        },
-        "template": {"spec": pod(options, name, overrides, machines)},
-    }
-    metadata: dict[str, Any] = {"name": name}
+    # One pod less is a failure of the run: the JobSet starts all of them again, and waits for those that still save.
+    found = yaml.safe_load(f"""
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {{name: "{name}"}}
+spec:
+  failurePolicy:
+    maxRestarts: {options.restarts}
+    restartStrategy: BlockingRecreate
+    rules:
+    - name: mistake
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: ["exit code {MISTAKE} "]
+    - name: preempted
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: [{PREEMPTION}, "exit code {STOPPED} "]
+  replicatedJobs:
+  - name: {HOSTS}
+    replicas: {machines.slices}
+    template:
+      spec:
+        backoffLimit: 0
+        completionMode: Indexed
+        completions: {machines.pods}
+        parallelism: {machines.pods}
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onPodConditions: [{{type: {PREEMPTION}, status: "True"}}]
+          - action: FailJob
+            onExitCodes: {{containerName: gregale, operator: In, values: [{MISTAKE}, {STOPPED}]}}
+        template: {{}}
+""")
+    (job,) = found["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"] = pod(options, name, given.overrides, machines)
     if machines.has_tpus:
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
+        found["metadata"]["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{GKE}/gke-nodepool"}
     if options.queue:
-        metadata["labels"] = {QUEUE: options.queue}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": options.restarts,
-                "restartStrategy": "BlockingRecreate",  # those that still save are waited for
-                "rules": [
-                    rule("mistake", "FailJobSet", f"exit code {MISTAKE} "),
-                    rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", PREEMPTION, f"exit code {STOPPED} "),
-                ],
-            },
-            "replicatedJobs": [{"name": HOSTS, "replicas": machines.slices, "template": {"spec": job}}],
-        },
-    }
-
-
-def rule(name: str, action: str, *patterns: str) -> dict[str, Any]:
-    """What the JobSet does after a failure that a rule of its job's `podFailurePolicy` has told, by that message."""
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": list(patterns),
-    }
+        found["metadata"]["labels"] = {QUEUE: options.queue}
+    return found
 
 
 def pod(options: argparse.Namespace, name: str, overrides: list[str], machines: Machines) -> dict[str, Any]:
     """The specification of a pod."""
     base = (options.store or options.mount).rstrip("/")
     kept = ["--runs", f"{base}/runs", "--data.cache", f"{base}/cache"] if options.store or options.claim else []
+    # Without a shell: the training itself gets SIGTERM, and saves.
+    command = ["gregale", "train", options.config, *joining(name, machines), *kept, *overrides]
     size = size_of_pod(options, machines)
-    user, rights = 1000, []
-    if machines.has_tpus:
-        # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
-        user, rights = 0, ["SYS_RESOURCE"]
-    container: dict[str, Any] = {
-        "name": "gregale",
-        "image": options.image,
-        # Without a shell: the training itself gets SIGTERM, and saves.
-        "command": ["gregale", "train", options.config, *joining(name, machines), *kept, *overrides],
-        "resources": resources(machines, size),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": rights}},
-    }
+    # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
+    user, right = (0, "SYS_RESOURCE") if machines.has_tpus else (1000, "")
+    # Processors are requested only: those that are idle may be used. For NCCL, 64 MiB of /dev/shm are too little.
+    limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
+    shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
     taken = {SPOT: "true"} if options.spot else {}
-    spec: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace_seconds,
-        "securityContext": {"runAsNonRoot": user > 0, "runAsUser": user, "runAsGroup": 1000, "fsGroup": 1000},
-        "nodeSelector": {**machines.labels, **taken},
-        "containers": [container],
-    }
+    found = yaml.safe_load(f"""
+restartPolicy: Never
+terminationGracePeriodSeconds: {options.grace_seconds}
+securityContext: {{runAsNonRoot: {user > 0}, runAsUser: {user}, runAsGroup: 1000, fsGroup: 1000}}
+containers:
+- name: gregale
+  securityContext: {{allowPrivilegeEscalation: false, capabilities: {{drop: [ALL], add: [{right}]}}}}
+  volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
+volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shared}}}}}]
+""")
+    (container,) = found["containers"]
+    resources = {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
+    container.update(image=options.image, command=command, resources=resources)
+    found["nodeSelector"] = {**machines.labels, **taken}
     if not machines.has_tpus:
         container["env"] = [{"name": "PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     if options.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
-    shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # NCCL's, which the default of 64 MiB is too little for
     if options.claim:
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
-        mounts.append({"name": "data", "mountPath": options.mount})
-    container["volumeMounts"] = mounts
-    spec["volumes"] = volumes
+        found["volumes"].append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
+        container["volumeMounts"].append({"name": "data", "mountPath": options.mount})
     if options.service_account:
-        spec["serviceAccountName"] = options.service_account
-    tainted = {**taken, **{label: value for label, value in machines.labels.items() if label in ARM}}
+        found["serviceAccountName"] = options.service_account
+    tainted = taken | {label: value for label, value in machines.labels.items() if label in ARM}
+    toleration = {"operator": "Equal", "effect": "NoSchedule"}
     if tainted:
-        spec["tolerations"] = [
-            {"key": label, "operator": "Equal", "value": value, "effect": "NoSchedule"}
-            for label, value in tainted.items()
-        ]
-    return spec
+        found["tolerations"] = [{"key": label, "value": value, **toleration} for label, value in tainted.items()]
+    return found
 
 
 def size_of_pod(options: argparse.Namespace, machines: Machines) -> Size:
@@ -293,12 +256,6 @@ def size_of_pod(options: argparse.Namespace, machines: Machines) -> Size:
         )
     default = machines.size.part(POD_SHARE) if machines.size else Size(1, 1)
     return Size(options.cpu or default.cpus, options.memory or default.gibibytes)
-
-
-def resources(machines: Machines, size: Size) -> dict[str, Any]:
-    """Processors are requested only: those that are idle may be used. Memory and chips are limited too."""
-    limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
-    return {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
 
 
 def joining(name: str, machines: Machines) -> list[str]:
@@ -356,24 +313,19 @@ def gpu_machines(options: argparse.Namespace) -> Machines:
     return Machines(1, options.nodes or 1, GPU, gpus, gpu.share and gpu.share.part(gpus), labels)
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """The configuration and the keys after `--`, of which the last one counts."""
 
     config: Any
     overrides: list[str]
 
     def get(self, key: str, default: Any) -> str:
-        """The value of a key, given as `--key value`, as `--key=value`, or in the configuration."""
+        """The value of a key, given after `--` or in the configuration."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        for place, word in enumerate(self.overrides):
-            if word == f"--{key}" and place + 1 < len(self.overrides):
-                found = self.overrides[place + 1]
-            elif word.startswith(f"--{key}="):
-                found = word.partition("=")[2]
-        return str(default if found is None else found)
+        given = launch.overridden(key, self.overrides)
+        return given[-1] if given else str(default if found is None else found)
 
 
 def name_of(given: Keys) -> str:
@@ -388,9 +340,7 @@ def name_of(given: Keys) -> str:
 
 def check_replicas(given: Keys, slices: int) -> None:
     found = given.get("mesh.replica", 1)
-    if not re.fullmatch(r"-?\d+", found):
-        raise Mistake(f"mesh.replica is {found}, which is no number of replicas")
-    if int(found) % slices:
+    if not re.fullmatch(r"-?\d+", found) or int(found) % slices:
         raise Mistake(f"mesh.replica is {found}, no multiple of {slices} slices: a replica lies in one slice")
 
 
@@ -404,7 +354,3 @@ def check_storage(options: argparse.Namespace, given: Keys, machines: Machines) 
     if pods > 1:
         why, rest = f"{pods} pods have to see the same run directory and token stores", " with the mode ReadWriteMany"
     raise Mistake(f"--claim is missing: {why}. Give --store with a bucket's folder, or a PersistentVolumeClaim{rest}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
