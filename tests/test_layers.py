@@ -23,7 +23,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS, 1) for name in names}
-LONGEST_MODULE_LINES = 350
+LONGEST_MODULE_LINES = 900
 
 
 def folder_of(path: Path) -> str:

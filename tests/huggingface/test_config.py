@@ -179,7 +179,7 @@ def test_a_config_that_describes_the_model_is_written_as_it_was_read(form):
 
 def test_old_and_new_forms_of_the_rotary_frequencies_are_the_same():
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "type": None, "rope_theta": 5e5, "factor": 4.0}}
     assert read_config(LLAMA | old, "") == read_config(LLAMA | new, "") == read_config(LLAMA | old | new, "")
 
 

@@ -253,8 +253,9 @@ def test_a_base_that_peft_cannot_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "merged" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"`gregale export \S+/trained FOLDER --step 4`.*`--base FOLDER"):
         base_name(trained, None)
-    with pytest.raises(UserError, match="base: empty is no model of transformers"):
-        base_name(trained, "empty")
+    for wrong in ("empty", "./modle", "/no/such"):
+        with pytest.raises(UserError, match=rf"base: {wrong.removeprefix('./')} is no model of transformers"):
+            base_name(trained, wrong)
     assert base_name(trained, "merged") == str(tmp_path / "merged")
     assert base_name(trained, "org/name") == "org/name"
 

@@ -137,7 +137,7 @@ def _scaling(rope: TypedJson) -> RotaryScaling | None:
     """Return the scaling of rotary frequencies; the attention factor may be given by two factors of the logarithm."""
     if (part := rope.read("partial_rotary_factor", float | None, None)) not in (1.0, None):
         raise rope.error(f"partial_rotary_factor is {part!r}; Gregale rotates the whole head, 1.0.")
-    kind = rope.read("rope_type", str, rope.read("type", str, "default"))
+    kind = rope.read("rope_type" if "rope_type" in rope.content else "type", str, "default")
     if kind == "default":
         return None
     if kind not in SCALINGS:

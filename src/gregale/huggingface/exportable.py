@@ -7,6 +7,7 @@ a model whose modules have the same settings.
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
+from inspect import get_annotations
 from typing import Any
 
 import equinox as eqx
@@ -122,7 +123,7 @@ def _shown(value: Any, other: Any) -> str:
 def _meaning(config: LlamaConfig, own: list[str]) -> dict[str, Any]:
     """Return what layers compute with, by the names of settings; `own`: fields that not all models have."""
     experts, kinds = config.experts, config.kinds
-    names = [name for cls in reversed(LlamaConfig.__mro__) for name in vars(cls).get("__annotations__", {})]
+    names = [name for cls in reversed(LlamaConfig.__mro__) for name in get_annotations(cls)]
     found = {name: getattr(config, name) for name in dict.fromkeys([*names, *own]) if name[0] != "_"}
     found |= {f"experts.{each.name}": getattr(experts, each.name) for each in fields(ExpertsConfig) if experts}
     found |= {
@@ -155,7 +156,7 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
                 "outputs from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
                 f"{kind.__name__}."
             )
-        for name in vars(twin).keys() & vars(found).keys():
+        for name in [each for each in vars(twin) if each in vars(found)]:
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
         return
     if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):

@@ -146,6 +146,8 @@ def main(options: ExportOptions) -> int:
     """Write the complete folder or none; each of several processes writes the shards of its devices."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.config_at(options.step), options)
+    if options.base and not options.adapter:
+        raise UserError("base: it is the model of the adapters that --adapter writes; add --adapter, or leave it out.")
     if options.adapter and config.adapter is None:
         raise UserError(f"adapter: {run.path} has no adapters. Without --adapter its whole model is written.")
     watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))

@@ -13,6 +13,7 @@ from gregale.errors import UserError
 from gregale.huggingface.exportable import family_that_has
 from gregale.huggingface.families import Family
 from gregale.huggingface.folder import ADAPTER, CONFIG, read_json, write_json
+from gregale.huggingface.hub import REPOSITORY
 from gregale.huggingface.peft import adapter_settings, adapter_slots, read_adapters
 from gregale.huggingface.tensor_names import Slot, parameters_of, path_of, slots_of
 from gregale.model.adapter_config import LoraConfig
@@ -73,7 +74,8 @@ def family_of(setup: Setup, run: RunDirectory) -> Family:
 def base_name(base: Base, given: str | None) -> str:
     """Return the folder or name from which PEFT reads a base (`given`: the user's); raise `UserError` if it cannot."""
     folder = Path(str(base.origin.huggingface) if given is None else expand(given, "base"))
-    if not base.origin.is_imported if given is None else folder.is_dir() and not (folder / CONFIG).is_file():
+    is_name = given is not None and not folder.exists() and REPOSITORY.fullmatch(given)
+    if not base.origin.is_imported if given is None else not is_name and not (folder / CONFIG).is_file():
         raise UserError(
             f"base: {folder} is no model of transformers, which peft opens. `gregale export {base.origin.path} FOLDER "
             f"--step {base.step}` writes the model of these adapters; then add `--base FOLDER`."
