@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, runner: Runner, boxes: Boxes) -> int:
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
     """Run a command line; return the exit code."""
-    runner = runner or Runner("boxes.sh", "--dry-run" in arguments)
+    runner = runner or launch.runner_for("boxes.sh", arguments)
 
     def command() -> int:
         options, overrides = read(arguments)

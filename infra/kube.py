@@ -114,7 +114,7 @@ def up(options: argparse.Namespace, overrides: list[str], cluster: Cluster) -> i
 def main(arguments: list[str]) -> int:
     """Run a command line; return the exit code."""
     own, overrides = launch.split(arguments)
-    runner = Runner("train.sh", "--dry-run" in own)
+    runner = launch.runner_for("train.sh", arguments)
 
     def command() -> int:
         options = parser().parse_args(own)

@@ -263,6 +263,10 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
+def runner_for(script: str, arguments: list[str]) -> Runner:
+    return Runner(script, "--dry-run" in split(arguments)[0])
+
+
 def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, checked, and what follows `--`."""
     own, overrides = split(arguments)

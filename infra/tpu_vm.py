@@ -494,7 +494,7 @@ def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
     """Run a command line; return the exit code, after a line that tells what still costs."""
-    runner = runner or Runner("tpu_vm.sh", "--dry-run" in arguments)
+    runner = runner or launch.runner_for("tpu_vm.sh", arguments)
     made: list[TpuVms] = []
 
     def command() -> int:

@@ -134,6 +134,11 @@ def test_a_dry_run_prints_what_is_run(printed, monkeypatch, tmp_path, words):
     assert [each for each in recorded.words if each[0] == "gcloud"][: len(lines)] == lines
 
 
+def test_a_dry_run_of_the_command_for_a_host_is_none_of_the_launcher():
+    assert not launch.runner_for("tpu_vm.sh", ["ssh", *PLACE, "--", "make", "--dry-run"]).dry_run
+    assert launch.runner_for("tpu_vm.sh", ["ssh", *PLACE, "--dry-run", "--", "make"]).dry_run
+
+
 class Recorder(Model):
     """Notes what it runs; every host has done everything."""
 
