@@ -1,5 +1,6 @@
 """Tokens and masks of conversations, against transformers with `{% generation %}` in the template."""
 
+import itertools
 import json
 from datetime import date
 
@@ -178,6 +179,65 @@ def test_all_pieces_of_a_last_character_have_loss(in_this_process):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", turns("", "é")
     )
     assert found.supervised.tolist() == [True] * len("é".encode())
+
+
+LINES = """
+{%- for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
+FRAGMENTS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    "/",
+    "|",
+    "<",
+    ">",
+    "a",
+    "x y",
+    ":",
+    "\n",
+    "👩‍👩‍👧",
+    "```",
+    "<b>",
+    "</b>",
+    '"',
+    "(http://x.y)",
+    "1",
+]
+CONTENTS = [
+    "{x}.",
+    '{"a":1}',
+    "/usr/bin",
+    "|a|b|",
+    "[x](http://y)",
+    "a [b]",
+    "<b>x</b>",
+    "<br/>",
+    "<|im_end|>",
+    ".",
+    "🙂",
+]
+CHOICES = np.random.default_rng(0)
+CONTENTS += ["x" + "".join(CHOICES.choice(FRAGMENTS, 5)).strip() for _ in range(15)]
+CONTENTS += [each[1:].strip() or "-" for each in CONTENTS[-15:]]
+
+
+@pytest.mark.parametrize("family", [*TEMPLATES, "lines"])
+def test_the_loss_is_around_any_text_as_it_is_around_a_word(family, monkeypatch):
+    monkeypatch.setattr(rendering, "limit_time", lambda seconds: None)
+    template = without_generation(TEMPLATES.get(family, LINES))
+    templates = rendering.Templates(template, "", VARIABLES, SPECIAL, 9, 10**7)
+
+    def shown(content: str) -> str:
+        """The text, with brackets around the spans."""
+        asked = {"conversation": {"messages": turns("hi", content, "[q]", content)}, "prompt": False}
+        found = templates.answer({**asked, "loss_on": "assistant", "date": "2025-01-01"})
+        text, at = "".join(found["pieces"]), [0, *(at for span in found["spans"] for at in span), None]
+        return "".join(text[first:end] + "⟦⟧"[number % 2] for number, (first, end) in enumerate(itertools.pairwise(at)))
+
+    for content in CONTENTS:
+        assert shown(content) == shown("Someword").replace("Someword", content)
 
 
 ADDED_UP = """
