@@ -82,8 +82,9 @@ LINE = SgdConfig(learning_rate=1.0, momentum=0.0, clip_norm=None, schedule=Linea
         (DilocoConfig(period=4, warmup_steps=6, outer=LINE), 17, [1, 3 / 4, 1 / 2, 1 / 4]),
         (DilocoConfig(period=4, warmup_steps=2, outer=LINE).between(8, 17), 99, [1, 2 / 3, 1 / 3]),
         (StreamingDilocoConfig(period=4, fragments=2, delay=1, outer=LINE), 8, [1, 2 / 3, 1 / 3]),
+        (DilocoConfig(period=2, outer=replace(LINE, schedule=LinearSchedule(begin=1, end=3))), 99, [1, 1, 1 / 2]),
     ],
-    ids=["warm-up", "the end", "both", "a stage", "streaming"],
+    ids=["warm-up", "the end", "both", "a stage", "streaming", "outer steps of its own"],
 )
 def test_a_line_to_zero_reaches_it_after_the_last_outer_step(config, steps, rates):
     """Those that happen: after the warm-up or the beginning of a stage, with the one at the end if there is any."""
@@ -102,10 +103,8 @@ def test_outer_steps_that_begin_elsewhere_than_their_schedule_are_refused():
     DilocoConfig(outer=LINE).between(9, None).check_begins(9)
     DilocoConfig().check_begins(9)
     for config, step in ((DilocoConfig(outer=LINE), 9), (DilocoConfig(outer=LINE).between(9, None), 0)):
-        begin = config.outer.schedule.begin
-        with pytest.raises(
-            UserError, match=rf"schedule.begin is {begin}, but .* after step {step}, .* Set it to {step}"
-        ):
+        begin = config.begin
+        with pytest.raises(UserError, match=rf"sync.begin is {begin}, but .* after step {step}, .* Set it to {step}"):
             config.check_begins(step)
 
 

@@ -39,22 +39,23 @@ def test_a_stage_has_the_configuration_before_it_with_its_changes():
 
 
 def test_outer_steps_are_those_of_the_stages_with_their_method():
-    """`begin` and `end` of each stage's outer schedule; a constant one needs none."""
-    line = {"type": "linear"}
-    later = [
+    """`begin` and `end` of the outer steps, which are no part of the method that made a checkpoint."""
+    given = {"type": "diloco", "period": 5, "outer": {"schedule": {"type": "linear", "end": 3}}}
+    config = of(
         {"from": 30, "batch": {"size": 16}},
         {"from": 50, "sync": {"period": 7}},
+        {"from": 70, "sync": {"period": 9, "begin": 60}},
         {"from": 80, "sync": {"type": "psdp"}},
-    ]
-    for schedule, expected in ((line, [(0, 50), (0, 50), (50, 80)]), ({"type": "constant"}, [(0, None)] * 3)):
-        given = {"type": "diloco", "period": 5, "outer": {"schedule": schedule}}
-        stages = of(*later, sync=given).each_stage
-        schedules = [stage.config.sync.outer.schedule for stage in stages[:3]]
-        assert [(each.begin, each.end) for each in schedules] == expected
-    _, coded = of({"from": 60, "reduce": {"codec": "int8"}}, sync=given | {"outer": {"schedule": line}}).each_stage
-    assert coded.config.sync.outer.schedule.begin == 60, "the replicas are joined, and begin anew"
-    _, late = of({"from": 40, "sync": given | {"outer": {"schedule": line}}}).each_stage
-    assert (late.config.sync.outer.schedule.begin, late.config.sync.outer.schedule.end) == (40, None)
+        sync=given,
+    )
+    stages = [stage.config.sync for stage in config.each_stage[:4]]
+    assert [(each.begin, each.end) for each in stages] == [(0, 50), (0, 50), (50, 70), (60, 80)]
+    assert stages[0] == stages[1] == config.sync, "a run that gets a stage goes on with its outer optimizer"
+    assert [each.outer.schedule.end for each in stages] == [3] * 4
+    _, coded = of({"from": 60, "reduce": {"codec": "int8"}}, sync=given).each_stage
+    assert coded.config.sync.begin == 60, "the replicas are joined, and begin anew"
+    _, late = of({"from": 40, "sync": given}).each_stage
+    assert (late.config.sync.begin, late.config.sync.end) == (40, None)
 
 
 def test_a_schedule_of_a_stage_is_of_its_steps_and_rises_from_the_rate_before():

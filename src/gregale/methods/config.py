@@ -1,7 +1,7 @@
 """The choice of a synchronisation method."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import draccus
@@ -27,6 +27,7 @@ from gregale.settings import Range, Settings, between, setting, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
+BY_TOPIC = {"by_topic": True}  # of a key that the help has with its section alone
 FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
 
 
@@ -167,6 +168,17 @@ class DilocoConfig(SyncConfig):
     warmup_steps: int = setting(0, "steps of PSDP before the replicas part", range=whole(0))
     dropout: float = setting(0.0, "probability that a replica misses a synchronisation", range=Range(0, 1, below=True))
     evaluate: str = setting("outer", "which parameters are evaluated and sampled", choices=EVALUATED)
+    # The span of `outer.schedule`. It is no part of the method: an outer optimizer's state serves another span too.
+    begin: int = field(
+        default=0,
+        compare=False,
+        metadata={"help": "step after which outer steps begin; of a stage: the stage's", "range": whole(0)} | BY_TOPIC,
+    )
+    end: int | None = field(
+        default=None,
+        compare=False,
+        metadata={"help": "step at which they end; null: the end of the run", "range": whole(1)} | BY_TOPIC,
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -238,30 +250,19 @@ class DilocoConfig(SyncConfig):
 
     def outer_optimizer(self, inner: Psdp, parts: MethodContext, is_island: bool) -> optax.GradientTransformation:
         with below("sync.outer"):
-            schedule, fragments = self.outer.schedule, self.schedule_of(inner.model)
-            end = parts.steps if schedule.end is None else schedule.end
-            count = fragments.outer_steps(max(self.warmup_steps, schedule.begin), end, is_island)
-            outer = replace(self.outer, schedule=replace(schedule, begin=0, end=None))
-            return outer.build(inner.model, max(1, count)).whole()
-
-    @property
-    def _moves(self) -> bool:
-        """Return whether the outer learning rate depends on the number of outer steps."""
-        return not isinstance(self.outer.schedule, ConstantSchedule) or self.outer.schedule.warmup > 0
+            end = parts.steps if self.end is None else self.end
+            begin, schedule = max(self.warmup_steps, self.begin), self.schedule_of(inner.model)
+            return self.outer.build(inner.model, max(1, schedule.outer_steps(begin, end, is_island))).whole()
 
     def between(self, begin: int | None, end: int | None) -> Self:
-        if not self._moves:
-            return self
-        schedule = self.outer.schedule
-        schedule = replace(schedule, begin=schedule.begin if begin is None else begin, end=end)
-        return replace(self, outer=replace(self.outer, schedule=schedule))
+        return replace(self, end=self.end or end) if begin is None else replace(self, begin=begin, end=end)
 
     def check_begins(self, step: int) -> None:
-        begin = self.outer.schedule.begin
-        if self._moves and step >= self.warmup_steps and max(self.warmup_steps, begin) != step:
+        moves = not isinstance(self.outer.schedule, ConstantSchedule) or self.outer.schedule.warmup > 0
+        if moves and step >= self.warmup_steps and max(self.warmup_steps, self.begin) != step:
             raise UserError(
-                f"sync.outer.schedule.begin is {begin}, but the outer steps begin after step {step:,}, and their "
-                f"learning rate moves from there to the end. Set it to {step}."
+                f"sync.begin is {self.begin}, but the outer steps begin after step {step:,}, and their learning rate "
+                f"moves from there to the end. Set it to {step}."
             )
 
     def warm_up(self) -> int:

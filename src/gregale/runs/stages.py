@@ -56,7 +56,9 @@ def stages_of(config: Any) -> tuple[Stage, ...]:
             optimizer = stage.optimizer
             stage = replace(stage, optimizer=replace(optimizer, schedule=replace(optimizer.schedule, **own)))
         if JOINING & given.keys():
-            stage = replace(stage, sync=stage.sync.between(first, syncs[syncs.index(first) + 1]))
+            own = given.get("sync", {})  # valid, as `changed` has read it
+            span = own.get("begin", first), own.get("end", syncs[syncs.index(first) + 1])
+            stage = replace(stage, sync=stage.sync.between(*span))
         found.append(Stage(first, stage))
     return tuple(found)
 
