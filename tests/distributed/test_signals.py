@@ -176,3 +176,38 @@ def test_an_exchange_among_processes_does_not_overtake_a_step(monkeypatch):
             go_on.set()
         assert not answer.result(60)
     assert float(sums[0]) == mesh.size
+
+
+FORKS = """
+import os, signal, threading, time
+from gregale.distributed.signals import StopRequest
+
+def fork(end):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        end()
+        os._exit(0)
+    return child
+
+def left_the_block():
+    stop.__exit__()
+    os._exit(int(signal.set_wakeup_fd(-1) != -1))
+
+with StopRequest(exit_seconds=0.5) as stop:
+    stop.report, stop.unsaved = print, lambda: False
+    for child in (fork(signal.pause) for _ in range(20)):
+        os.kill(child, signal.SIGTERM)  # most have just begun
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(left_the_block), 0)[1]) == 0
+    living = fork(signal.pause)
+assert "signals" not in [thread.name for thread in threading.enumerate()], "the child does not hold the pipe"
+time.sleep(1)
+os.kill(living, signal.SIGKILL)
+print("goes on")
+"""
+
+
+def test_a_forked_child_has_its_own_signals_and_the_pipe_is_its_parents():
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import Thread, Timer, current_thread, main_thread
+from threading import Thread, Timer, current_thread, local, main_thread
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -51,6 +51,7 @@ class StopRequest:
     """
 
     ends_process: ClassVar[bool] = True  # after the second SIGINT, see `process_goes_on`
+    active: ClassVar[list["StopRequest"]] = []  # those that catch signals in this process, the innermost last
 
     def __init__(self, check_every: int = CHECK_EVERY, exit_seconds: float = 3.0, signals: Sequence[int] = SIGNALS):
         self._exit_seconds, self._signals = exit_seconds, signals
@@ -76,18 +77,24 @@ class StopRequest:
         os.set_blocking(self._woken, False)
         self._listener = Thread(target=self._listen, args=(heard, caught), daemon=True, name="signals")
         self._listener.start()
+        self.active.append(self)
         self._old_wakeup = signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self in self.active:
+            self._end(self._old_wakeup)
+            self._listener.join(self._exit_seconds)
+
+    def _end(self, wakeup: int) -> None:
+        """Catch no more signals; `wakeup` is the descriptor that the next ones are written to, -1 for none."""
+        self.active.remove(self)
+        signal.set_wakeup_fd(wakeup)
         for number, handler in self._old_handlers.items():
             # None: the handler was not installed from Python (JAX has one), and Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._old_handlers:
-            signal.set_wakeup_fd(self._old_wakeup)
-            os.close(self._woken)
-            self._listener.join(self._exit_seconds)
+        os.close(self._woken)
 
     def ask(self, reason: str) -> None:
         """End the run for a reason, a text of one line; the first reason counts."""
@@ -125,7 +132,10 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
 
     def _listen(self, heard: int, caught: Sequence[int]) -> None:
-        """Report signals until the end of the block, and end the process if the main thread does not."""
+        """Report signals until the end of the block, and end the process if the main thread does not.
+
+        It counts them itself: Python merges those that come while the main thread is in a compiler into one call.
+        """
         is_asked = False
         while numbers := os.read(heard, 64):
             for number in map(signal.Signals, filter(caught.__contains__, numbers)):
@@ -192,3 +202,24 @@ class ProcessFlags:
         shape = (self._split.mesh.size,)
         self._last = self._any(jax.make_array_from_callback(shape, self._split, lambda _: np.asarray([flag])))
         return was_any_set
+
+
+_forking = local()
+
+
+def _before_fork() -> None:
+    """Let signals wait until the child has left those of its parent: they would be written to the parent's pipe."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    for each in StopRequest.active[::-1]:
+        each._end(-1)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
