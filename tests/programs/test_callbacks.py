@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +149,25 @@ def test_a_signal_cuts_an_evaluation_which_the_next_start_makes_again(gregale, i
     )
     assert cut == undisturbed
     assert_same_state(inputs / "runs" / "cut", inputs / "runs" / "undisturbed", 4)
+
+
+def test_a_callback_that_a_signal_left_out_of_the_last_step_is_called_by_the_next_start(gregale, capsys, monkeypatch):
+    """Once, and without an evaluation, which would be missing too."""
+    recording, called = import_module("recording"), []
+    signals = [signal.SIGTERM, 0, 0]
+
+    def waits_after(callback, step):
+        if step == 4:
+            os.kill(os.getpid(), signals.pop(0))
+        return step == 4
+
+    monkeypatch.setattr(recording.Recorder, "waits_after", waits_after)
+    codes = []
+    for _ in range(3):
+        codes.append(
+            gregale("train", "tiny.yaml", "--name", "left", *RECORDER, "--evaluation.every=null", "--data.held_out=0")
+        )
+        called.append([event[:2] for event in recording.EVENTS if event[0] == "after"])
+        recording.EVENTS.clear()
+    assert (codes, called) == ([143, 0, 0], [[], [("after", 4)], []])
+    assert "left is complete: it has done 4 steps" in capsys.readouterr().out

@@ -285,7 +285,7 @@ def train(run: PreparedRun, window: Window | None) -> int:
     - `window`: the steps to trace
     """
     run, start, changed = run.starting_point()
-    if run.is_ended(start, changed) or is_complete(run, start.step):
+    if run.is_ended(start, changed) or is_complete(run, start):
         return 0
     console, step, among = run.console, start.step, f"stage {run.number + 1} of {len(run.stages)}"
     if step:
@@ -304,11 +304,11 @@ def train(run: PreparedRun, window: Window | None) -> int:
     return code
 
 
-def is_complete(run: PreparedRun, step: int) -> bool:
-    """Return whether a run has done its steps and its last evaluation, and report it."""
-    config, console = run.setup.config, run.console
-    evaluated = not config.evaluates or run.directory.has_evaluation(step)
-    if step < config.steps or (step == config.steps and not evaluated):
+def is_complete(run: PreparedRun, start: Start) -> bool:
+    """Return whether a run has done its steps, and the evaluation and the callbacks of the last one; report it."""
+    config, console, step = run.setup.config, run.console, start.step
+    finished = not start.unfinished and (not config.evaluates or run.directory.has_evaluation(step))
+    if step < config.steps or (step == config.steps and not finished):
         return False
     if (damaged := run.directory.figures().problem) is not None:  # A run that resumes repairs the file and reports it.
         console.message(damaged)

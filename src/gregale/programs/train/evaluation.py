@@ -110,6 +110,7 @@ class Saving(Callback):
         self._setup, self._corpus, self._checkpoints = setup, corpus, checkpoints
         self._observers, self._steps = observers, steps
         self._traffic, self._consumed = counts
+        self._left_at = steps.step if steps.unfinished else None  # the step whose callbacks an earlier start left out
         seconds = setup.config.checkpoint.seconds
         self._elapsed = None if seconds is None else self.turns(seconds)
 
@@ -143,6 +144,8 @@ class Saving(Callback):
             counted = {**counted, "base": self._steps.base.record}
         if self._steps.unfinished:
             counted = {**counted, "unfinished": True}
+        elif step == self._left_at:  # they have been called
+            self._checkpoints.outdate(step)
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, {**counts, **counted})
         self._checkpoints.save(step, checkpointed(self._setup, method, pause.state, step), metadata, beside)
 
