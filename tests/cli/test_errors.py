@@ -72,7 +72,7 @@ MISTAKES = {
     "--cpu_devices 3 --distributed.processes 2": "cpu_devices is 3 ... Use a multiple of 2",
     f"{STREAMING} --sync.period 4 --sync.delay 4 --sync.fragments 2": "sync.delay is 4 and sync.period is 4 ... most 3",
     f"{STREAMING} --sync.fragments 6 --model.layers 4": "sync.fragments is 6 ... the 4 layers ... 1 to 4 + 1 = 5",
-    f"{DILOCO} --sync.outer.type muon": "`sync.outer.type` is 'muon' ... not a known choice ... adamw, lion, sgd",
+    f"{DILOCO} --sync.outer.type muon": "sync.outer.type is 'muon' (on the command line): it needs whole matrices",
     "--mesh.island 2 --mesh.replica 1": "mesh.island is 2 ... sync.type is 'psdp'",
     f"{DILOCO} {MIXTURES} '[{{words: 1.0}}]'": "has 1 mixtures ... mesh.replica is 2 ... Give 2 mixtures",
     f"{DILOCO} --mesh.island 2 --mesh.data 1 {MIXTURES} '{THREE}'": "has 3 mixtures ... mesh.island is 2",

@@ -1,6 +1,6 @@
 """An island from a configuration, what is refused, and what methods say of a run before it begins."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import draccus
 import jax
@@ -17,7 +17,7 @@ from gregale.communication.shards import host_device
 from gregale.errors import UserError
 from gregale.methods.config import OUTER, DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
-from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, SgdConfig
+from gregale.optim import AdamWConfig, GroupConfig, LinearSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
 from gregale.runs.parsing import load
@@ -137,16 +137,28 @@ def test_every_documented_choice_works_with_its_documented_defaults(arguments):
         assert np.all(moved["weight"] < 0)
 
 
-def test_an_outer_optimizer_neither_decays_nor_needs_whole_matrices():
+def test_an_outer_optimizer_does_not_decay():
     for outer, told in (
         (AdamWConfig(), r"sync.outer.weight_decay is 0.1: .* Set it to 0"),
         (replace(LINE, groups=(GroupConfig("up", weight_decay=0.2),)), r"sync.outer.groups.0.weight_decay is 0.2: "),
-        (MuonConfig(), r"sync.outer.type is 'muon', which needs whole matrices; adamw, lion, sgd.* would work"),
     ):
         with pytest.raises(UserError, match=told):
             DilocoConfig(outer=outer)
-    with pytest.raises(UserError, match=r"`sync.outer.type` is 'muon', which is not a known choice"):
-        load(TrainConfig, {"name": "a", "steps": 9, "sync": {"type": "diloco", "outer": {"type": "muon"}}})
+
+
+@dataclass(frozen=True)
+class OwnMuonConfig(MuonConfig):
+    """A plugin's."""
+
+
+@pytest.mark.parametrize(("name", "kind"), [("muon", MuonConfig), ("own", OwnMuonConfig)])
+def test_an_outer_optimizer_that_needs_whole_matrices_is_refused_with_the_reason(monkeypatch, name, kind):
+    monkeypatch.setitem(OptimizerConfig.get_known_choices(), name, kind)
+    why = "it needs whole matrices, and the outer optimizer runs on shards of the parameters. adamw, lion, sgd would"
+    with pytest.raises(UserError, match=f"^sync.outer.type is '{name}': {why}"):
+        DilocoConfig(outer=kind(weight_decay=0.0))
+    with pytest.raises(UserError, match=rf"^sync.outer.type is '{name}' \(as a keyword\): {why}"):
+        load(TrainConfig, {"name": "a", "steps": 9}, keywords={"sync": {"type": "diloco", "outer": {"type": name}}})
 
 
 def test_an_island_of_many_hosts_does_not_clip_by_the_norm_of_a_part(monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import draccus
 
-from gregale.errors import UserError
+from gregale.errors import KeyedError, below
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import restated
 
@@ -20,17 +20,29 @@ class OuterConfig(OptimizerConfig, draccus.ChoiceRegistry):  # named again: drac
     def get_known_choices(cls) -> dict[str, Any]:
         no_decay = [("weight_decay", float, restated(OptimizerConfig, "weight_decay", 0.0))]
         for name, kind in OptimizerConfig.get_known_choices().items():
-            if name not in cls._choice_registry and kind is not MuonConfig:
+            if name not in cls._choice_registry and not issubclass(kind, MuonConfig):
                 cls._choice_registry[name] = make_dataclass(kind.__name__, no_decay, bases=(kind, cls), frozen=True)
         return cls._choice_registry
 
     @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        """Return the class of a choice; raise `KeyedError` for an optimizer that does not run on shards."""
+        known = cls.get_known_choices()
+        if name not in known and name in OptimizerConfig.get_known_choices():
+            raise KeyedError(
+                "type",
+                f"is {name!r}",
+                f": it needs whole matrices, and the outer optimizer runs on shards of the parameters. "
+                f"{', '.join(known)} would work; sgd with momentum 0.9 and nesterov is the usual choice.",
+            )
+        return known[name]
+
+    @classmethod
     def of(cls, optimizer: OptimizerConfig) -> "OuterConfig":
         """Return an optimizer of Python as an outer one; raise `UserError` for one that does not run on shards."""
-        name, known = optimizer.get_choice_name(type(optimizer)), cls.get_known_choices()
-        if name not in known:
-            raise UserError(f"sync.outer.type is {name!r}, which needs whole matrices; {', '.join(known)} would work.")
-        return known[name](**{each.name: getattr(optimizer, each.name) for each in fields(optimizer)})
+        with below("sync.outer"):
+            kind = cls.get_choice_class(optimizer.get_choice_name(type(optimizer)))
+        return kind(**{each.name: getattr(optimizer, each.name) for each in fields(optimizer)})
 
 
 _SGD = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)

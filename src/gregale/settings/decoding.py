@@ -121,6 +121,12 @@ class Decoder:
             return name, known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
+            try:
+                registry.get_choice_class(str(name))
+            except KeyedError as error:  # it has a reason
+                raise Mistakes([self._invalid(key, error)]) from None
+            except KeyError:
+                pass
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
             near = did_you_mean(get_close_matches(str(name), known))
             own = " One of your own needs its module in `plugins`." if "plugins" in field_names(self.root) else ""
