@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import gregale
 from gregale.cli import main
+from gregale.errors import Interrupted
 from gregale.optim import AdamWConfig, SgdConfig
 from gregale.programs.python_api import _plain
 from gregale.runs.config import TrainConfig
@@ -89,6 +92,21 @@ def test_mistakes_have_the_messages_of_the_commands(shown, capsys):
     ):
         with pytest.raises(gregale.UserError, match=message):
             call()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("small", 8), ("new", 0)])
+def test_an_interrupt_before_the_first_step_ends_the_call_as_one_after_it(shown, monkeypatch, name, steps):
+    prepare = "gregale.programs.train.command.prepare_stages"
+    monkeypatch.setattr(prepare, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    result = gregale.train(shown["config"], ["--optimizer.learning_rate=0.01"], name=name, steps=9)
+    assert (result.steps, result.is_complete, bool(result.evaluation)) == (steps, False, steps > 0)
+
+
+def test_an_interrupt_of_one_of_several_processes_is_raised(monkeypatch):
+    monkeypatch.setattr("gregale.programs.python_api.main", Mock(side_effect=Interrupted(130)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(Interrupted):
+        gregale.train({"name": "a", "steps": 1})
 
 
 def test_values_of_python_become_those_of_yaml():

@@ -7,11 +7,13 @@ from os import PathLike
 from typing import Any
 
 import draccus
+import jax
 import numpy as np
 
 from gregale.axes.mesh import MeshConfig
 from gregale.data.sources.base import expand
 from gregale.distributed.signals import process_goes_on
+from gregale.errors import Interrupted
 from gregale.huggingface.hub import resolved
 from gregale.programs.loaded_model import LoadedModel
 from gregale.programs.runtime.trained_model import open_trained
@@ -58,7 +60,9 @@ def train(
     - `fresh`, `stage`, `profile`: options of the command
 
     An interrupt or SIGTERM ends the call after the present step, with a checkpoint; a second interrupt raises
-    KeyboardInterrupt. Outside of the main thread no signal is caught. Each process of a run of several makes this call.
+    KeyboardInterrupt. Before the first step of the call it ends without a checkpoint; one of several processes raises
+    KeyboardInterrupt there. Outside of the main thread no signal is caught. Each process of a run of several makes this
+    call.
 
     Raises `UserError` with the message of the command, which would end with it.
     """
@@ -66,7 +70,12 @@ def train(
     given = str(config) if isinstance(config, str | PathLike) else _plain(config)
     chosen = resolved(read(TrainConfig, given, overrides, _plain(keys)))
     with process_goes_on():
-        code = main(TrainOptions(fresh=fresh, stage=stage, profile=profile), chosen)
+        try:
+            code = main(TrainOptions(fresh=fresh, stage=stage, profile=profile), chosen)
+        except Interrupted as error:
+            if jax.process_count() > 1:  # the others lose this process, which has to end
+                raise
+            (code,) = error.args
     run = RunPaths(storage_path(expand(chosen.runs, "runs")) / chosen.name)
     _, evaluation, _ = last_entries(run.metrics)
     metrics = {name: value for name, value in evaluation.items() if name != "step"}
