@@ -160,7 +160,8 @@ class StopRequest:
 def ended_by_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> Iterator[StopRequest]:
     """End a command that has nothing to save by a signal, as by Ctrl-C; the exit code is 128 + the signal's number.
 
-    Begin after JAX has joined several processes: there it takes SIGTERM, and does nothing.
+    A command of several processes begins it after JAX has joined them: there JAX takes SIGTERM, and does nothing. In a
+    single process, such as that of `gregale eval`, JAX leaves the signals alone.
     """
     with StopRequest(signals=signals) as stop:
         stop.unsaved = lambda: False
