@@ -65,7 +65,7 @@ def staged(train, inputs, compiled) -> Path:
 def test_it_equals_resuming_by_hand(train, staged, inputs):
     """Only a stage can change the length of rows: it is added when the run is there."""
     first = ["--data.sources.more", MORE, "--optimizer", f"{{{RATE}, begin: 4, initial: 0.5}}}}"]
-    by_hand = {4: first, 7: ["--stages", stages(7)], 10: ["--sync", DILOCO]}
+    by_hand = {4: first, 7: ["--stages", stages(7)], 10: ["--sync", f"{DILOCO[:-1]}, begin: 10}}"]}
     arguments: list[str] = []
     for step, changes in by_hand.items():
         assert train("hand", *arguments, stop=step) == STOPPED

@@ -92,7 +92,7 @@ class Driver:
     def stepped(self) -> None:
         """Count a step that was dispatched to the device."""
         with self._lock:
-            self._trainer.stepped()
+            self._trainer.stepped(self._time(), self.waiting_seconds)
 
     def order(self, starved: bool = False) -> commands.TrainerCommand | None:
         """Return the trainer's next command; None: take a step.
@@ -149,7 +149,7 @@ class Driver:
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
-            count = self._trainer.message_sent(number, self.round, self._time())
+            count = self._trainer.message_sent(number, self._time())
             self._log.begin()
 
         def down() -> None:
@@ -157,8 +157,8 @@ class Driver:
             self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
-                    seconds = self._trainer.step_seconds(self._time())
-                    self.post(protocol.MessageReady(number, found.weight, used, seconds, self._leaving, found.norm))
+                    self._trainer.copied(self._time())
+                    self.post(protocol.MessageReady(number, found.weight, used, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
 
@@ -232,7 +232,7 @@ class Driver:
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self.member.done or complete:
             return commands.Finish(complete)
-        return trainer.message(number, self._time(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
+        return trainer.message(number, self._time(), self.post, is_last, starved)
 
     # Events and actions.
 
@@ -250,8 +250,8 @@ class Driver:
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case protocol.RequestView(header, needed):
-                self._asking.ask(header, needed)
+            case protocol.RequestView(header, needed, grace):
+                self._asking.ask(header, needed, grace)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
                     self._announcing.put(address, partial(announce, address, self.token, number))
@@ -270,8 +270,9 @@ class Driver:
                 self._telling.put("probe", lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
-            case protocol.Install(outer):
-                self._ended(outer, commands.LoadOuterState(outer.round, self.worker.install(outer)), 0.0, healed=True)
+            case protocol.Install(outer, keeps):
+                arrival = commands.LoadOuterState(outer.round, self.worker.install(outer), keeps)
+                self._ended(outer, arrival, 0.0, healed=True)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)

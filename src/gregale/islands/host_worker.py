@@ -86,7 +86,7 @@ class HostWorker:
     _offered: ValidatedState | None = None  # the fetched state, if it is valid
     _inner: InnerOptimizerState | None = None  # the fetched shards of a peer's inner optimizer
     _taken: dict[int, Messages] = field(default_factory=dict)
-    _results: dict[str, Prepared] = field(default_factory=dict)
+    _results: dict[str, tuple[Prepared, bool]] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
     _lock: Lock = field(default_factory=Lock)
 
@@ -102,7 +102,7 @@ class HostWorker:
 
     def store_messages(self, number: int, messages: Messages) -> None:
         """Store this host's messages of a round; delete those of another round."""
-        self._taken = {number: messages}
+        self._taken = {self.schedule.round_fragment(number): messages}
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
         """Average a fragment, prepare its outer step, and return the new digest. Raises GroupFailed and NotFinite."""
@@ -118,7 +118,7 @@ class HostWorker:
     def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
         rank = [member.name for member in members].index(name)
         fragment = self.schedule.round_fragment(number)
-        messages = self._taken.get(number) if weights[rank] > 0 else None
+        messages = self._taken.get(fragment) if weights[rank] > 0 else None
         link = LocalLink() if len(members) == 1 else self._joined(key, members, rank)
         group = json.dumps([member.name for member in members])  # without sessions, which change at a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
@@ -130,14 +130,16 @@ class HostWorker:
         prepared = self.outer.prepare(fragment, reduced, group)
         if not prepared.finite:
             raise NotFinite(f"the outer step of round {number} is not finite")
-        self._results[key] = prepared
+        self._results[key] = prepared, messages is not None
         return prepared.digest
 
     def commit(self, key: str, outer: OuterRecord) -> None:
         """Commit a result, and serve it."""
-        self.outer.commit(self._results.pop(key), outer.round)
+        prepared, is_used = self._results.pop(key)
+        self.outer.commit(prepared, outer.round)
         self._results.clear()
-        self._taken.clear()
+        if is_used:
+            self._taken.clear()
         self.publish(outer)
 
     def discard(self, key: str) -> None:

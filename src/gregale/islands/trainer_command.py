@@ -24,18 +24,20 @@ class ApplyRound(NamedTuple):
     """Command: mix in a round's fragment, which is now in host memory."""
 
     round: int
-    weight: float  # the contribution of this island; with 0 it keeps its own parameters
+    weight: float  # the contribution of this island; with 0 its steps stay, on the new state
     save_offset: float = 0.0  # the island's turn to save within a period of checkpoints, in [0, 1)
 
 
 class LoadOuterState(NamedTuple):
     """Command: replace the island's parameters with the whole outer state, which a peer supplied.
 
-    `inherits`: also adopt a peer's inner optimizer (`Driver.inherited`), because the island has none of its own
+    - `inherits`: also adopt a peer's inner optimizer (`Driver.inherited`), because the island has none of its own
+    - `keeps`: the island's steps since it last contributed stay, on the new state
     """
 
     round: int
     inherits: bool = False
+    keeps: bool = False
 
 
 class CopyInnerState(NamedTuple):

@@ -14,6 +14,7 @@ The arithmetic is that of `Diloco` in one mesh, but the average is computed outs
     prepared = host.prepare(index, reduced, group)                                # nothing has changed yet
     host.commit(prepared, version)
     state = island.arrive(state, host.theta(index), fragment, keep, error)        # after step t + tau
+    state = island.rebase(state, before, host.theta(index), fragment)             # if it did not contribute
 """
 
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class Island(Method):
 
         depart: d = theta_f - theta_k,f        message = encode(d + e)        on each device, of its own shard
         arrive: theta_k,f = keep theta_k,f + (1 - keep) theta_f
+        rebase: theta_k,f = theta_k,f + theta_f' - theta_f      from theta_f to theta_f', of a round without this island
 
     Messages are unweighted: `NetworkReducer` applies the weights w_k, which are known only when all members are.
 
@@ -109,11 +111,21 @@ class Island(Method):
         """Return the state with theta_f mixed in; the input state is donated.
 
         - `theta`: theta_f after its outer step, from `HostOuter.theta`
-        - `keep`: the weight of the island's own parameters: `mixing`; 1 if it did not contribute, 0 if it was healed
+        - `keep`: the weight of the island's own parameters: `mixing`; 0 if it was healed
         - `error`: from the `depart` whose round was committed; None: the error stays
         """
         changed = self._arrive(state.psdp.parameters, state.error, theta, fragment, np.float32(keep), error)
         return IslandState(state.psdp._replace(parameters=changed[0]), changed[1])
+
+    def rebase(self, state: IslandState, before: Tree, theta: Tree, fragment: Fragment) -> IslandState:
+        """Return the state with theta_f replaced, and with the island's steps since it last contributed: they change the
+        new theta_f as they changed the one before. The input state is donated.
+
+        - `before`: the theta_f that the island's parameters are based on
+        - `theta`: the new one, from `HostOuter.theta`
+        """
+        parameters = self._rebase(state.psdp.parameters, before, theta, fragment)
+        return state._replace(psdp=state.psdp._replace(parameters=parameters))
 
     def norm(self, state: IslandState, theta: Tree, fragment: Fragment) -> jax.Array:
         """Return the root mean square of the pseudo-gradient theta_f - theta_k, the same on all devices.
@@ -123,7 +135,7 @@ class Island(Method):
         return self._norm(state.psdp.parameters, theta, fragment)
 
     def compilations(self, state: IslandState) -> Iterator[Callable[[], Any]]:
-        """Yield functions that compile the programs of `depart`, `norm` and `arrive`.
+        """Yield functions that compile the programs of `depart`, `norm`, `arrive` and `rebase`.
 
         - `state`: `jax.ShapeDtypeStruct`s with the shardings of the arrays
         """
@@ -136,6 +148,7 @@ class Island(Method):
             error = jax.eval_shape(self._depart, own, state.error, theta, fragment)[1]
             error = with_shardings(error, sent.compile().output_shardings[1])
             yield self._arrive.lower(own, state.error, theta, fragment, np.float32(0), error).compile
+            yield self._rebase.lower(own, theta, theta, fragment).compile
 
     def leaves(self, fragment: Fragment) -> list[ShardedLeaf]:
         """Return the arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
@@ -169,6 +182,11 @@ class Island(Method):
         places = self.shardings(abstract)
         where = places.psdp.parameters, places.error
         return jax.jit(self.mixed, donate_argnums=(0, 1), out_shardings=where, compiler_options=self.compiler_options)
+
+    @cached_property
+    def _rebase(self) -> Callable[..., Tree]:
+        places = self.shardings(jax.eval_shape(self.init)).psdp.parameters
+        return jax.jit(self.rebased, donate_argnums=0, out_shardings=places, compiler_options=self.compiler_options)
 
     def message(
         self, parameters: Tree, error: ErrorState, theta: Tree, fragment: Fragment
@@ -228,6 +246,12 @@ class Island(Method):
         part = mixed_with(fragment.take(parameters), arrived, keep)
         parameters = self.layout.constrain(fragment.put(parameters, part), self.layout.params)
         return parameters, error if new_error is None else fragment.put(error, new_error)
+
+    def rebased(self, parameters: Tree, before: Tree, theta: Tree, fragment: Fragment) -> Tree:
+        """Compute `rebase`, inside jit: the parameters, whole."""
+        change = all_gather_params(jax.tree.map(jnp.subtract, theta, before), self.layout)
+        part = jax.tree.map(jnp.add, fragment.take(parameters), change)
+        return self.layout.constrain(fragment.put(parameters, part), self.layout.params)
 
     # The interface of `Method`; its steps are those of PSDP.
 

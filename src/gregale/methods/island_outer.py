@@ -45,6 +45,10 @@ class OuterView(NamedTuple):
     versions: dict[int, int]
     errors: dict[int, tuple[str, OwnError]]  # of the second phase, by fragment, with its group
 
+    def part(self, index: int) -> "OuterView":
+        """Return the view of one fragment alone, which keeps no other arrays in memory."""
+        return OuterView({index: self.held[index]}, {}, {})
+
 
 class OwnLeaves(NamedTuple):
     """The leaves only in a member's own checkpoint: the second phase's errors of its own rows."""

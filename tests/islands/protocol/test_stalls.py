@@ -61,7 +61,7 @@ def test_a_stall_is_reported_after_three_median_rounds_and_then_ever_more_rarely
 def test_before_the_first_round_the_stall_time_starts_when_one_is_due(stalls, member):
     member.outer = replace(member.outer, round=0)
     assert lines(stalls, 1000) == []
-    member.handover.want()
+    member.handover.fall_due(1000.0)
     expected = 3 * (LAN.join_seconds + LAN.reduce_seconds)
     assert [at for at, _ in lines(stalls, 1030, 1000)] == [1000 + expected]
 

@@ -17,33 +17,39 @@ class Side(TrainerSide):
         pace = RoundPacing(Schedule(10, 2, delay, 4), 100, lockstep, timeout_seconds)  # rounds every 5 steps
         super().__init__(pace, self.handover)
 
-    def steps(self, count: int) -> None:
+    def steps(self, count: int, seconds: float = 0.0) -> None:
         for _ in range(count):
-            self.stepped()
+            self.now += seconds
+            self.stepped(self.now, 0.0)
 
     def says_due(self, number: int, starved: bool = False) -> bool:
         said = []
 
-        def say() -> None:
-            said.append(number)
-            if self.handover.sent:
+        def say(event: m.RoundDue | m.EarlyMessage) -> None:
+            said.append(event)
+            if self.handover.due and self.handover.sent:
                 self.handover.old = True
-            self.handover.own = True
+            self.handover.own = self.handover.due = True
 
         self.message(number, self.now, say, starved, starved)
         return bool(said)
 
+    def wants(self, number: int) -> None:
+        """The member requests a message, as the round is due."""
+        self.handover.due = True
+        self.handover.want(number)
+
     def take(self, number: int, is_last: bool = False) -> SendMessage | None:
-        return self.message(number, self.now, lambda: None, is_last, False)
+        return self.message(number, self.now, lambda event: None, is_last, False)
 
     def sends(self, number: int, weight: float | None = 1.0) -> None:
-        self.handover.want()
-        self.message_sent(number, number, self.now)
+        self.wants(number)
+        self.message_sent(number, self.now)
         if weight is not None:
             self.handover.arrive(m.MessageReady(number, weight, 0))
 
     def commits(self, number: int, weight: float = 1.0) -> None:
-        self.handover.forget()
+        self.handover.next_round(used=weight > 0)
         self.round_decided(ApplyRound(number, weight), self.now)
 
 
@@ -55,7 +61,7 @@ def side():
 def test_a_round_is_due_once_after_its_steps(side):
     side.steps(4)
     assert not side.says_due(0)
-    side.stepped()
+    side.steps(1)
     assert side.says_due(0)
     assert not side.says_due(0)
     starved = Side()
@@ -69,7 +75,7 @@ def test_a_round_is_due_again_as_many_steps_and_tau_after_its_message(side, weig
     side.sends(0, weight)
     side.steps(steps - 1)
     assert not side.says_due(0)
-    side.stepped()
+    side.steps(1)
     assert side.says_due(0)
     assert side.handover.old
     assert not side.says_due(0)
@@ -88,10 +94,10 @@ def test_nothing_is_mixed_in_before_tau_steps(side):
         each.sends(0)
         each.commits(0)
     assert leaver.arrival(is_last=True) == ApplyRound(0, 1.0), "for it nothing is early"
-    side.stepped()
+    side.steps(1)
     assert side.arrival(is_last=False) is None
     assert not side.must_wait(1, 0.0)  # it may make the step that is missing
-    side.stepped()
+    side.steps(1)
     assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
     assert side.all_arrived()
 
@@ -100,7 +106,7 @@ def test_no_message_is_sent_before_the_previous_round_is_mixed_in(side):
     """The message of round 2 is of the fragment of round 0, whose tokens count until it is mixed in."""
     side.sends(0)
     side.commits(0)
-    side.handover.want()
+    side.wants(1)
     assert side.arrival(is_last=False) is None
     assert side.take(1) is None
     side.steps(2)
@@ -114,7 +120,7 @@ def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
     side.sends(0)
     side.steps(1)
     assert not side.must_wait(0, 0.0)
-    side.stepped()
+    side.steps(1)
     assert side.must_wait(0, 0.0)
     side.commits(0)
     assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
@@ -124,7 +130,7 @@ def test_in_lockstep_the_trainer_waits_tau_steps_even_for_an_early_decision():
 def test_in_lockstep_an_island_without_data_hands_over_its_message():
     side = Side(lockstep=True)
     assert side.must_wait(-1, 0.0), "before the start"
-    side.handover.want()
+    side.wants(0)
     assert side.take(0) is None
     assert side.take(0, is_last=True) == SendMessage(0)
 
@@ -146,7 +152,7 @@ def test_the_trainer_waits_for_a_slow_network_but_not_forever(patience):
     side.sends(0)
     side.steps(4)
     assert not side.must_wait(0, 0.0)
-    side.stepped()
+    side.steps(1)
     assert side.must_wait(0, 0.0) == (patience > 0)
 
 
@@ -157,7 +163,7 @@ def test_the_trainer_waits_for_a_round_at_most_twice_the_median_time():
         side.sends(number)
         side.now += seconds
         side.commits(number)
-        side.stepped()
+        side.steps(1)
         assert side.arrival(is_last=False) is not None
     side.sends(3)
     side.steps(5)
@@ -166,11 +172,11 @@ def test_the_trainer_waits_for_a_round_at_most_twice_the_median_time():
 
 
 def test_a_message_for_a_decided_round_leaves_the_next_one_wanted(side):
-    side.handover.want()
+    side.wants(0)
     assert side.take(0) == SendMessage(0)
     side.commits(0, 0.0)
-    side.handover.want()
-    side.message_sent(0, 1, 0.0)
+    side.wants(1)
+    side.message_sent(0, 0.0)
     side.steps(2)
     assert side.arrival(is_last=False) == ApplyRound(0, 0.0)
     assert side.take(1) == SendMessage(1)
@@ -178,13 +184,13 @@ def test_a_message_for_a_decided_round_leaves_the_next_one_wanted(side):
 
 def test_a_message_that_departs_while_another_state_arrives_is_obsolete(side):
     """The trainer has the command already when a thread installs the state, which is of the same round."""
-    side.handover.want()
+    side.wants(0)
     assert side.take(0) == SendMessage(0)
     side.handover.state_replaced()
     side.round_decided(LoadOuterState(0), 0.0)
-    side.handover.want()
-    assert side.message_sent(0, 0, 0.0) != side.handover.count
-    assert side.handover.wanted
+    side.wants(0)
+    assert side.message_sent(0, 0.0) != side.handover.count
+    assert side.handover.wanted == 0
     assert side.arrival(is_last=False) == LoadOuterState(0)
     assert side.take(0) == SendMessage(0)
 

@@ -209,7 +209,7 @@ class Node:
     def _do_install(self, action: m.Install) -> None:
         self.world.installed(self, action.outer)
         self._take_over(action.outer)
-        self.trainer.decided(LoadOuterState(action.outer.round))
+        self.trainer.decided(LoadOuterState(action.outer.round, keeps=action.keeps))
 
     def _do_reset(self, _: m.Reset) -> None:
         self.trainer.decided(LoadOuterState(self.member.outer.round))

@@ -17,7 +17,8 @@ class Trainer:
     - `node`: the `Node` of the process
     - `side`: what is real of it
     - `message`: names the content of the newest message
-    - `base`: the digest of the state that the message changes
+    - `fragment`: of that message
+    - `waited`: the seconds for which the loop has waited
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
@@ -31,7 +32,8 @@ class Trainer:
         self._outer = node.member.outer  # at the last command
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
-        self.message = self.base = ""
+        self.message, self.fragment, self._departed = "", -1, 0.0
+        self._idle_since, self.waited = node.clock, 0.0
         self.factor: float | None = 1.0
 
     def leased(self, outer: OuterRecord, holder: str) -> None:
@@ -65,6 +67,7 @@ class Trainer:
                 node.world.invariants.consume(example, node.identity)
             node.world.invariants.is_of_stage(first, self.stage, node.member.outer.ledger)
             self._is_busy = True
+            self.waited += node.clock - self._idle_since
             node.world.later(self._step_seconds, self._stepped)
 
     def _order(self, starved: bool) -> TrainerCommand | None:
@@ -74,7 +77,7 @@ class Trainer:
         is_last, number = node.member.leaving or starved, node.member.outer.round
         if (arrival := self.side.arrival(is_last)) is not None:
             return arrival
-        return self.side.message(number, node.clock, lambda: node.tell(m.RoundDue()), is_last, starved)
+        return self.side.message(number, node.clock, node.tell, is_last, starved)
 
     def _look_again(self) -> None:
         self._looks += 1
@@ -85,10 +88,10 @@ class Trainer:
         if not self._node.hears:
             self._node.world.later(LOOK_SECONDS, self._stepped)  # it is stopped in the middle of it
             return
-        self._is_busy = False
+        self._is_busy, self._idle_since = False, self._node.clock
         self._batches += 1
         self._tokens = [tokens + BATCH for tokens in self._tokens]
-        self.side.stepped()
+        self.side.stepped(self._node.clock, self.waited)
         self._node.world.step(self._node)
         self._between_steps(starved=False)
 
@@ -102,8 +105,8 @@ class Trainer:
         if isinstance(order, SendMessage):
             self._depart(order.round)
         elif isinstance(order, ApplyRound) and order.weight:
-            self._tokens[schedule.round_fragment(order.round)] -= order.weight
-        elif isinstance(order, LoadOuterState):
+            self._tokens[schedule.round_fragment(order.round)] -= self._departed
+        elif isinstance(order, LoadOuterState) and not order.keeps:
             self.factor = 1.0
             self._tokens = [0.0] * schedule.fragments
         if not isinstance(order, SendMessage):
@@ -118,16 +121,17 @@ class Trainer:
 
     def _depart(self, number: int) -> None:
         node = self._node
-        count = self.side.message_sent(number, node.member.outer.round, node.clock)
+        count = self.side.message_sent(number, node.clock)
         self._is_final = node.member.leaving
-        weight = self._tokens[self._pace.schedule.round_fragment(number)]
+        fragment = self._pace.schedule.round_fragment(number)
+        self._departed = weight = self._tokens[fragment]
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
-        shot = m.MessageReady(number, weight, used, self._step_seconds, self._is_final, norm)
-        base = node.world.states[node.identity].digest
-        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot, base))
+        shot = m.MessageReady(number, weight, used, self._is_final, norm)
+        node.world.later(node.world.rng.random() * DOWN_SECONDS, lambda: self._down(count, shot, fragment))
 
-    def _down(self, count: int, shot: m.MessageReady, base: str) -> None:
+    def _down(self, count: int, shot: m.MessageReady, fragment: int) -> None:
         if count == self._node.member.handover.count:
-            self.base, self.message = base, f"{self._node.identity} {count}"
+            self.fragment, self.message = fragment, f"{self._node.identity} {count}"
+            self.side.copied(self._node.clock)
             self._node.tell(shot)

@@ -10,7 +10,7 @@ import heapq
 import random
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
@@ -103,6 +103,7 @@ class World:
             delay=rng.choice((0.01, 0.1)),
         )
         self.pace = self._some_pace()
+        self.rules = replace(self.rules, fragments=(self.pace.schedule.fragments,))
         self.bad: set[str] = set()
         self.is_silent = rng.random() < 0.2
         self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
@@ -112,6 +113,7 @@ class World:
         self.behind = 0.0  # seconds for which it was stopped
         self.kept: list[Callable[[], None]] = []  # what it receives meanwhile
         self.nodes: dict[str, Node] = {}
+        self.step_seconds: dict[str, float] = {}  # by name; otherwise drawn
         self.states: dict[str, OuterRecord] = {}
         self.disks: dict[str, tuple[Checkpoint, int]] = {}  # with the number of examples that the island has used
         self.cuts: set[tuple[str, str]] = set()  # one-way
@@ -156,7 +158,8 @@ class World:
         saved, used = self.disks.get(name, (None, 0))
         if saved:
             self.invariants.forget(name, used)
-        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, SLOWEST_STEP)), saved)
+        seconds = self.step_seconds.get(name) or rng.choice((0.1, 0.3, SLOWEST_STEP))
+        node = Node(self, name, f"s{self.starts}", seconds, saved)
         self.nodes[name] = node
         self.states[node.identity] = saved.outer if saved else seed(SEED)
         self.log(f"{name} starts as {node.identity}, from round {self.states[node.identity].round}")
@@ -239,7 +242,8 @@ class World:
 
     def _asked(self, request: m.RequestView) -> None:
         header, timing = request.header, self.timing
-        numbers = request.needed, timing.gather_seconds, timing.heartbeat_seconds
+        gather = timing.gather_seconds + request.grace_seconds
+        numbers = request.needed, gather, timing.heartbeat_seconds
         ask = Ask(header.name, header.session, header.asked, header, *numbers)
         self.coordinator.ask(ask, self.clock)
         self.later(timing.hold_seconds, lambda: self._confirm(ask))
@@ -340,8 +344,8 @@ class World:
             raise BrokenError(
                 f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}"
             )
-        if any(own) and node.trainer.base != state:
-            raise BrokenError(f"{node.name} sends a message that changes another state than that of {action.key}")
+        if any(own) and node.trainer.fragment != self.pace.schedule.round_fragment(action.round):
+            raise BrokenError(f"{node.name} sends a message of another fragment than that of {action.key}")
         there[node.name] = message if any(own) else ""
         if len(there) == len(action.members):
             for name in sorted(there):

@@ -195,7 +195,9 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
         axes = Axis("batch", 4), Axis("position", 4)
         setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
         stage = {"stage_at": lambda round: int(round >= 5), "stage": 0, "firsts": ()}
-        resources: Any = SimpleNamespace(step=take, outer=member.host, controller=controller, seen=[0.0], **stage)
+        resources: Any = SimpleNamespace(
+            step=take, outer=member.host, controller=controller, seen=[0.0], bases={}, **stage
+        )
         nothing: Any = None
         observers = Observers(Callbacks([]), nothing, controller.progress)
         return IslandSteps(setup, resources, nothing, Start(member.state, 0, 0, 0), nothing, observers), controller

@@ -65,29 +65,46 @@ class Member(MemberState):
             self._begin_round(own=event.round is None)
 
     def _begin_round(self, own: bool) -> None:
-        if own and self.handover.sent:
-            self.handover.old = True
-        self.handover.own = self.handover.own or own
-        if not self.handover.due:
+        handover = self.handover
+        if own and handover.due and handover.sent:
+            handover.old = True
+        handover.own = handover.own or own
+        if not handover.due:
+            handover.fall_due(self._now)
             self._ping()
-            self._take_snapshot()
+            self._await_message()
 
-    def _take_snapshot(self) -> None:
-        self.handover.want()
-        grace = self.timing.grace_seconds
-        if grace is None:
-            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.max_grace_seconds)
-        self._grace_end = self._now + grace
-        self._do(m.RequestMessage(self.outer.round))
+    def _await_message(self) -> None:
+        """Request the message of the round that is due, unless this island has handed one over early."""
+        self._grace_end = self._now + self._grace()
+        if self.leaving or not (self.handover.early and self.handover.sent):
+            self._request_message(self.outer.round)
+        if self.handover.early and not self.handover.serves(self.outer.round):
+            self._grace_end = self._now  # its step takes longer
+
+    def _request_message(self, number: int) -> None:
+        self.handover.want(number)
+        self._do(m.RequestMessage(number))
 
     def _renew_if_old(self) -> None:
         """Request another message in place of an old one, when no reduce can use the old one any more."""
-        if self.handover.old and not (self._waiting_for or self._reducing or self._held):
-            self._take_snapshot()
+        if self.handover.old and not self._is_promised():
+            self._grace_end = self._now + self._grace()
+            self._request_message(self.outer.round)
+
+    def _is_promised(self) -> bool:
+        """Return whether a reduce may use the message."""
+        return bool(self._waiting_for or self._reducing or self._held)
+
+    def _on_early_message(self, event: m.EarlyMessage) -> None:
+        serves = self.handover.serves(self.outer.round)
+        if not (serves and (self.handover.due or self._is_promised())):
+            self._request_message(event.round)
 
     def _on_message_ready(self, event: m.MessageReady) -> None:
         self._count(event)
-        if event.round == self.outer.round and self.handover.due:
+        self.handover.early = self._is_slow()
+        if event.round in (self.handover.wanted, self.handover.number):
             self.handover.arrive(event)
             if event.norm is None:
                 self._do(m.LogLine(f"this island's message of round {event.round} is not finite", loud=True))
@@ -147,12 +164,14 @@ class Member(MemberState):
             return
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
+        # An earlier process of this island, or a reduce that it left, may have contributed its steps already.
+        keeps = self.outer.round > NO_ROUND and not (self._differs or self._from_checkpoint or self._contributes)
         self._drop_round()
         self.handover.state_replaced()
         self._adopt(outer)
         self._voter, self._seen, self._from_checkpoint = False, 0, wanted.from_checkpoint
         self.holder, self._heal_failed, self._vain_heals = self.identity.session, "", self._vain_heals + 1
-        self._do(m.Install(outer))
+        self._do(m.Install(outer, keeps))
         self._needs_view, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
     def _end_healing(self) -> None:
@@ -191,7 +210,8 @@ class Member(MemberState):
             self._done = True
             self._do(m.Rejected(f"{decision.refused[self._me]}; this island ends, the others go on"))
             return
-        self._peers, self._slowest = decision.addresses, decision.slowest
+        self._peers, self._fastest = decision.addresses, decision.fastest
+        self.handover.early = self._is_slow()
         if self._me in decision.current:
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
@@ -245,6 +265,7 @@ class Member(MemberState):
             self._seen, self._ballot = view.id, plan.ballot
             if not self._is_group_current(plan.ballot):
                 self._do(m.DropGroup())
+            self._contributes = self._contributes or plan.weights[plan.ranks[self._me]] > 0
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
@@ -257,6 +278,7 @@ class Member(MemberState):
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
+        self.handover.next_round(used=prepared.weight > 0)
         self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
         self._committed = prepared
         self._seen = view.id if view else 0
@@ -271,6 +293,7 @@ class Member(MemberState):
     def _report_left_out(self, form: FormGroup) -> None:
         self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)))
         if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # otherwise it has found that out itself
+            self.handover.state_replaced()
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
@@ -342,9 +365,9 @@ class Member(MemberState):
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
-        ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
+        ready = self.handover.due and (self._message is not None or self._now >= self._grace_end)
         if ready or self._held or self._needs_view:
             self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
-            self._do(m.RequestView(self.header, self._needed()))
+            self._do(m.RequestView(self.header, self._needed(), self._grace() if self.handover.due else 0.0))

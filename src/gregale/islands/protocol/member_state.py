@@ -15,6 +15,7 @@ from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
+GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -60,7 +61,7 @@ class MemberState:
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
         self._peers: tuple[str, ...] = ()  # addresses in the newest view
         self._pings = 0  # announcements so far
-        self._slowest = 0.0
+        self._fastest = 0.0  # the shortest step in the newest view
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
         self._heard_at, self._error = math.nan, ""  # when the coordinator answered; why it did not answer since
@@ -75,19 +76,20 @@ class MemberState:
         self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
         self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
         self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
-        self._used, self._step_seconds = used, 0.0
+        self._used = used
         self._leave_by: float | None = None
         self._done = False
         self.handover = Handover()
+        self.handover.fragments = rules.fragments_at(outer.round)
         self._from_checkpoint = outer.round > NO_ROUND
         self._forget_round()
 
     def _forget_round(self) -> None:
         self._ping_at, self._grace_end = 0.0, 0.0
-        self.handover.forget()
         self._reducing: tuple[FormGroup, float] | None = None
         self._held: PendingCommit | None = None
         self._ballot, self._failures = 0, 0
+        self._contributes = False  # a reduce of this round has begun with this member's message
         self._unreachable: tuple[str, ...] = ()
         self._lacked = False  # a view of this round lacked voters, which may only have been late
 
@@ -96,8 +98,13 @@ class MemberState:
         return f"{self.identity.name}/{self.identity.session}"
 
     @property
+    def _message(self) -> m.MessageReady | None:
+        """The message for the current round, if it is available."""
+        return self.handover.snapshot if self.handover.serves(self.outer.round) else None
+
+    @property
     def header(self) -> Header:
-        own, outer, message = self.identity, self.outer, self.handover.snapshot
+        own, outer, message = self.identity, self.outer, self._message
         return Header(
             name=own.name,
             session=own.session,
@@ -130,20 +137,33 @@ class MemberState:
             leaving=message is not None and message.final,
             holder=self.holder,
             used=self._used,
-            step_seconds=self._step_seconds,
+            step_seconds=self.handover.step_seconds,
         )
 
     def _count(self, message: m.MessageReady) -> None:
-        """Note the examples and the step time of a message; an earlier stage has counted other examples."""
-        self._step_seconds = message.step_seconds
+        """Note the examples of a message; an earlier stage has counted other examples."""
         if self.rules.stage_at(message.round) == self.rules.stage_at(self.outer.round):
             self._used = max(self._used, message.used)
 
     def _adopt(self, outer: OuterRecord) -> None:
         """Continue with another outer state; in another stage, count the used examples from 0."""
         if self.rules.stage_at(outer.round) != self.rules.stage_at(self.outer.round):
-            self._used = 0
+            self._used, self.handover.fragments = 0, self.rules.fragments_at(outer.round)
+            self.handover.state_replaced()
         self.outer = outer
+
+    def _grace(self) -> float:
+        """Return the seconds for which a round waits for this member's step and for the copy of its message."""
+        grace, timing = self.timing.grace_seconds, self.timing
+        if grace is None and self._fastest:
+            grace = min(GRACE_STEPS * self._fastest, timing.max_grace_seconds)
+        elif grace is None:  # the first round: the others' steps are not known yet, and they wait no longer
+            grace = min(GRACE_STEPS * self.handover.step_seconds, timing.join_seconds)
+        return grace + 2 * self.handover.copy_seconds
+
+    def _is_slow(self) -> bool:
+        """Return whether this member's steps are too long for the others to wait for one."""
+        return not self.rules.lockstep and 0 < GRACE_STEPS * self._fastest < self.handover.step_seconds
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""
@@ -273,8 +293,8 @@ class MemberState:
             names = format_names(peer.name for peer in self._held.form.members)
             result = f"the result of round {self.outer.round} is not held by more than half of its islands"
             return f"{result} ({names}) yet{self._tries()}"
-        if self.handover.wanted:
-            return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
+        if self.handover.due and self.handover.wanted is not None:
+            return f"this island is in the middle of a step (one takes {self.handover.step_seconds:.1f} s)"
         return ""
 
     def _exchange_reason(self) -> str:
@@ -306,7 +326,7 @@ class MemberState:
             if self.handover.due:
                 times.append(self._ping_at)
             if not self._waiting_for and (self.handover.due or self._held or self._needs_view):
-                times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))
+                times.append(max(self._retry_at, 0.0 if self._message else self._grace_end))
         return max(self._now, min(times))
 
 

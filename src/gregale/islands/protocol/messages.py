@@ -32,17 +32,25 @@ class RoundDue:
 class MessageReady:
     """The trainer's message for the round after `round` is on the host.
 
-    It contains `weight` tokens; `used` examples of its leases were used so far; a recent step takes `step_seconds`.
-    `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
+    It contains `weight` tokens; `used` examples of its leases were used so far. `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
     None: it is not finite.
     """
 
     round: int
     weight: float
     used: int
-    step_seconds: float = 0.0
     final: bool = False
     norm: float | None = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyMessage:
+    """Between two steps, the trainer can hand over a message for the round after `round`, which is not due yet.
+
+    A `RequestMessage` in the answer asks for it; without that, the message that there is stays.
+    """
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ class Leave:
 
 
 Event = (
-    Tick | RoundDue | MessageReady | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed | Healed
+    Tick | RoundDue | MessageReady | EarlyMessage | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed | Healed
     | HealFailed | PeersDead | Leave
 )  # fmt: skip
 
@@ -126,12 +134,15 @@ Event = (
 class RequestView:
     """Request a view of `needed` members or more with this header. Answer with `ViewReceived` or `ViewFailed`.
 
+    The coordinator waits for other members for `grace_seconds` beside the `gather_seconds` of the timing.
+
     There is one request at a time, except that after `Healed` a new one replaces an unanswered one: the older one's
     answer must not be passed on.
     """
 
     header: Header
     needed: int
+    grace_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,7 @@ class Reduce:
 class Commit:
     """Commit the prepared result of `key` as the outer state with the record `outer`. Publish both together.
 
-    `weight` is the contribution of this island: with 0 the trainer does not mix.
+    `weight` is the contribution of this island: with 0 its steps stay, on the new state.
     """
 
     key: str
@@ -212,9 +223,13 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Replace the outer state with the fetched state. Publish both together."""
+    """Replace the outer state with the fetched state. Publish both together.
+
+    `keeps`: the island's steps since it last contributed stay, on the new state; no round has them yet.
+    """
 
     outer: OuterRecord
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,9 @@ class Decision:
     headers: dict[str, Header] = field(default_factory=dict)  # of the view, by identity
 
     @property
-    def slowest(self) -> float:
-        """The longest step that a member reports, in seconds."""
-        return max(header.step_seconds for header in self.headers.values())
+    def fastest(self) -> float:
+        """The shortest step that a member reports, in seconds; 0 if none does."""
+        return min((each.step_seconds for each in self.headers.values() if each.step_seconds), default=0.0)
 
     @property
     def addresses(self) -> tuple[str, ...]:

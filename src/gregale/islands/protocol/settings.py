@@ -13,7 +13,7 @@ class Timing:
     heartbeat_seconds: float = 2.0  # silence after which an island is out of the fleet (the coordinator's rule)
     join_seconds: float = 2.0  # a part of `gather_seconds`, longer than a round trip
     reduce_seconds: float = 5.0  # the limit of one reduce
-    grace_seconds: float | None = None  # a round's wait for a member's step; None: the longest step that members report
+    grace_seconds: float | None = None  # a round's wait for a member's step; None: `GRACE_STEPS` of the fastest member
     max_grace_seconds: float = 10.0  # the limit of the learned grace, and its value before any is learned
     ping_seconds: float = 0.2  # interval of the announcements to peers that a round is due
     retry_seconds: float = 0.2  # pause before an unsuccessful request is repeated
@@ -68,6 +68,11 @@ class Rules:
     lockstep: bool = False  # a round waits until all live members have their messages
     outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing
     stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
+    fragments: tuple[int, ...] = (1,)  # of each stage: a round changes one
+
+    def fragments_at(self, round: int) -> int:
+        """Return the number of fragments in the stage that the fleet is in after so many rounds."""
+        return self.fragments[min(self.stage_at(round), len(self.fragments) - 1)]
 
     def stage_at(self, round: int) -> int:
         """Return the number of the stage, from 0, that the fleet is in after so many rounds."""

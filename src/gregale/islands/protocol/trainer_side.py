@@ -1,6 +1,10 @@
 """The decisions of an island's trainer between two steps: hand a message over, mix a round in, wait, or take a step.
 
-The driver and the simulator use it. It has no clock: callers pass the time.
+An island whose steps are much longer than those of the fastest one (`Handover.early`) is in the middle of a step when a
+round falls due. So it hands its message over at its last step boundary before that, as earlier rounds let it expect. Of
+several rounds that fall due within its next step it takes the one whose fragment it contributed to least recently.
+
+The driver and the simulator use this module. It has no clock: callers pass the time.
 """
 
 import math
@@ -10,10 +14,14 @@ from statistics import median
 
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND
+from gregale.islands.protocol.messages import EarlyMessage, RoundDue
 from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
 
-TIMED_ROUNDS = 15  # in the median
+TIMED_ROUNDS, TIMED_STEPS = 15, 5  # in a median
 LATE = 2.0  # times the median
+LATE_ROUNDS = 2  # intervals after the last due round, after which an island announces one for which it waits
+EARLY = 1.25  # steps within which a round must be expected for a message before it is due
+STALE = 2  # steps for each fragment, without a contribution
 REDUCES = 4  # the longest wait for a round, in units of the limit of one reduce
 
 
@@ -32,17 +40,25 @@ class TrainerSide:
         self._before = 0  # steps in the current message
         self._begun: float | None = None  # the time of the current round's announcement or message
         self._round_seconds: deque[float] = deque(maxlen=TIMED_ROUNDS)  # from announcements or messages to decisions
-        self._steps, self._stepped_at = 0, now  # since the last measurement of the step time
+        self._stepped_at, self._waited, self._sent_at = now, 0.0, 0.0
+        self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._made = 0  # steps of this process
+        self._contributed: dict[int, int] = {}  # `_made` when this island last contributed, by fragment
 
-    def stepped(self) -> None:
+    def stepped(self, now: float, waited: float) -> None:
+        """Count a step that was dispatched; those before are at most one step from their end.
+
+        - `waited`: the seconds for which the trainer has waited for rounds and data so far
+        """
         self._since += 1
-        self._steps += 1
+        self._made += 1
+        self._step_seconds.append(max(now - self._stepped_at - (waited - self._waited), 0.0))
+        self._stepped_at, self._waited = now, waited
+        self._handover.step_seconds = median(self._step_seconds)
 
-    def step_seconds(self, now: float) -> float:
-        """Return the mean time of the steps dispatched since the last call."""
-        took = (now - self._stepped_at) / self._steps if self._steps else 0.0
-        self._steps, self._stepped_at = 0, now
-        return took
+    def copied(self, now: float) -> None:
+        """Note that the message is on the host."""
+        self._handover.copy_seconds = now - self._sent_at
 
     @property
     def undecided_steps(self) -> int:
@@ -53,17 +69,17 @@ class TrainerSide:
         """Return the number of steps made towards round `number`, and the number after which it is due."""
         return self._since, self._pace.interval(number)
 
-    def message_sent(self, number: int, current: int, now: float) -> int:
-        """Record the handover of the message of round `number`, while round `current` is in progress.
+    def message_sent(self, number: int, now: float) -> int:
+        """Record the handover of the message of round `number`.
 
         Returns the message's number; `Handover.count` differs from it once the message is obsolete. It is obsolete at
         once if the round was decided, or the state replaced, after the trainer got the command.
         """
-        self._before, self._since = self.undecided_steps, 0
-        if number != current or self._arrivals:
+        self._before, self._since, self._sent_at = self.undecided_steps, 0, now
+        if number != self._handover.wanted or self._arrivals:
             return -1
         self._begin(now)
-        return self._handover.depart()
+        return self._handover.depart(number)
 
     def round_decided(self, arrival: Arrival, now: float) -> None:
         """Queue a committed round, or an outer state that replaces the parameters and all queued rounds."""
@@ -78,12 +94,16 @@ class TrainerSide:
         """Return the round or state to mix in now, if any; `is_last`: no step comes before, so nothing is early."""
         if not self._arrivals:
             return None
-        early = isinstance(self._arrivals[0], ApplyRound) and self._since < self._pace.schedule.delay
-        if early and not is_last:
+        first = self._arrivals[0]
+        contributed = isinstance(first, ApplyRound) and first.weight > 0
+        is_early = self._since < self._pace.schedule.delay and not self._handover.early
+        if contributed and is_early and not is_last:
             return None
         found, self._before = self._arrivals.popleft(), 0
         if isinstance(found, LoadOuterState):
-            self._since = 0
+            self._since = self._since if found.keeps else 0
+        elif contributed:
+            self._contributed[self._pace.schedule.round_fragment(found.round)] = self._made
         return found
 
     def all_arrived(self) -> bool:
@@ -91,31 +111,34 @@ class TrainerSide:
         return not self._arrivals
 
     def message(
-        self, number: int, now: float, say_due: Callable[[], None], is_last: bool, starved: bool
+        self, number: int, now: float, post: Callable[[RoundDue | EarlyMessage], None], is_last: bool, starved: bool
     ) -> SendMessage | None:
-        """Return the command for the message of round `number`, if requested; in lockstep after all its steps.
+        """Return the command for a message, if one is requested; in lockstep after all its steps.
 
         It waits until the committed rounds are mixed in: an earlier message would repeat their tokens and progress.
 
-        - `say_due`: passes `RoundDue` to the member, which may request the message
+        - `number`: of the next round
+        - `post`: passes an event to the member, which may request a message
         - `is_last`: there are no more steps, or none for now
         - `starved`: the cause is that no data is leased to this island
         """
         self._handover.starved = starved
         if (message := self._message(number, is_last)) is not None:
             return message
-        if self._is_due(number, starved):
+        if self._is_due(number, starved, now):
             self._begin(now)
-            say_due()
+            post(RoundDue())
+        elif (early := self._early(number, now)) is not None:
+            post(EarlyMessage(early))
         return self._message(number, is_last)
 
     def _message(self, number: int, is_last: bool) -> SendMessage | None:
-        if not self._handover.wanted or self._arrivals:
+        if (wanted := self._handover.wanted) is None or self._arrivals:
             return None
         early = self._pace.lockstep and self._since < self._pace.interval(number)
-        return None if early and not is_last else SendMessage(number)
+        return None if early and not is_last else SendMessage(wanted)
 
-    def _is_due(self, number: int, starved: bool) -> bool:
+    def _is_due(self, number: int, starved: bool, now: float) -> bool:
         """Return whether the island has made its steps for a round, and has not announced it yet.
 
         An island that has handed over a message announces again after as many steps, and tau: its message is then old.
@@ -125,9 +148,38 @@ class TrainerSide:
         if number == NO_ROUND or handover.announced or self._arrivals:
             return False
         needed = self._pace.interval(number)
-        if handover.sent and not handover.weighs_nothing:
+        if handover.due and handover.sent and not handover.weighs_nothing:
             return not self._pace.waits and self._since >= needed + self._pace.schedule.delay
-        return self._since >= needed or (starved and (self._since > 0 or not handover.sent))
+        made = self._since if handover.due else self.undecided_steps
+        return made >= needed or (starved and (made > 0 or not handover.sent)) or self._is_overdue(now)
+
+    def _is_overdue(self, now: float) -> bool:
+        """Return whether the island waits with an early message for a round that nobody announces."""
+        handover = self._handover
+        expected = handover.due_in(LATE_ROUNDS)
+        waits = self._pace.waits and handover.early and handover.sent and not handover.due
+        return waits and expected is not None and now >= expected
+
+    def _early(self, number: int, now: float) -> int | None:
+        """Return the round for which the island hands a message over before it is due, if there is one."""
+        handover, schedule = self._handover, self._pace.schedule
+        if not handover.early or self._arrivals or not self._since or number == NO_ROUND:
+            return None
+        if self._pace.waits and handover.sent:
+            return None
+        first = number + handover.due
+        expected = {each: handover.due_in(each - first + 1) for each in range(first, first + schedule.fragments)}
+        seconds = {each: at - handover.copy_seconds - now for each, at in expected.items() if at is not None}
+        within = [each for each, left in seconds.items() if left <= handover.step_seconds]
+        if not within and (nearest := min(seconds, default=None)) is not None:
+            within = [nearest] if seconds[nearest] <= EARLY * handover.step_seconds else []
+        if not within:
+            return None
+        contributed = {each: self._contributed.get(schedule.round_fragment(each), 0) for each in within}
+        oldest = min(within, key=contributed.__getitem__)
+        # Where the island waits for the round, it takes the nearest one, as long as that leaves no fragment behind.
+        is_fresh = self._made - contributed[oldest] < STALE * schedule.fragments
+        return within[0] if self._pace.waits and is_fresh else oldest
 
     def _begin(self, now: float) -> None:
         """Record the time of the round's announcement or message."""
@@ -139,10 +191,13 @@ class TrainerSide:
         if number == NO_ROUND:
             return True
         # A round does not depend on a message that contributes nothing, and may never come if no island trains.
-        if handover.weighs_nothing or not (handover.sent or handover.own):
+        is_sent = handover.sent and (handover.due or handover.early)
+        if handover.weighs_nothing or not (is_sent or handover.own):
             return False
         if self._pace.waits:
-            return not handover.sent or self._since >= self._pace.schedule.delay
+            return not is_sent or self._since >= self._pace.schedule.delay
+        if handover.early:
+            return False
         # The next message is due, and this one has not been decided: the network is slower than H steps, or a member is
         # missing. After the timeout, also without any decisions (no coordinator, too few islands), the island trains
         # on, as far as its lease allows.

@@ -142,6 +142,7 @@ def rules_of(run: PreparedRun) -> Rules:
         islands.lockstep,
         islands.outlier_factor,
         stage_rounds(run.config, methods),
+        tuple(each.schedule.fragments for each in methods),
     )
 
 

@@ -4,9 +4,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from gregale.islands.follower import Follower
 from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
-from gregale.methods.island_outer import HostOuter
+from gregale.methods.island_outer import HostOuter, OuterView
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.next_programs import NextPrograms
@@ -58,6 +58,7 @@ class IslandResources:
     - `stage_at`: returns the number of the fleet's stage, from 0, after so many rounds
     - `stage`: the number of this stage
     - `firsts`: the fleet's first example of each stage from the second to this
+    - `bases`: the theta that each fragment of the island's parameters is based on; those in `outer` for absent ones
     """
 
     step: Stepper
@@ -70,6 +71,7 @@ class IslandResources:
     stage_at: Callable[[int], int] = lambda round: 0
     stage: int = 0
     firsts: tuple[int, ...] = ()
+    bases: dict[int, OuterView] = field(default_factory=dict)
 
     def flush(self) -> None:
         """Write the buffered rounds; raise `StoreError` if a store does not accept them."""
@@ -84,6 +86,14 @@ class IslandResources:
                 self.rounds.close()
         except UserError as error:
             report(str(error))
+
+
+class Departed(NamedTuple):
+    """A message that was handed over: its fragment, its tokens, and the error if it is used."""
+
+    index: int
+    tokens: jax.Array
+    error: Tree
 
 
 class IslandSteps(Steps):
@@ -120,7 +130,10 @@ class IslandSteps(Steps):
         self.stop, self._observers = stop, observers
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
-        self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
+        self._departed: Departed | None = None  # the newest message, unless it is used up
+        begun, self._bases = self._outer.now(), resources.bases
+        for index in range(self._island.schedule.fragments):
+            self._bases.setdefault(index, begun.part(index))
         self.state, self.step, self.base, self.batches = start.state, start.step, start.base, 0
         self.unfinished = start.unfinished
         self._report: StepReport | None = None  # of the newest step with these parameters
@@ -197,10 +210,14 @@ class IslandSteps(Steps):
                     self.save_offset = save_offset
                     self.state = self._arrive(self.state, number, weight)
                     self._note_arrived(number)
-                case commands.LoadOuterState(number, inherits):
+                case commands.LoadOuterState(number, inherits, keeps):
                     inner = self._controller.inherited() if inherits else None
-                    self.state = self._with_outer_parameters(self.state, inner)
-                    self._seen, self._errors, self._report = jnp.zeros_like(self._seen), {}, None
+                    if keeps:
+                        self.state = self._rebased(self.state, range(self._island.schedule.fragments))
+                    else:
+                        self.state = self._with_outer_parameters(self.state, inner)
+                        self._seen, self._report = jnp.zeros_like(self._seen), None
+                    self._departed = None
                     self._note_arrived(number - 1)
                 case commands.CopyInnerState():
                     self._controller.shown(InnerOptimizerState(self.step, on_host(self.state.method.psdp)))
@@ -238,11 +255,11 @@ class IslandSteps(Steps):
         index = self._island.schedule.round_fragment(number)
         theta = self._outer.theta(index, self._controller.side.moment)
         messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
-        self._errors = {number: error}
+        self._departed = Departed(index, self._seen[index], error)
         norm = self._island.norm(state.method, theta, self._island.fragment(index))
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
-        down = partial(_down, messages, self._seen[index], norm)
+        down = partial(_down, messages, self._departed.tokens, norm)
         self._controller.message_sent(number, down, self._controller.used(self.batches))
 
     def _note_arrived(self, number: int) -> None:
@@ -252,18 +269,31 @@ class IslandSteps(Steps):
         self.arrived, self.coming = number, (stage, record.ledger.stages[:stage])
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
-        is_of_state = number in self._errors  # otherwise the state was replaced after the message had departed
-        error = self._errors.pop(number, None)
-        if weight == 0:  # it did not contribute, so it keeps its own parameters
-            return state
         index = self._island.schedule.round_fragment(number)
-        if is_of_state:
-            self._seen = self._seen.at[index].add(-weight)
+        if weight == 0:
+            return self._rebased(state, [index])
+        error, departed, self._departed = None, self._departed, None
+        if departed is not None:  # otherwise the state was replaced after the message had departed
+            assert departed.index == index, f"a message of fragment {departed.index} is used in round {number}"
+            error, self._seen = departed.error, self._seen.at[index].add(-departed.tokens)
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
+    def _rebased(self, state: TrainState, fragments: Iterable[int]) -> TrainState:
+        """Return the state with the newest theta of fragments, and this island's steps."""
+        for index in fragments:
+            before, theta = self._outer.theta(index, self._bases[index]), self._outer.theta(index, self._moved(index))
+            method = self._island.rebase(state.method, before, theta, self._island.fragment(index))
+            state = state._replace(method=method)
+        return state
+
     def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
-        theta = self._outer.theta(index, self._controller.side.moment)
+        theta = self._outer.theta(index, self._moved(index))
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
+
+    def _moved(self, index: int) -> OuterView:
+        """Note that a fragment of the parameters is based on the theta of the last command, and return that."""
+        self._bases[index] = self._controller.side.moment.part(index)
+        return self._bases[index]
 
 
 def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> commands.Down:
