@@ -51,7 +51,7 @@ class Node:
         used = saved.used if saved and saved.stage == world.rules.stage_at(outer.round) else 0
         self.behind = -world.rng.uniform(0, 20)
         self.member: Member = world.member_class(identity, outer, world.timing, world.rules, holder, used)
-        self.trainer = Trainer(self, world.pace, step_seconds, used, saved)
+        self.trainer: Trainer = world.trainer_class(self, world.pace, step_seconds, used, saved)
         self.alive, self.paused, self.paused_at = True, False, 0.0
         self.reachable_since = world.now  # when it was last paused, cut off, or started
         self.asking: m.RequestView | None = None

@@ -1,7 +1,7 @@
 """Fleets of islands of unequal speed without faults: who contributes, who is waited for, who heals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules, Timing

@@ -25,6 +25,7 @@ from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants
 from tests.islands.simulator.node import SEED, Checkpoint, Node, hashed
+from tests.islands.simulator.trainer import Trainer
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -87,7 +88,7 @@ class World:
         self.now, self._count = 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
-        self.member_class, self.trace = member_class, trace
+        self.member_class, self.trainer_class, self.trace = member_class, Trainer, trace
         rng = self.rng
         self.timing = TIMING if rng.random() < 0.5 else some_timing(rng)
         lease_policy, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
