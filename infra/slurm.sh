@@ -250,9 +250,7 @@ drop_heir() {
 
 train() {
   local code line try
-  if [[ -n $environment ]]; then
-    load_environment "$environment"
-  fi
+  [[ -z $environment ]] || load_environment "$environment"
   for line in "${setup[@]}"; do
     set +eu # what it calls is not ours, such as the function `module`
     eval "$line"

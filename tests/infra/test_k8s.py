@@ -11,7 +11,7 @@ from tests.infra.kube_api import kube_api
 from tests.infra.stand_ins import ROOT, StandIns, load_module
 
 load_module(ROOT / "infra" / "launch.py")
-jobset = load_module(ROOT / "infra" / "jobset.py")
+
 kube = load_module(ROOT / "infra" / "kube.py")
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
 GPU = ("config/llama_124m_gpu.yaml", "--image", "gregale:1", "--accelerator", "nvidia-h100-80gb", "--claim", "shared")
@@ -101,7 +101,7 @@ BOXES = {
 
 
 def test_each_gpu_of_gke_is_known(manifest, capsys):
-    assert set(jobset.GPUS) == set(BOXES)
+    assert set(kube.GPUS) == set(BOXES)
     for label, most in BOXES.items():
         size = ("--cpu", "8", "--memory", "30Gi") if label == "nvidia-tesla-t4" else ()
         found = manifest(*GPU, "--accelerator", label, *size)
