@@ -25,8 +25,7 @@ PACKAGE = re.compile(
 )
 
 
-# What is installed; each contains those before it. Its packages, which `tests/infra` counts, and its megabytes are for the
-# progress alone.
+# What is installed, each with those before it; the packages (counted by `tests/infra`) and megabytes for the progress.
 SETS = {"core": (".", 59, 182), "docs": (".[docs]", 87, 210), "dev": (".[dev,docs,tpu]", 138, 797)}
 
 

@@ -30,8 +30,8 @@ PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
 PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or evicted
 GKE = "cloud.google.com"  # where its labels begin
-INDEX = "batch.kubernetes.io/job-completion-index"
 OF_JOBSET = "--selector=jobset.sigs.k8s.io/jobset-name="
+FIRST_POD = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
 QUESTION = 60  # limit of a command of kubectl, in seconds
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 MOST_NAME_LETTERS = 40  # of a host name's 63, with which the pods' own numbers and letters have to do
@@ -195,10 +195,6 @@ volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shared}}}}}]
     resources = {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
     container.update(image=options.image, command=command, resources=resources)
     found["nodeSelector"] = {**machines.labels, **taken}
-    if machines.chip == GPU:
-        container["env"] = [
-            {"name": "PROCESS", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}}
-        ]
     if options.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
     if options.claim:
@@ -207,9 +203,9 @@ volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shared}}}}}]
     if options.service_account:
         found["serviceAccountName"] = options.service_account
     tainted = taken | {label: value for label, value in machines.labels.items() if label in ARM}
-    toleration = {"operator": "Equal", "effect": "NoSchedule"}
+    taint = {"operator": "Equal", "effect": "NoSchedule"}
     if tainted:
-        found["tolerations"] = [{"key": label, "value": value, **toleration} for label, value in tainted.items()]
+        found["tolerations"] = [{"key": label, "value": value, **taint} for label, value in tainted.items()]
     return found
 
 
@@ -231,7 +227,8 @@ def joining(name: str, machines: Machines) -> list[str]:
     if machines.pods == 1:
         return []
     first = f"{name}-{HOSTS}-0-0.{name}:{PORT}"
-    count = ["--distributed.processes", str(machines.pods), "--distributed.process", "$(PROCESS)"]
+    # The variable is Kubernetes' own, of the pods of an indexed job.
+    count = ["--distributed.processes", str(machines.pods), "--distributed.process", "$(JOB_COMPLETION_INDEX)"]
     return ["--distributed.coordinator", first, *count]
 
 
@@ -356,7 +353,7 @@ class Cluster:
         return code or self.run("get", "pods", f"{OF_JOBSET}{self.name}", "--output=wide")
 
     def log(self) -> int:
-        first = f"{OF_JOBSET}{self.name},jobset.sigs.k8s.io/job-index=0,{INDEX}=0"
+        first = f"{OF_JOBSET}{self.name},{FIRST_POD}"
         return self.runner.foreground([*self.kubectl, "logs", "--follow", "--tail=-1", first, "--max-log-requests=1"])
 
     def suspend(self, is_wanted: bool) -> int:

@@ -155,9 +155,8 @@ def test_boxes_find_the_first_pod(manifest):
     command = container["command"]
     assert found["metadata"]["name"] == "other"
     assert command[command.index("--distributed.coordinator") + 1] == "other-hosts-0-0.other:8476"
-    assert command[command.index("--distributed.process") + 1] == "$(PROCESS)"
+    assert command[command.index("--distributed.process") + 1] == "$(JOB_COMPLETION_INDEX)"
     assert command[-3:] == ["--name", "other", "--steps=9"]
-    assert container["env"][0]["name"] == "PROCESS"
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     pod = pod_of(found)
