@@ -106,7 +106,8 @@ def run(arguments: list[str], runner: Runner) -> int:
     if options.command != "watch":
         return boxes.run(options.command)
     if options.dry_run:
-        return boxes.run("status") or boxes.run("install") or boxes.run("train")
+        boxes.ask()
+        return boxes.run("install") or boxes.run("train")
     return launch.watch(runner, boxes)
 
 
