@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 
 import launch
-from launch import LOG, MOST_SILENCE, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
+from launch import MOST_SILENCE, QUESTION, Action, Host, Mistake, Node, Runner
 
 WATCH = "install, train and stay: start all again whenever one was lost and is back, until the run is done"
 SSH = ["-oBatchMode=yes", "-oConnectTimeout=20", "-oServerAliveInterval=15"]
@@ -21,12 +20,12 @@ awk -F. '$1 >= {OLDEST_DRIVER} {{ found = 1 }} END {{ exit !found }}' ||
 {{ echo "NVIDIA's driver is missing, or older than {OLDEST_DRIVER}, which CUDA 13 needs" >&2; exit 1; }}"""
 
 
-class Boxes:
+class Boxes(launch.Fleet):
     """The boxes of a run, reached by ssh, in the order of their processes."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str], runner: Runner):
         self.options, self.overrides, self.runner = options, overrides, runner
-        self.boxes: list[str] = options.hosts.split(",")
+        self.nodes = [Node(box) for box in options.hosts.split(",")]
         self.heard: set[str] = set()
         self.silence = 0
         self.training = launch.Training("the run", options.attempts)
@@ -35,54 +34,43 @@ class Boxes:
     def next(self) -> Action:
         """Ask the boxes, and decide once all have answered: one that was lost may come back."""
         hosts = self.ask()
-        silent = [box for box, host in zip(self.boxes, hosts, strict=True) if host is None]
-        self.heard |= set(self.boxes) - set(silent)
+        heard = {host.name for host in hosts}
+        silent = [box.name for box in self.nodes if box.name not in heard]
+        self.heard |= heard
         self.silence = self.silence + 1 if silent else 0
         if self.silence >= MOST_SILENCE and not self.heard >= set(silent):
             return Action("end", f"error: {', '.join(silent)} never answered; what ssh said is above", code=1)
         if silent:
             return launch.wait(f"waiting for {', '.join(silent)} to answer; nothing is changed")
-        return self.training.decide([host for host in hosts if host])
+        return self.training.decide(hosts)
 
     def act(self, action: Action) -> bool:
-        return self.install() if action.verb == "install" else self.train()
+        return self.run(action.verb) == 0
 
-    def ssh(self, box: str, command: str) -> list[str]:
-        return ["ssh", *SSH, *self.options.ssh_flag, box, command]
+    def ssh(self, node: Node, command: str, worker: str = "all") -> list[str]:
+        own = command.replace("@number", str(self.nodes.index(node)))
+        return ["ssh", *SSH, *self.options.ssh_flag, node.name, own]
 
-    def ask(self) -> list[Host | None]:
-        """Return what each box tells, in order; None for one that does not answer."""
-        results = self.runner.all([self.ssh(box, launch.state_command()) for box in self.boxes], QUESTION)
-        told = [launch.hosts_in(result.text) for result in results]
-        return [hosts[0]._replace(name=box) if hosts else None for box, hosts in zip(self.boxes, told, strict=True)]
+    def scp(self, node: Node, path: str) -> list[str]:
+        return ["scp", "-q", *SSH, *self.options.ssh_flag, path, f"{node.name}:{launch.ARCHIVE}"]
 
-    def on_boxes(self, commands: Sequence[str], limit: int) -> bool:
-        """Run a command on each box; print what they say. True if all have done it."""
-        words = [self.ssh(box, launch.answered(each)) for box, each in zip(self.boxes, commands, strict=True)]
-        return self.runner.on_hosts(words, [1] * len(words), limit)
+    def ask(self) -> list[Host]:
+        """Return what the boxes tell that answer, under their names here."""
+        commands = [self.ssh(node, launch.state_command()) for node in self.nodes]
+        told = zip(self.nodes, self.runner.all(commands, QUESTION), strict=True)
+        return [host._replace(name=box.name) for box, result in told for host in launch.hosts_in(result.text)]
 
-    def install(self) -> bool:
-        options, command = self.options, launch.install_command(self.options.extras, self.options.setup, None)
-        if "cuda" in options.extras.split(","):
-            command = f"({DRIVER}) && {command}"
-        with launch.archive(options.environment, self.runner.dry_run) as path:
-            words = [["scp", "-q", *SSH, *options.ssh_flag, str(path), f"{box}:{launch.ARCHIVE}"] for box in self.boxes]
-            results = self.runner.all(words, REQUEST)
-        return all(each.code == 0 for each in results) and self.on_boxes([command] * len(self.boxes), SETUP)
+    def install_command(self) -> str:
+        command = launch.install_command(self.options.extras, self.options.setup, None)
+        return f"({DRIVER}) && {command}" if "cuda" in self.options.extras.split(",") else command
 
-    def stop(self) -> bool:
-        return self.on_boxes([launch.host_command("stop", str(self.options.grace))] * len(self.boxes), QUESTION)
-
-    def train(self) -> bool:
-        options, interface = self.options, self.options.interface
-        first = f"{options.address or self.boxes[0].rpartition('@')[2]}:{options.port}"
-        joining = ["--distributed.coordinator", first, "--distributed.processes", str(len(self.boxes))]
-        commands = []
-        for number in range(len(self.boxes)):
-            own = [*joining, "--distributed.process", str(number)] if len(self.boxes) > 1 else []
-            start = launch.host_command("start", "train", options.config, *own, *self.overrides)
-            commands.append(f"NCCL_SOCKET_IFNAME={interface} {start}" if interface else start)
-        return self.on_boxes(commands, QUESTION)
+    def start_command(self) -> str:
+        options, count = self.options, len(self.nodes)
+        first = f"{options.address or self.nodes[0].name.rpartition('@')[2]}:{options.port}"
+        joining = ["--distributed.coordinator", first, "--distributed.processes", str(count)]
+        own = [*joining, "--distributed.process", "@number"] if count > 1 else []
+        start = launch.host_command("start", "train", options.config, *own, *self.overrides)
+        return f"NCCL_SOCKET_IFNAME={options.interface} {start}" if options.interface else start
 
 
 def parser() -> launch.Parser:
@@ -111,31 +99,22 @@ def read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, overrides
 
 
-def run(options: argparse.Namespace, runner: Runner, boxes: Boxes) -> int:
-    """Run a command; return the exit code."""
-    command = options.command
-    if command == "watch" and not options.dry_run:
-        return launch.watch(runner, boxes)
-    if command == "log":
-        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n +1 -F {LOG}"))
-    if command == "status":
-        for box, host in zip(boxes.boxes, hosts := boxes.ask(), strict=True):
-            print(host or f"{box} does not answer", flush=True)
-        return runner.foreground(boxes.ssh(boxes.boxes[0], f"tail -n 3 {LOG}")) or int(None in hosts)
-    watch = [boxes.ask, boxes.install, boxes.train]
-    steps = {"install": [boxes.install], "train": [boxes.train], "stop": [boxes.stop], "watch": watch}
-    return int(not all(step() for step in steps[command]))
+def run(arguments: list[str], runner: Runner) -> int:
+    """Run a command line; return the exit code."""
+    options, overrides = read(arguments)
+    boxes = Boxes(options, overrides, runner)
+    if options.command != "watch":
+        return boxes.run(options.command)
+    if options.dry_run:
+        boxes.ask()
+        return boxes.run("install") or boxes.run("train")
+    return launch.watch(runner, boxes)
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
-    """Run a command line; return the exit code."""
+    """Run a command line; return the exit code, also of a mistake or a signal."""
     runner = runner or launch.runner_for("boxes.sh", arguments)
-
-    def command() -> int:
-        options, overrides = read(arguments)
-        return run(options, runner, Boxes(options, overrides, runner))
-
-    return launch.guarded(runner, command)
+    return launch.guarded(runner, lambda: run(arguments, runner))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLING = ".installing"  # in .venv while pip puts files there: what an interrupted pip leaves is of no use
@@ -26,20 +25,8 @@ PACKAGE = re.compile(
 )
 
 
-class PackageSet(NamedTuple):
-    """What is installed; its numbers are for the progress alone. (`tests/infra` counts the packages.)"""
-
-    target: str
-    packages: int
-    megabytes: int
-
-
-# Each contains those before it.
-SETS = {
-    "core": PackageSet(".", 59, 182),
-    "docs": PackageSet(".[docs]", 87, 210),
-    "dev": PackageSet(".[dev,docs,tpu]", 138, 797),
-}
+# What is installed, each with those before it; the packages (counted by `tests/infra`) and megabytes for the progress.
+SETS = {"core": (".", 59, 182), "docs": (".[docs]", 87, 210), "dev": (".[dev,docs,tpu]", 138, 797)}
 
 
 def main(name: str, steps: str) -> int:
@@ -109,14 +96,14 @@ def is_complete(venv: Path, name: str) -> bool:
 
 
 def install(venv: Path, name: str, steps: str) -> int:
-    packages = SETS[name]
-    most = f"{packages.packages} packages, at most {packages.megabytes} MB to download"
+    target, packages, megabytes = SETS[name]
+    most = f"{packages} packages, at most {megabytes} MB to download"
     print(f"2/{steps} installing {most} (what pip has kept from before is not downloaded again)", flush=True)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
-    command = [*pip, "--constraint", "constraints.txt", "--editable", packages.target]
+    command = [*pip, "--constraint", "constraints.txt", "--editable", target]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
-        follow(process.stdout, packages.packages, venv / INSTALLING)
+        follow(process.stdout, packages, venv / INSTALLING)
     if process.returncode:
         print("pip stopped; its own words are above. The same command goes on from there.", file=sys.stderr)
         return 1

@@ -134,12 +134,7 @@ stop() {
   local seconds=${1:-600}
   touch train.stopped
   if is_running; then
-    # It has just been started if there is no number yet.
-    for _ in 1 2 3 4 5; do
-      [[ ! -s train.pid ]] || break
-      sleep 1
-    done
-    kill -TERM "$(<train.pid)"
+    kill -TERM "$(<train.session)" # which passes it on
     setsid nohup bash infra/host.sh kill_after "$seconds" "$(<train.session)" >>train.log 2>&1 </dev/null &
     echo "$(uname -n) was asked to save and end; it is killed after $seconds seconds"
   else

@@ -112,16 +112,6 @@ class Runner:
         tail = "".join(f"\n  {line}" for line in text.splitlines()[-8:])
         self.say(f"{why}: {quoted(words)[:200]}{tail}")
 
-    def on_hosts(self, commands: Sequence[Sequence[str]], wanted: Sequence[int], limit: int) -> bool:
-        """Run commands that are `answered`; print what they say. True if each had as many answers as wanted."""
-        results = self.all(commands, limit)
-        print("".join(ANSWER.sub("", result.text) for result in results), end="", flush=True)
-        answers = [0 if result.code else len(set(ANSWER.findall(result.text))) for result in results]
-        if answers == list(wanted) or self.dry_run:
-            return True
-        self.say(f"error: {sum(answers)} of {sum(wanted)} hosts have done it")
-        return False
-
     def foreground(self, words: Sequence[str], limit: int | None = None, text: str | None = None) -> int:
         """Run a command that has the terminal, or this text as its input; return its exit code."""
         if self.dry_run:
@@ -194,9 +184,6 @@ def archive(environment: str | None, dry_run: bool) -> Iterator[Path]:
         yield path
 
 
-# --- commands for hosts, each for a shell there
-
-
 def answered(command: str) -> str:
     """A command after whose success a host gives its name, so that answers can be counted."""
     return rf"({command}) && printf '\ngregale-answer %s\n' $(uname -n)"
@@ -220,9 +207,6 @@ def state_command(runs: str | None = None) -> str:
     """Ask for the line that `HOST` reads. With `runs`, a host on whose own disk these are says `volatile`."""
     ask = host_command("state", *([runs] if runs else []))
     return f"if [ -f {FOLDER}/infra/host.sh ]; then {ask}; else echo gregale-host $(uname -n) bare, checkpoint none; fi"
-
-
-# --- options
 
 
 class Parser(argparse.ArgumentParser):
@@ -284,26 +268,22 @@ def read(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, list
     return options, overrides
 
 
-def overridden(key: str, overrides: Sequence[str]) -> list[str]:
-    """Return the values that a key is given, as `--key value` or as `--key=value`; the last one counts."""
-    found = []
-    for word, value in zip(overrides, [*overrides, ""][1:], strict=True):
-        found += [value] if word == f"--{key}" else [word.partition("=")[2]] if word.startswith(f"--{key}=") else []
-    return found
+def overridden(key: str, overrides: Sequence[str], default: str) -> str:
+    """Return the value that a key is given, as `--key value` or as `--key=value`; the last one counts."""
+    parser = Parser(add_help=False)
+    parser.add_argument(f"--{key}", dest="value", default=default)
+    return parser.parse_known_args(overrides)[0].value
 
 
 def runs_of(config: str, overrides: Sequence[str]) -> str:
     """Return the folder or URL of runs: that of the overrides, of the file, or the default."""
     text = (ROOT / config).read_text(encoding="utf-8")
     of_file = re.findall(r"^runs:[ \t]*['\"]?([^#\s'\"]+)", text, re.MULTILINE)
-    return ["runs", *of_file, *overridden("runs", overrides)][-1]
+    return overridden("runs", overrides, ["runs", *of_file][-1])
 
 
 def is_url(path: str) -> bool:
     return bool(re.match(r"[a-z][a-z0-9+]+://", path))
-
-
-# --- decisions
 
 
 class Host(NamedTuple):
@@ -324,13 +304,12 @@ def hosts_in(text: str) -> tuple[Host, ...]:
 
 
 class Action(NamedTuple):
-    """What to do next: wait, install, train, create, give_back, or end with a code; after a pause in seconds."""
+    """What to do next: wait, a step of the fleet, or end with a code; after a pause in seconds."""
 
     verb: str
     text: str
     pause: float = 0
     code: int = 0
-    zone: str = ""
 
 
 def wait(text: str) -> Action:
@@ -373,7 +352,7 @@ class Training:
         ended = "" if states == ["idle"] else f", which ended ({' '.join(states)})"
         return self.attempt("train", f"starting the training on {self.name}{ended}")
 
-    def attempt(self, verb: str, text: str, zone: str = "") -> Action:
+    def attempt(self, verb: str, text: str) -> Action:
         """Return an action that begins an attempt or belongs to one, and the pause before it; in the end give up."""
         pause = 0
         if not self.is_fresh:
@@ -387,7 +366,7 @@ class Training:
             if pause:
                 text += f"; attempt {self._attempt} of {self.most_attempts} without a new checkpoint, in {pause} s"
         self.is_fresh = False
-        return Action(verb, text, pause, zone=zone)
+        return Action(verb, text, pause)
 
     def note(self, action: Action, succeeded: bool) -> None:
         """Take in how an action went: what follows a creation or an installation belongs to the same attempt."""
@@ -395,12 +374,69 @@ class Training:
             self.is_fresh = succeeded and action.verb in ("create", "install")
 
 
+class Node(NamedTuple):
+    """What one ssh reaches: a slice, as the API tells of it, or a box."""
+
+    name: str
+    state: str = "READY"
+    health: str = ""
+    hosts: int = 1
+
+
 class Fleet(Protocol):
-    """Machines with a training: `next` looks at them and decides, `act` does it, `note` is told how that went."""
+    """Machines with a training. Launchers tell how to reach and install them, and decide what comes next."""
+
+    options: argparse.Namespace
+    runner: Runner
+    nodes: Sequence[Node]
 
     def next(self) -> Action: ...
     def act(self, action: Action) -> bool: ...
     def note(self, action: Action, succeeded: bool) -> None: ...
+    def ssh(self, node: Node, command: str, worker: str = "all") -> list[str]: ...
+    def scp(self, node: Node, path: str) -> list[str]: ...
+    def ask(self) -> Sequence[Host]: ...  # those that answer
+    def install_command(self) -> str: ...
+    def start_command(self) -> str: ...
+
+    def on_hosts(self, command: str, limit: int = QUESTION, worker: str = "all") -> bool:
+        """Run a command on every host; print what they say. True if as many have done it as there are."""
+        results = self.runner.all([self.ssh(node, answered(command), worker) for node in self.nodes], limit)
+        print("".join(ANSWER.sub("", result.text) for result in results), end="", flush=True)
+        answers = [0 if result.code else len(set(ANSWER.findall(result.text))) for result in results]
+        wanted = [node.hosts if worker == "all" else 1 for node in self.nodes]
+        if answers == wanted or self.runner.dry_run:
+            return True
+        self.runner.say(f"error: {sum(answers)} of {sum(wanted)} hosts have done it")
+        return False
+
+    def install(self) -> bool:
+        """Copy the tree to every host, and install it."""
+        with archive(self.options.environment, self.runner.dry_run) as path:
+            results = self.runner.all([self.scp(node, str(path)) for node in self.nodes], REQUEST)
+        return all(result.code == 0 for result in results) and self.on_hosts(self.install_command(), SETUP)
+
+    def train(self) -> bool:
+        return self.on_hosts(self.start_command())
+
+    def stop(self) -> bool:
+        return self.on_hosts(host_command("stop", str(self.options.grace)))
+
+    def show_log(self, tail: str = "tail -n +1 -F") -> int:
+        return self.runner.foreground(self.ssh(self.nodes[0], f"{tail} {LOG}", "0"))
+
+    def status(self) -> int:
+        """Print how the hosts are, and the end of the log."""
+        hosts = self.ask()
+        print("".join(f"{host}\n" for host in hosts), end="", flush=True)
+        is_whole = len(hosts) == sum(node.hosts for node in self.nodes) or self.runner.dry_run
+        return self.show_log("tail -n 3") or int(not is_whole)
+
+    def run(self, command: str) -> int:
+        """Run a command that all launchers have; return its exit code."""
+        shows = {"log": self.show_log, "status": self.status}
+        steps = {"install": self.install, "train": self.train, "stop": self.stop}
+        return shows[command]() if command in shows else int(not steps[command]())
 
 
 def watch(runner: Runner, fleet: Fleet) -> int:

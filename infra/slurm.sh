@@ -12,6 +12,7 @@ readonly POLL_SECONDS=30 MOST_PAUSE_SECONDS=960
 readonly MOST_TRIES=5
 readonly AGAIN=75          # exit code of a training that the same command may complete
 readonly EARLY_SECONDS=300 # after which a job does not start its training again
+readonly LOOK_SECONDS=5 SAVING_SECONDS=120 # of a process whose job is over: when it notices, and for the last checkpoint
 
 usage() {
   cat <<'TEXT'
@@ -250,9 +251,7 @@ drop_heir() {
 
 train() {
   local code line try
-  if [[ -n $environment ]]; then
-    load_environment "$environment"
-  fi
+  [[ -z $environment ]] || load_environment "$environment"
   for line in "${setup[@]}"; do
     set +eu # what it calls is not ours, such as the function `module`
     eval "$line"
@@ -277,7 +276,7 @@ run_step() {
   # Since Slurm 22.05 srun takes the cores of a process from this variable only.
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   # A process that has saved and ended must not end those that still save; the processes watch one another.
-  srun --kill-on-bad-exit=0 "${boxed[@]}" bash "$root/infra/slurm_task.sh" "$turn" "$@" &
+  srun --kill-on-bad-exit=0 "${boxed[@]}" bash "$root/infra/slurm.sh" task "$turn" "$@" &
   step=$!
   [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
   wait_out "$step"
@@ -328,7 +327,32 @@ conclude() {
   fi
 }
 
+# One process of the training, which srun starts: task TURN WORDS... It notes its exit code in the folder TURN, which is
+# there as long as its job may train.
+task() {
+  turn=$1
+  carry "$turn/$SLURM_PROCID" guard "${@:2}"
+}
+
+# When the folder is gone, the process saves and ends: srun and slurmd of this node may be dead, so that Slurm cannot end it.
+guard() {
+  trap '' TERM # it is meant for the training
+  # Without the folder above, the file system does not answer, and nothing is known.
+  while [[ -d $turn || ! -d ${turn%/*} ]]; do seconds "$LOOK_SECONDS"; done
+  say "the job $SLURM_JOB_ID is over; its process $SLURM_PROCID saves and ends"
+  kill -TERM "$1"
+  seconds "$SAVING_SECONDS"
+  kill -KILL "$1"
+}
+
+# Waits without a child, which would outlive this process.
+seconds() { read -rt "$1" <> <(:) || true; }
+
 main() {
+  if [[ ${1:-} == task ]]; then
+    "$@"
+    return
+  fi
   dry_run=no child="" answer="" scratch="" # `child` is waited for; `scratch` is a folder of our own
   trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
   trap 'interrupted 130' INT

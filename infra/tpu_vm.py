@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import launch
-from launch import LOG, MISTAKE, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Runner
+from launch import MISTAKE, MOST_SILENCE, POLL_SECONDS, QUESTION, REQUEST, SETUP, Action, Host, Mistake, Node, Runner
 
 COMMANDS = {
     "up": "create, install, train and log, one after the other",
@@ -46,18 +46,6 @@ LASTING = ("READY", "GONE", "STOPPED", "HIDDEN", "UNKNOWN")  # the other states 
 SICK = ("TIMEOUT", "UNHEALTHY_TENSORFLOW", "UNHEALTHY_MAINTENANCE")
 MOST_SILENCE_OF_BLANK = 20  # of slices that were made by this watch, and have never answered
 DELETES = 6
-
-
-# --- what there is, and what follows from it
-
-
-class Node(NamedTuple):
-    """A slice, as the API tells of it."""
-
-    name: str
-    state: str
-    health: str = ""
-    hosts: int = 1
 
 
 class Seen(NamedTuple):
@@ -93,6 +81,11 @@ class Slices:
     _is_blank: bool = False  # made here, and never heard of
     _is_undeleted: bool = False  # a deletion has failed
 
+    @property
+    def zone(self) -> str:
+        """Where to create."""
+        return self.zones[self._place % len(self.zones)]
+
     def decide(self, seen: Seen) -> Action:
         """Return what to do next."""
         name = self.training.name
@@ -101,8 +94,7 @@ class Slices:
         if seen.request == "":
             # The zones are tried one after the other in one attempt.
             self.training.is_fresh = self._place % len(self.zones) > 0
-            zone = self.zones[self._place % len(self.zones)]
-            return self.training.attempt("create", f"creating {name} in {zone}", zone)
+            return self.training.attempt("create", f"creating {name} in {self.zone}")
         if seen.request in ("FAILED", "SUSPENDED"):
             return self._give_back(seen, f"{name} is {seen.request}", next_zone=seen.request == "FAILED")
         if seen.request not in ("ACTIVE", "PLAIN"):
@@ -167,11 +159,8 @@ class Slices:
         return launch.wait(f"no host of {name} answers, but the API calls it healthy: {text}")
 
 
-# --- gcloud
-
-
-class TpuVms:
-    """The slices of a run, reached by gcloud."""
+class TpuVms(launch.Fleet):
+    """The slices of a run, reached by gcloud, each apart: for several at once it hides that it has not reached one."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str], runner: Runner):
         self.options, self.overrides, self.runner = options, overrides, runner
@@ -189,19 +178,12 @@ class TpuVms:
         """Ask the API, and the hosts if the slices are there, and decide."""
         seen = self.look()
         if seen.is_ready and self.decider.goal != "ready":
-            seen = seen._replace(hosts=self.ask_hosts(self.options.local_runs))
+            seen = seen._replace(hosts=self.ask())
         return self.decider.decide(seen)
-
-    def act(self, action: Action) -> bool:
-        if action.verb == "create":
-            return self.create(action.zone)
-        return {"install": self.install, "train": self.train, "give_back": self.delete}[action.verb]()
 
     def gcloud(self, kind: str, verb: str, zone: str, *words: str) -> list[str]:
         project = [f"--project={self.options.project}"] if self.options.project else []
         return ["gcloud", "compute", "tpus", kind, verb, *words, f"--zone={zone}", *project]
-
-    # --- the API
 
     def look(self) -> Seen:
         """Set `seen` to what there is, in the first zone that has something."""
@@ -217,6 +199,7 @@ class TpuVms:
             found = [self._found(zone, *told[2 * place : 2 * place + 2]) for place, zone in enumerate(zones)]
             self.may_cost = self.may_cost - set(zones) | {seen.zone for seen in found if seen.request}
             self.seen = next((seen for seen in found if seen.request), Seen(""))
+        self.nodes = self.seen.nodes
         return self.seen
 
     def _found(self, zone: str, requests: list[dict], nodes: list[dict]) -> Seen:
@@ -232,9 +215,13 @@ class TpuVms:
             return Seen("", zone)
         return Seen(state, zone, tuple(there.get(name, Node(name, "GONE")) for name in names))
 
-    def create(self, zone: str) -> bool:
-        """Ask for the slices in a zone."""
-        options = self.options
+    def act(self, action: Action) -> bool:
+        own = {"create": self.create, "give_back": self.delete}
+        return own[action.verb]() if action.verb in own else self.run(action.verb) == 0
+
+    def create(self) -> bool:
+        """Ask for the slices in the zone whose turn it is."""
+        options, zone = self.options, self.decider.zone
         several = [f"--node-count={options.slices}", f"--node-prefix={options.name}"]
         words = [options.name, *(several if options.slices > 1 else [f"--node-id={options.name}"])]
         words += [f"--accelerator-type={options.accelerator}", f"--runtime-version={options.runtime}"]
@@ -258,67 +245,43 @@ class TpuVms:
                 return True
         return self.look().request == ""
 
-    # --- hosts; each slice is asked apart: for several, gcloud hides that it has not reached one
-
-    def by_ssh(self, node: Node, worker: str = "all", command: str | None = None) -> list[str]:
+    def ssh(self, node: Node, command: str | None, worker: str = "all") -> list[str]:
         words = [node.name, f"--worker={worker}", *self.options.ssh_flag]
         return self._remote("ssh", *words, *(["--command", command] if command else []))
+
+    def scp(self, node: Node, path: str) -> list[str]:
+        flags = scp_flags(self.options.ssh_flag)
+        return self._remote("scp", path, f"{node.name}:{launch.ARCHIVE}", "--worker=all", *flags)
 
     def _remote(self, verb: str, *words: str) -> list[str]:
         found = self.gcloud("tpu-vm", verb, self.seen.zone, *words)
         # Only this release of gcloud's command reaches hosts through a tunnel.
         return [found[0], "alpha", *found[1:]] if "--tunnel-through-iap" in words else found
 
-    def ask_hosts(self, runs: str | None = None) -> tuple[Host, ...]:
+    def ask(self) -> tuple[Host, ...]:
         """Return what the hosts that answer tell."""
-        commands = [self.by_ssh(node, command=launch.state_command(runs)) for node in self.seen.nodes]
+        commands = [self.ssh(node, launch.state_command(self.options.local_runs)) for node in self.nodes]
         return launch.hosts_in("".join(result.text for result in self.runner.all(commands, QUESTION)))
 
-    def on_hosts(self, command: str, limit: int, nodes: Sequence[Node] | None = None, worker: str = "all") -> bool:
-        """Run a command on every host, or on these. True if as many answered as there are."""
-        nodes = self.seen.nodes if nodes is None else nodes
-        commands = [self.by_ssh(node, worker, launch.answered(command)) for node in nodes]
-        return self.runner.on_hosts(commands, [node.hosts if worker == "all" else 1 for node in nodes], limit)
+    def install_command(self) -> str:
+        return launch.install_command(EXTRAS[self.options.program], self.options.setup, self.options.image)
 
-    def install(self) -> bool:
-        """Copy the tree to every host, and install it."""
-        options, flags = self.options, scp_flags(self.options.ssh_flag)
-        with launch.archive(options.environment, self.runner.dry_run) as path:
-            places = [f"{node.name}:{launch.ARCHIVE}" for node in self.seen.nodes]
-            copies = [self._remote("scp", str(path), place, "--worker=all", *flags) for place in places]
-            results = self.runner.all(copies, REQUEST)
-        command = launch.install_command(EXTRAS[options.program], options.setup, options.image)
-        return all(result.code == 0 for result in results) and self.on_hosts(command, SETUP)
-
-    def train(self) -> bool:
+    def start_command(self) -> str:
         # `auto`: the hosts of all slices find one another by the TPU's metadata.
         words = [self.options.program, self.options.config, "--distributed.coordinator", "auto", *self.overrides]
-        return self.on_hosts(launch.host_command("start", *words), QUESTION)
-
-    def stop(self) -> bool:
-        return self.on_hosts(launch.host_command("stop", str(self.options.grace)), QUESTION)
-
-    def show_log(self, tail: str = "tail -n +1 -F") -> int:
-        return self.runner.foreground(self.by_ssh(self.seen.nodes[0], "0", f"{tail} {LOG}"))
-
-    def status(self) -> int:
-        """Print how the hosts are, and the end of the log."""
-        hosts = self.ask_hosts()
-        for host in hosts:
-            print(host, flush=True)
-        return self.show_log("tail -n 3") or int(len(hosts) < self.seen.host_count and not self.runner.dry_run)
+        return launch.host_command("start", *words)
 
     def log_in(self) -> int:
         """Log in to a host, or run a command on those that --node and --worker choose."""
-        words, node, worker, nodes = self.overrides, self.options.node, self.options.worker, self.seen.nodes
+        words, node, worker, nodes = self.overrides, self.options.node, self.options.worker, self.nodes
         if "all" in (node, worker) and not words:
             raise Mistake("a command is missing: with all hosts give one, such as -- uptime")
-        chosen = [each for place, each in enumerate(nodes) if node in ("all", str(place))]
-        if not chosen:
+        self.nodes = [each for place, each in enumerate(nodes) if node in ("all", str(place))]
+        if not self.nodes:
             raise Mistake(f"--node is {node}: there are 0 to {len(nodes) - 1}")
         if "all" in (node, worker):
-            return 0 if self.on_hosts(launch.quoted(words), SETUP, chosen, worker) else 1
-        return self.runner.foreground(self.by_ssh(chosen[0], worker, launch.quoted(words) or None))
+            return int(not self.on_hosts(launch.quoted(words), SETUP, worker))
+        return self.runner.foreground(self.ssh(self.nodes[0], launch.quoted(words) or None, worker))
 
     def make_key(self) -> None:
         """See that gcloud's key is there, before several of its processes make one, and that ssh can use it unasked."""
@@ -367,36 +330,21 @@ def ask(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
-# --- options
-
-
 def parser() -> launch.Parser:
     found = launch.parser("tpu_vm.sh", "--name NAME --zone ZONE", COMMANDS)
     add = found.add_argument
     add("--name", required=True, help="of the queued resource, or of VMs without one (of several: NAME-0, NAME-1, ...)")
     add("--zone", required=True, action="append", dest="zones", help="such as us-west4-a; several are tried in order")
-    add(
-        "--zone-minutes",
-        type=launch.positive,
-        default=30,
-        help="for so long a request waits in each of several zones (30)",
-    )
+    add("--zone-minutes", type=launch.positive, default=30, help="that a request waits in each of several zones (30)")
     add("--project", help="default: gcloud's own")
-    add(
-        "--slices",
-        type=launch.positive,
-        default=1,
-        help="number of slices (1); mesh.replica has to be a multiple of it",
-    )
+    add("--slices", type=launch.positive, default=1, help="number of slices (1); mesh.replica is a multiple of it")
     add("--accelerator", help="type of each slice, for example v5litepod-64 (up, watch, create)")
     add("--runtime", help="software of the hosts; default: that of the type")
     capacity = partial(found.add_mutually_exclusive_group().add_argument, dest="capacity", default=[])
     capacity("--spot", action="append_const", const="--spot", help="take capacity that may be reclaimed")
     capacity("--reserved", action="append_const", const="--reserved", help="take the project's reserved capacity")
     owner = "--reservation-host-project={}".format
-    capacity(
-        "--reservation-project", action="append", type=owner, help="take the capacity that this project has reserved"
-    )
+    capacity("--reservation-project", action="append", type=owner, help="take capacity that this project reserved")
     add("--create-flag", action="append", default=[], help="a word for gcloud's create, such as --internal-ips")
     add("--program", choices=EXTRAS, default="train", help="island: the slices are one island of a fleet")
     add("--image", help="train in this image (infra/Dockerfile, for TPU) instead of installing packages")
@@ -449,32 +397,27 @@ def local_runs(options: argparse.Namespace, overrides: Sequence[str]) -> str | N
     return runs
 
 
-# --- commands
-
-
-def run(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
+def run(vms: TpuVms) -> int:
     """Run a command; return the exit code."""
-    if options.command == "delete":
+    command = vms.options.command
+    if command == "delete":
         return int(not vms.delete())
     vms.make_key()
-    if options.command in GOALS:
-        return bring_up(options, runner, vms)
+    if command in GOALS:
+        return bring_up(vms)
     seen = vms.look()
-    if options.command == "status" or not seen.is_ready:
+    if command == "status" or not seen.is_ready:
         request = {None: "not told of", "": "not there"}.get(seen.request, seen.request)
         nodes = [f"{node.name} is {node.state} {node.health}" for node in seen.nodes]
-        runner.say(", ".join([f"{options.name} is {request}", *nodes]))
+        vms.runner.say(", ".join([f"{vms.options.name} is {request}", *nodes]))
     if not seen.is_ready:
         return 1
-    codes = {"status": vms.status, "log": vms.show_log, "ssh": vms.log_in}
-    if options.command in codes:
-        return codes[options.command]()
-    return int(not {"install": vms.install, "train": vms.train, "stop": vms.stop}[options.command]())
+    return vms.log_in() if command == "ssh" else vms.run(command)
 
 
-def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
+def bring_up(vms: TpuVms) -> int:
     """Create, install and train, as far as the command wants; only one of a name on this machine."""
-    code, deletes = 0, options.command == "watch" and options.then_delete
+    options, code = vms.options, 0
     with open(Path(tempfile.gettempdir()) / f"gregale-watch-{options.name}.{options.zones[0]}.lock", "a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -482,13 +425,12 @@ def bring_up(options: argparse.Namespace, runner: Runner, vms: TpuVms) -> int:
             raise Mistake(f"another watch of {options.name} runs on this machine") from None
         if options.dry_run:
             vms.look()
-            vms.create(options.zones[0])
-            for step in [vms.install, vms.train] if options.command != "create" else []:
+            for step in [vms.create] if options.command == "create" else [vms.create, vms.install, vms.train]:
                 step()
         else:
-            code = launch.watch(runner, vms)
-        if code == 0 and deletes and not vms.delete():
-            code = 1
+            code = launch.watch(vms.runner, vms)
+        if code == 0 and options.command == "watch" and options.then_delete:
+            code = int(not vms.delete())
     return vms.show_log() if code == 0 and options.command == "up" else code
 
 
@@ -499,7 +441,7 @@ def main(arguments: list[str], runner: Runner | None = None) -> int:
 
     def command() -> int:
         made.append(TpuVms(*read(arguments), runner))
-        return run(made[0].options, runner, made[0])
+        return run(made[0])
 
     try:
         return launch.guarded(runner, command)

@@ -41,8 +41,9 @@ PidFile none
 Subsystem sftp internal-sftp
 SetEnv PATH={folder}/bin:/usr/bin:/bin
 """
-# In the place of `make setup`.
+# In the place of `make setup`. A .venv that was copied as a link would be that of this machine.
 MAKE = """#!/bin/bash
+rm -rf .venv
 mkdir -p .venv/bin
 printf '#!/bin/bash\\n' >.venv/bin/python
 cp {folder}/bin/gregale .venv/bin

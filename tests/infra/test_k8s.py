@@ -11,7 +11,7 @@ from tests.infra.kube_api import kube_api
 from tests.infra.stand_ins import ROOT, StandIns, load_module
 
 load_module(ROOT / "infra" / "launch.py")
-jobset = load_module(ROOT / "infra" / "jobset.py")
+
 kube = load_module(ROOT / "infra" / "kube.py")
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
 GPU = ("config/llama_124m_gpu.yaml", "--image", "gregale:1", "--accelerator", "nvidia-h100-80gb", "--claim", "shared")
@@ -101,7 +101,7 @@ BOXES = {
 
 
 def test_each_gpu_of_gke_is_known(manifest, capsys):
-    assert set(jobset.GPUS) == set(BOXES)
+    assert set(kube.GPUS) == set(BOXES)
     for label, most in BOXES.items():
         size = ("--cpu", "8", "--memory", "30Gi") if label == "nvidia-tesla-t4" else ()
         found = manifest(*GPU, "--accelerator", label, *size)
@@ -155,9 +155,8 @@ def test_boxes_find_the_first_pod(manifest):
     command = container["command"]
     assert found["metadata"]["name"] == "other"
     assert command[command.index("--distributed.coordinator") + 1] == "other-hosts-0-0.other:8476"
-    assert command[command.index("--distributed.process") + 1] == "$(PROCESS)"
+    assert command[command.index("--distributed.process") + 1] == "$(JOB_COMPLETION_INDEX)"
     assert command[-3:] == ["--name", "other", "--steps=9"]
-    assert container["env"][0]["name"] == "PROCESS"
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     pod = pod_of(found)

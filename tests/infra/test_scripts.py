@@ -14,7 +14,6 @@ from tests.infra.stand_ins import load_module
 load_module(ROOT / "infra" / "launch.py")
 # Launchers in Python, which need no process of their own here.
 LAUNCHERS = {f"infra/{name}.sh": load_module(ROOT / "infra" / f"{name}.py") for name in ("tpu_vm", "boxes")}
-load_module(ROOT / "infra" / "jobset.py")
 LAUNCHERS["infra/k8s/train.sh"] = load_module(ROOT / "infra" / "kube.py")
 
 SHOWN = [

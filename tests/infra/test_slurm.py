@@ -241,8 +241,8 @@ def test_a_job_is_complete_when_all_of_its_processes_say_so(slurm, begin):
 def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
     (tmp_path / "turns").mkdir()
     slurm.write("try", "wait")
-    task, training = script(slurm).with_name("slurm_task.sh"), tree_of(slurm) / ".venv" / "bin" / "gregale"
-    words = ["bash", task, tmp_path / "turns" / "101", training]
+    training = tree_of(slurm) / ".venv" / "bin" / "gregale"
+    words = ["bash", script(slurm), "task", tmp_path / "turns" / "101", training]
     environment = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_PROCID": "0", "PLAY": str(slurm.folder)}
     result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 143

@@ -49,7 +49,7 @@ class Faults:
     def of_world(self) -> str:
         zones = [zone for zone, nodes in self.world.nodes.items() if nodes]
         what = self.random.choice(
-            ["PREEMPTED", "TERMINATED", "STOPPED", "REPAIRING", "READY", "GONE", "ended", "request"]
+            ["PREEMPTED", "TERMINATED", "STOPPED", "REPAIRING", "READY", "GONE", "ended", "half", "request"]
         )
         if what == "request":
             self.world.new_state = self.random.choice(["ACTIVE", "ACTIVE", "WAITING_FOR_RESOURCES", "FAILED"])
