@@ -72,15 +72,11 @@ class Member(MemberState):
         if not handover.due:
             handover.fall_due(self._now)
             self._ping()
-            self._await_message()
-
-    def _await_message(self) -> None:
-        """Request the message of the round that is due, unless this island has handed one over early."""
-        self._grace_end = self._now + self._grace()
-        if self.leaving or not (self.handover.early and self.handover.sent):
-            self._request_message(self.outer.round)
-        if self.handover.early and not self.handover.serves(self.outer.round):
-            self._grace_end = self._now  # its step takes longer
+            self._grace_end = self._now + self._grace()
+            if not handover.early or self.leaving or (own and not handover.sent):
+                self._request_message(self.outer.round)
+            elif not handover.serves(self.outer.round):
+                self._grace_end = self._now  # its step takes longer
 
     def _request_message(self, number: int) -> None:
         self.handover.want(number)
