@@ -352,7 +352,7 @@ def test_a_role_that_the_template_quotes_is_a_role(form, in_this_process):
             text = chat._tokenizer._library.decode(found.ids.tolist(), skip_special_tokens=False)
             assert text.startswith(f"<|im_start|>{wanted}\na"), text
             assert supervised_text(chat._tokenizer, found) == "the<|im_end|>"
-        with pytest.raises(jinja2.TemplateError, match="the role 'stage' is none of user, .*does not name it"):
+        with pytest.raises(jinja2.TemplateError, match=r"the role 'stage' is none of user, .*does not name it"):
             chat.encode(conversation([{"role": "stage", "content": "a"}]))
 
 
