@@ -260,8 +260,8 @@ def test_older_rules_for_conversations_are_told_from_another_text(corpus):
         check_text(Restored(8, None, {"data": "another", "masks": MASKS}), mixtures, corpus)
     run = SimpleNamespace(path="runs/chat")
     old, other = (SimpleNamespace(run=run, step=8, metadata={"masks": masks}) for masks in (1, MASKS))
-    assert f"version {MASKS}, and the checkpoint's is 1." in changed("data.sources", old, corpus)  # pyright: ignore
-    assert "the text is not what it was when" in changed("data.sources", other, corpus)  # pyright: ignore
+    assert f"version {MASKS}, and the checkpoint's is 1." in changed("data.sources", old, corpus)
+    assert "the text is not what it was when" in changed("data.sources", other, corpus)
 
 
 def test_a_trained_bpe_reads_the_messages_and_keeps_the_template(tmp_path):

@@ -103,8 +103,8 @@ def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
     if recorded(restored.metadata, "data") != corpus.fingerprint_after(mixtures):
         if newer := newer_masks(restored.metadata, corpus):
             raise UserError(
-                f"data: {newer}. Start another run with --fresh, or with a new name and `--start_from`, this run's name, "
-                "so that it begins with these weights."
+                f"data: {newer}. Start another run with --fresh; or with a new name and `--start_from RUN`, so that it "
+                "begins with the weights of this one."
             )
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
