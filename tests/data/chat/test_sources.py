@@ -253,7 +253,7 @@ def test_older_rules_for_conversations_are_told_from_another_text(corpus):
     mixtures = (MixtureStage(0, {"x": 1, "y": 1}, 16),)
     check_text(Restored(8, None, {"data": corpus.fingerprint, "masks": 1}), mixtures, corpus)
     newer = rf"data: this version of Gregale has newer rules for .*: version {MASKS}, and the checkpoint's is "
-    for masks, said in (({}, f"{newer}an older one.*--fresh"), ({"masks": 1}, f"{newer}1.*`--start_from`")):
+    for masks, said in (({}, f"{newer}an older one.*--fresh"), ({"masks": 1}, f"{newer}1.*`--start_from RUN`")):
         with pytest.raises(UserError, match=said):
             check_text(Restored(8, None, {"data": "another", **masks}), mixtures, corpus)
     with pytest.raises(UserError, match=r"data: the text is not the one .* Put the old text back"):
