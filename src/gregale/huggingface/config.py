@@ -167,7 +167,7 @@ def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
     none = {"sliding_window": None, "full_layers": ()}
     has_windows = family.window == "sliding_window" or (family.window and given.read(family.window, bool, False))
     window = given.read("sliding_window", int | None, None, whole(0)) if has_windows else None
-    kinds = given.read("layer_types", list[str] | None, None) if family.has_layer_types else None
+    kinds = given.read("layer_types", list[str], None) if family.has_layer_types else None
     if window is None and kinds is None and (family.full_every is None or family.window is None):
         return none
     if kinds is None and not family.derives_layer_types:

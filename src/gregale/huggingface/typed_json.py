@@ -35,7 +35,7 @@ class TypedJson:
 
     def below(self, key: str) -> "TypedJson":
         """Return the object at a key; an empty one if it is absent or null."""
-        return TypedJson(self.read(key, dict | None, None) or {}, f"{self.source}, {key}")
+        return TypedJson(self.read(key, dict, {}), f"{self.source}, {key}")
 
     def error(self, text: str) -> UserError:
         return UserError(f"{self.source}: {text}")

@@ -77,19 +77,12 @@ class Loops(NodeTransformer):
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
         self.generic_visit(node)
         inside = {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
-        targets = [
-            name.name for name in (node.target, *node.target.find_all(nodes.Name)) if isinstance(name, nodes.Name)
-        ]
+        targets = [name.name for name in nodes.Tuple([node.target], "store").find_all(nodes.Name)]
         calls = [said("begin_iteration", node, each) for each in targets]
-        for item in node.find_all(nodes.Getitem):  # `messages[i]`, in a loop over numbers
-            at, of = item.arg, item.node
-            if (
-                isinstance(at, nodes.Name)
-                and at.name in targets
-                and isinstance(of, nodes.Name)
-                and of.name not in inside
-            ):
-                calls.append(said("begin_iteration", node, at.name, of.name))
+        for item in node.find_all(nodes.Getitem):
+            match item.arg, item.node:
+                case nodes.Name(name=at), nodes.Name(name=of) if at in targets and of not in inside:
+                    calls.append(said("begin_iteration", node, at, of))  # `messages[i]`, in a loop over numbers
         node.body = [*calls, *node.body]
         return [said("begin_loop", node), node, said("end_loop", node)]
 
