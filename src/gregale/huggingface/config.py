@@ -109,15 +109,14 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     """
     new, old = given.below("rope_parameters"), given.below("rope_scaling")
     new = new if new.content or old.content else replace(new, content=family.rotary)
-    rope, local = new if new.content else old, None
+    rope, local = new if new.content else old, TypedJson({}, given.source)
     if FULL in rope.content or SLIDING in rope.content:
         if not family.rotary_kinds:
             raise given.error(f"rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = rope.below(FULL), rope.below(SLIDING)
 
     def fields_of(rope: TypedJson) -> dict[str, Any]:
-        base = rope.read("rope_theta", float, None)
-        base = given.read("rope_theta", float, 10000.0) if base is None else base
+        base = rope.read("rope_theta", float, given.read("rope_theta", float, 10000.0))
         return {"rotary_base": base, "rotary_scaling": _scaling(rope)}
 
     found = fields_of(rope)
@@ -125,9 +124,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
         raise given.error("rope_parameters and rope_scaling are both set, and differ; remove the wrong one.")
     if not windows or not family.rotary_kinds:
         return found
-    local_base = None if local is None else local.read("rope_theta", float, None)
-    local_base = given.read(LOCAL_BASE, float, None) if local_base is None else local_base
-    local_scaling = None if local is None else _scaling(local)
+    local_base, local_scaling = local.read("rope_theta", float, given.read(LOCAL_BASE, float, None)), _scaling(local)
     if local_base is None or {"rotary_base": local_base, "rotary_scaling": local_scaling} == found:
         return found
     if local_scaling is not None:
@@ -219,13 +216,10 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
 
 def _strict(fields: Mapping[str, Any], before: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields that are numbers or truth values, and null or floats in a file that transformers 5 refuses."""
-    found = {key: value for key, value in fields.items() if key in before and isinstance(value, bool | int | float)}
-    return {
-        key: value
-        for key, value in found.items()
-        if (before[key] is None and key not in (*DERIVED, *family.only))
-        or (type(before[key]), type(value)) == (float, int)
-    }
+    null = {key for key in before if before[key] is None} - {*DERIVED, *family.only}
+    numbers = {key: value for key, value in fields.items() if isinstance(value, bool | int | float)}
+    floats = {key for key, value in numbers.items() if (type(before.get(key)), type(value)) == (float, int)}
+    return {key: value for key, value in numbers.items() if key in null | floats}
 
 
 def _written_fields(
