@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from haliax import Axis
+from transformers import CONFIG_MAPPING
 
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config, written_config
@@ -45,8 +46,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
         ({"num_key_value_heads": 3}, "model.kv_heads is 3"),
         ({"rms_norm_eps": 0.0}, "norm_epsilon is 0"),
-        ({"rope_theta": "x"}, "rope_theta is 'x'; it has to be of type float [|] null"),
-        ({"rope_theta": 10**400}, "rope_theta is 1000.*; it has to be of type float [|] null"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'; it has to be of type float"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*; it has to be of type float"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         (
@@ -87,13 +88,16 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         ({**EXPERTS, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 2.0}, "transformers ignores it in a gemma3_text"),
-        (QWEN | {"norm_topk_prob": None}, "norm_topk_prob is None; it has to be of type bool"),
+        (QWEN | {"num_experts_per_tok": None}, "num_experts_per_tok is None; it has to be of type int"),
+        ({"hidden_size": 32.5}, "hidden_size is 32.5; it has to be of type int"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, .* set it to null"),
+        (SLIDING | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, .* set it to null"),
         (QWEN | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it has to be of type bool"),
         (QWEN | {"router_aux_loss_coef": "x"}, "router_aux_loss_coef is 'x'; it has to be of type float"),
         (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it has to be of type int, from 1"),
         (
             QWEN | {"mlp_only_layers": ["x"]},
-            r"mlp_only_layers is \['x'\]; it has to be of type list of int [|] null",
+            r"mlp_only_layers is \['x'\]; it has to be of type list of int",
         ),
     ],
 )
@@ -175,6 +179,33 @@ def test_a_config_that_describes_the_model_is_written_as_it_was_read(form):
         family,
         replace(longer, vocabulary=300, head_size=config.HeadSize.size),
     )
+
+
+LOOSE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a file, and another one with the same meaning
+    ("llama", {"tie_word_embeddings": None, "initializer_range": None}, {}),
+    ("llama", {"rms_norm_eps": None, "rope_theta": None}, {}),
+    ("gemma", {"tie_word_embeddings": None, "head_dim": 8.0}, {"tie_word_embeddings": True, "head_dim": 8}),
+    ("qwen2", {"use_sliding_window": None, "max_window_layers": None, "sliding_window": 8}, {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 2.0}, {}),
+    ("gemma2", {"sliding_window": 0, "layer_types": ["full_attention"] * 2}, {"layer_types": ["full_attention"] * 2}),
+    ("mistral", {"sliding_window": 8.0, "hidden_size": 32.0}, {"sliding_window": 8}),
+    ("olmo3", {"rope_theta": None, "sliding_window_pattern": None}, {}),
+    ("qwen3_moe", {"norm_topk_prob": None, "router_aux_loss_coef": None, "decoder_sparse_step": None}, {}),
+    ("cwm", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8.0, "rope_type": None, "type": "llama3"}},
+     {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "loose", "strict"), LOOSE)
+def test_null_and_whole_floats_are_read_as_older_versions_of_transformers_do(model_type, loose, strict):
+    """They go out as the version at hand takes them."""
+    saved = {**SIZES, **EXPERTS, "model_type": model_type, "bos_token_id": 0}
+    absent = {key: value for key, value in saved.items() if loose.get(key, value) is not None}
+    family, config = read_config({**saved, **loose}, "config.json")
+    assert (family, config) == read_config({**absent, **strict}, "config.json")
+    written = written_config(config, family, 257, {**saved, **loose})
+    assert read_config(written, "config.json")[1] == config
+    CONFIG_MAPPING[model_type].from_dict(written)
 
 
 def test_old_and_new_forms_of_the_rotary_frequencies_are_the_same():
@@ -299,7 +330,7 @@ def with_table(model):
             EverySecond(**TINY, qk_norm=True, experts=ExpertsConfig(4, 2, 8)),
             "qwen3_moe not model.structure_numbers 1 in layer 1",
         ),
-        (EveryFourth(**TINY), r"llama not model.kinds LayerKind\(.* in layer 3"),
+        (EveryFourth(**TINY), r"llama not model.rotary_scaling Still\(.* in layer 3"),
         (LlamaConfig(**TINY, rotary_scaling=Slow()), r"llama not model.rotary_scaling Slow\(factor=8.0"),
         (LlamaConfig(**TINY, rotary_scaling=Still()), r"llama not model.rotary_scaling Still\(factor=8.0"),
         (Capped(**TINY), "llama not model.logits 30.0"),

@@ -132,4 +132,4 @@ def test_experts_go_out_as_a_family_that_has_them():
     assert lacking(config, FAMILIES["llama"]) == ["model.experts"]
     assert lacking(LlamaConfig(), FAMILIES["mixtral"]) == ["model.experts null"]
     odd = replace(config, experts=ExpertsConfig(shared=100))
-    assert lacking(odd, FAMILIES["solar_open"])[0] == "model.experts.shared 100 with width 768"
+    assert lacking(odd, FAMILIES["solar_open"])[0] == "model.experts.shared 100"

@@ -31,7 +31,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import StoragePath
 
-MASKS = 2  # version of the rules by which conversations become tokens with loss
+MASKS = 3  # version of the rules by which conversations become tokens with loss
 POLL_SECONDS = 0.5
 POLL_PARTS_SECONDS = 5.0  # between two listings of the parts that other hosts have finished
 

@@ -31,6 +31,7 @@ OTHERS = {
 }
 DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+DERIVED = ("num_key_value_heads", "head_dim")  # from other sizes, if they are null
 LOCAL_BASE = "rope_local_base_freq"  # base of layers with a window
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -48,7 +49,8 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
     """
     family = family_of(saved, source)
     synonyms = {key: saved[other] for other, key in family.synonyms.items() if other in saved}
-    given = TypedJson({**synonyms, **DEFAULTS, **family.defaults, **saved}, source)
+    defaults = {**DEFAULTS, **family.defaults}
+    given = TypedJson({**synonyms, **defaults, **saved}, source, defaults)
     for key in (*SIZES, *(family.experts.sizes if family.experts else ())):
         given.read(key, int, valid=whole(1))
     for key, only in (ONLY | dict(family.only)).items():
@@ -71,7 +73,7 @@ def read_config(saved: Mapping[str, Any], source: str) -> tuple[Family, LlamaCon
             )
     kinds, keys = types_of(family.config), _plain_keys(family)
     try:
-        found = {ours: given.read(key, kinds[ours]) for key, ours in keys.items() if key in given.content}
+        found = {ours: given.read(key, kinds[ours], getattr(family.config, ours)) for key, ours in keys.items()}
         family.config(**found)  # checks the number of layers before the list of layers is made
         found |= {**family.block, **_windows(given, family)}
         found |= family.experts.read(given) if family.experts else {}
@@ -107,15 +109,14 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
     """
     new, old = given.below("rope_parameters"), given.below("rope_scaling")
     new = new if new.content or old.content else replace(new, content=family.rotary)
-    rope, local = new if new.content else old, None
+    rope, local = new if new.content else old, TypedJson({}, given.source)
     if FULL in rope.content or SLIDING in rope.content:
         if not family.rotary_kinds:
             raise given.error(f"rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = rope.below(FULL), rope.below(SLIDING)
 
     def fields_of(rope: TypedJson) -> dict[str, Any]:
-        bases = (each.read("rope_theta", float | None, None) for each in (rope, given))
-        base = next((each for each in bases if each is not None), 10000.0)
+        base = rope.read("rope_theta", float, given.read("rope_theta", float, 10000.0))
         return {"rotary_base": base, "rotary_scaling": _scaling(rope)}
 
     found = fields_of(rope)
@@ -123,9 +124,7 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
         raise given.error("rope_parameters and rope_scaling are both set, and differ; remove the wrong one.")
     if not windows or not family.rotary_kinds:
         return found
-    local_base = None if local is None else local.read("rope_theta", float | None, None)
-    local_base = given.read(LOCAL_BASE, float | None, None) if local_base is None else local_base
-    local_scaling = None if local is None else _scaling(local)
+    local_base, local_scaling = local.read("rope_theta", float, given.read(LOCAL_BASE, float, None)), _scaling(local)
     if local_base is None or {"rotary_base": local_base, "rotary_scaling": local_scaling} == found:
         return found
     if local_scaling is not None:
@@ -135,9 +134,9 @@ def _rotary(given: TypedJson, family: Family, windows: bool) -> dict[str, Any]:
 
 def _scaling(rope: TypedJson) -> RotaryScaling | None:
     """Return the scaling of rotary frequencies; the attention factor may be given by two factors of the logarithm."""
-    if (part := rope.read("partial_rotary_factor", float | None, None)) not in (1.0, None):
+    if (part := rope.read("partial_rotary_factor", float, 1.0)) != 1:
         raise rope.error(f"partial_rotary_factor is {part!r}; Gregale rotates the whole head, 1.0.")
-    kind = rope.read("rope_type" if "rope_type" in rope.content else "type", str, "default")
+    kind = rope.read("rope_type", str, rope.read("type", str, "default"))
     if kind == "default":
         return None
     if kind not in SCALINGS:
@@ -148,8 +147,8 @@ def _scaling(rope: TypedJson) -> RotaryScaling | None:
         )
     types, given = types_of(SCALINGS[kind]), {}
     for key, ours in _keys_of(SCALINGS[kind]).items():
-        given[ours] = rope.read(key, types[ours] | None, None) if ours in OPTIONAL else rope.read(key, types[ours])
-    scales = [rope.read(key, float | None, None, at_least(0)) for key in ("mscale", "mscale_all_dim")]
+        given[ours] = rope.read(key, types[ours], None if ours in OPTIONAL else ...)
+    scales = [rope.read(key, float, None, at_least(0)) for key in ("mscale", "mscale_all_dim")]
     if all(scales) and given.get("attention_factor", 0) is None:
         upper, lower = (1 + 0.1 * scale * math.log(max(given["factor"], 1)) for scale in scales if scale)
         given["attention_factor"] = upper / lower
@@ -164,8 +163,8 @@ def _keys_of(scaling: type[RotaryScaling]) -> dict[str, str]:
 def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
     none = {"sliding_window": None, "full_layers": ()}
     has_windows = family.window == "sliding_window" or (family.window and given.read(family.window, bool, False))
-    window = given.read("sliding_window", int | None, None, whole(1)) if has_windows else None
-    kinds = given.read("layer_types", list[str] | None, None) if family.has_layer_types else None
+    window = given.read("sliding_window", int | None, None, whole(0)) if has_windows else None
+    kinds = given.read("layer_types", list[str], None) if family.has_layer_types else None
     if window is None and kinds is None and (family.full_every is None or family.window is None):
         return none
     if kinds is None and not family.derives_layer_types:
@@ -182,6 +181,11 @@ def _windows(given: TypedJson, family: Family) -> dict[str, Any]:
         return none
     if window is None:
         raise given.error(f"layers are {SLIDING}, but there is no sliding_window, or it is not used.")
+    if window == 0:
+        raise given.error(
+            f"layers are {SLIDING}, and sliding_window is 0, with which transformers lets a token see none. If the "
+            "model has no windows, set it to null."
+        )
     return {"sliding_window": window, "full_layers": full}
 
 
@@ -199,14 +203,23 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     - `family`: a family that supports the model
     - `vocabulary`: rows of the embedding
     - `before`: the imported config.json; the result keeps its keys that do not affect the shape, and its format of the
-      rotary frequencies. If it describes this model, the result keeps all of its keys: several forms mean the same
+      rotary frequencies. If it describes this model, the result keeps all of its keys: several forms mean the same.
+      Only null and whole floats become numbers where transformers 5 refuses them
     """
     fields = _written_fields(config, family, vocabulary, before)
     with suppress(UserError):  # of another model
         own, there = read_config(before, "config.json")
         if own == family and _written_fields(there, family, there.vocabulary, before) == fields:
-            return {**before, "architectures": [family.architecture]}
+            return {**before, **_strict(fields, before, family), "architectures": [family.architecture]}
     return {**before, **fields, "model_type": family.model_type, "architectures": [family.architecture]}
+
+
+def _strict(fields: Mapping[str, Any], before: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields that are numbers or truth values, and null or floats in a file that transformers 5 refuses."""
+    null = {key for key in before if before[key] is None} - {*DERIVED, *family.only}
+    numbers = {key: value for key, value in fields.items() if isinstance(value, bool | int | float)}
+    floats = {key for key, value in numbers.items() if (type(before.get(key)), type(value)) == (float, int)}
+    return {key: value for key, value in numbers.items() if key in null | floats}
 
 
 def _written_fields(

@@ -50,16 +50,16 @@ class FamilyExperts:
     def _dense_layers(self, given: TypedJson) -> int:
         layers = given.read("num_hidden_layers", int)
         if self.dense == MLP_TYPES:
-            kinds = given.read(MLP_TYPES, list[str] | None, None) or [DENSE, *[SPARSE] * (layers - 1)]
+            kinds = given.read(MLP_TYPES, list[str], None) or [DENSE, *[SPARSE] * (layers - 1)]
             if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
                 raise given.error(f"{MLP_TYPES} needs {DENSE} or {SPARSE} for each of the {layers} layers.")
             rule, dense = MLP_TYPES, [layer for layer, kind in enumerate(kinds) if kind == DENSE]
         elif self.dense == MLP_ONLY:
-            step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int] | None, None) or []
+            step, only = given.read(SPARSE_STEP, int, 1, whole(1)), given.read(MLP_ONLY, list[int], [])
             rule, named = f"{SPARSE_STEP} {step} and {MLP_ONLY} {only}", set(only)
             dense = [layer for layer in range(layers) if layer in named or (layer + 1) % step]
         else:
-            return 0 if self.dense is None else given.read(self.dense, int | None, None, whole(0)) or 0
+            return 0 if self.dense is None else given.read(self.dense, int, 0, whole(0))
         if dense != [*range(len(dense))]:
             raise given.error(
                 f"by {rule}, the layers without experts are {listed(list(map(str, dense)))}; Gregale computes models "
@@ -68,10 +68,11 @@ class FamilyExperts:
         return len(dense)
 
     def written(self, config: LlamaConfig) -> dict[str, Any]:
-        """Return the keys of a model's experts in config.json."""
-        values = _values(config)
-        if self.shared_in_widths:
-            values["shared"] //= values["width"]
+        """Return the keys of a model's experts in config.json; a size of `shared` that it cannot have is rounded up."""
+        experts = config.experts
+        assert experts is not None
+        values = {**vars(experts), LOSS: experts.balance.loss, BIAS: experts.balance.bias}
+        values["shared"] = max(1, -(-experts.shared // (experts.width if self.shared_in_widths else 1)))
         found = {key: values[ours] for key, ours in self.keys.items()}
         dense = config.dense_layers
         if self.dense == MLP_ONLY:
@@ -79,15 +80,3 @@ class FamilyExperts:
         if self.dense == MLP_TYPES:
             return {**found, MLP_TYPES: [DENSE] * dense + [SPARSE] * (config.layers - dense)}
         return found if self.dense is None else {**found, self.dense: dense}
-
-    def lacks(self, config: LlamaConfig) -> list[str]:
-        """Return the setting of a model with experts that config.json cannot have."""
-        shared, width = (_values(config)[name] for name in ("shared", "width"))
-        if "shared" not in self.keys.values() or (shared and not (self.shared_in_widths and shared % width)):
-            return []
-        return [f"model.experts.shared {shared} with width {width}"]
-
-
-def _values(config: LlamaConfig) -> dict[str, Any]:
-    assert config.experts is not None
-    return {**vars(config.experts), LOSS: config.experts.balance.loss, BIAS: config.experts.balance.bias}

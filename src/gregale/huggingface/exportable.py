@@ -5,7 +5,7 @@ a model whose modules have the same settings.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from inspect import get_annotations
 from typing import Any
@@ -27,12 +27,7 @@ from gregale.settings import shortened
 NEAREST = 3  # families that a message names
 # Settings without an effect on outputs but for their rounding, and those whose effect the shapes of weights show.
 UNCOMPARED = {"z_loss", "init_scale", "parametrisation", "splits_positions", "vocabulary", "row_multiple"}
-UNCOMPARED |= {"mlp", "kind_numbers", "experts.balance", "experts.router"}
-# What layers compute with -> the settings that it follows from, which may say the same in several ways.
-SOURCES = {
-    "kinds": ("sliding_window", "full_layers", "rotary_base", "rotary_scaling", "window_rotary_base"),
-    "structure_numbers": ("dense_layers",),
-}
+UNCOMPARED |= {"mlp", "kind_numbers", "experts.balance", "experts.router", "full_layers", "window_rotary_base"}
 
 
 def exported_family(base: Any, config: LlamaConfig, Vocab: Axis, before: Mapping[str, Any]) -> Family:
@@ -85,11 +80,7 @@ def lacking(config: LlamaConfig, family: Family, before: Mapping[str, Any] = {})
     found = [] if family.any_heads or config.hidden % config.heads == 0 else [f"model.heads {config.heads}"]
     if config.heads * config.HeadSize.size != config.hidden and not family.any_head_size:
         found.append(f"model.head_size {config.HeadSize.size}")
-    lacks = family.experts.lacks(config) if family.experts else []
-    found += lacks
     try:
-        if lacks and config.experts:  # so that the rest can be written
-            config = replace(config, experts=replace(config.experts, shared=config.experts.width))
         return found + differing(config, read_again(config, family, before))
     except UserError as error:
         return found or [str(error)]
@@ -102,27 +93,22 @@ def read_again(config: LlamaConfig, family: Family, before: Mapping[str, Any]) -
 
 def differing(config: LlamaConfig, other: LlamaConfig) -> list[str]:
     """Return the settings by which two configurations compute other outputs, with their values; empty if none do."""
-    same = [each.name for each in fields(config)] if type(config) is type(other) else []
-    ours, theirs = _meaning(config, same), _meaning(other, same)
-    unequal = [name for name in ours if ours[name] != theirs.get(name)]
-    found = [name for name in unequal if not any(name in sources for sources in SOURCES.values())]
-    for name in [name for name in SOURCES if name in found]:
-        place, sources = found.index(name), [each for each in SOURCES[name] if each in unequal]
-        found[place : place + 1] = sources or [name]
-    return [f"model.{name} {_shown(ours[name], theirs.get(name))}" for name in found]
+    own = [each.name for each in fields(config)] if type(config) is type(other) else []
+    ours, theirs = _meaning(config, own), _meaning(other, own)
+    return [f"model.{name} {_shown(ours[name], theirs.get(name))}" for name in ours if ours[name] != theirs.get(name)]
 
 
 def _shown(value: Any, other: Any) -> str:
     """Return a value for a message; of a list for all layers, that of the first layer that differs."""
     if not isinstance(value, list):
         return shortened(value.__qualname__ if isinstance(value, type) else str(value))
-    layer, first = next(pair for pair in enumerate(value) if pair[1] not in other[pair[0] : pair[0] + 1])
-    return f"{shortened(str(first[-1] if isinstance(first, tuple) else first))} in layer {layer}"
+    layer = next(layer for layer, each in enumerate(value) if [each] != other[layer : layer + 1])
+    return f"{_shown(value[layer], None)} in layer {layer}"
 
 
 def _meaning(config: LlamaConfig, own: list[str]) -> dict[str, Any]:
     """Return what layers compute with, by the names of settings; `own`: fields that not all models have."""
-    experts, kinds = config.experts, config.kinds
+    experts, layers = config.experts, [config.kinds[number] for number in config.kind_numbers]
     names = [name for cls in reversed(LlamaConfig.__mro__) for name in get_annotations(cls)]
     found = {name: getattr(config, name) for name in dict.fromkeys([*names, *own]) if name[0] != "_"}
     found |= {f"experts.{each.name}": getattr(experts, each.name) for each in fields(ExpertsConfig) if experts}
@@ -133,7 +119,10 @@ def _meaning(config: LlamaConfig, own: list[str]) -> dict[str, Any]:
         "logits": config.logits.cap,
         "experts": type(experts),
         "experts.balance.bias": experts is not None and experts.balance.bias,
-        "kinds": [(type(kinds[number]), kinds[number]) for number in config.kind_numbers],
+        "sliding_window": [each.window for each in layers],
+        "rotary_base": [each.rotary_base for each in layers],
+        "rotary_scaling": [each.rotary_scaling for each in layers],
+        "kinds": [type(each) for each in layers],
         "structure_numbers": list(config.structure_numbers),
     }
     return {name: value for name, value in found.items() if name not in UNCOMPARED}

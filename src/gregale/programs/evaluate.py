@@ -24,7 +24,7 @@ from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task, read_tasks
 from gregale.programs.command import Command
 from gregale.programs.runtime import sliding_window
-from gregale.programs.runtime.checkpointed import mixtures_of, recorded
+from gregale.programs.runtime.checkpointed import mixtures_of, newer_masks, recorded
 from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, format_losses
 from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
 from gregale.programs.runtime.tasks import evaluation_on, start_of, task_metrics
@@ -204,20 +204,24 @@ def own_corpus(trained: Trained, console: Console) -> Corpus:
         console.message(note)
     mixtures = mixtures_of(trained.metadata, config)
     if corpus.fingerprint_after(mixtures) != recorded(trained.metadata, "data"):
-        raise UserError(changed("data.sources", trained))
+        raise UserError(changed("data.sources", trained, corpus))
     for name, found in corpus.validation_fingerprints.items():
         if found != trained.metadata.get("validation", {}).get(name, found):
-            raise UserError(changed(f"data.validation.{name}", trained))
+            raise UserError(changed(f"data.validation.{name}", trained, corpus))
     return corpus
 
 
-def changed(key: str, trained: Trained) -> str:
-    """Return the message about a text that has changed since the checkpoint."""
+def changed(key: str, trained: Trained, corpus: Corpus) -> str:
+    """Return the message about a text, or rules for its tokens, that have changed since the checkpoint."""
+    path, newer = trained.run.path, newer_masks(trained.metadata, corpus)
+    why = newer or (
+        f"the text is not what it was when {path} saved step {trained.step}: files, the tokenizer or what is held out "
+        "have changed"
+    )
+    remedy = "Train the run again with --fresh" if newer else "Put the old text back"
     return (
-        f"{key}: the text is not what it was when {trained.run.path} saved step {trained.step}: files, the tokenizer "
-        f"or what is held out have changed. A loss on it could not be compared with the run's own, and might be one on "
-        f"text that the run was trained on. Put the old text back, or name text to evaluate on: "
-        f"gregale eval {trained.run.path} --data 'FILES'"
+        f"{key}: {why}. A loss on it could not be compared with the run's own, and might be one on text that the run "
+        f"was trained on. {remedy}, or name text to evaluate on: gregale eval {path} --data 'FILES'"
     )
 
 

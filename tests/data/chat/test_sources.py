@@ -2,10 +2,13 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from gregale.checkpoint.store import Restored
+from gregale.data.build import MASKS
 from gregale.data.config import DataConfig
 from gregale.data.examples import Windows
 from gregale.data.packing import PackedRows, Packing
@@ -17,10 +20,13 @@ from gregale.data.sources import (
     ChatSource,
     JsonLinesSource,
 )
+from gregale.data.staged import MixtureStage
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, from_json
 from gregale.errors import KeyedError, UserError
 from gregale.evaluation.bigram import bigram_bits_per_byte
+from gregale.programs.evaluate import changed
 from gregale.programs.runtime.sliding_window import SlidingEvaluation
+from gregale.programs.train.resume import check_text
 
 END = BytesTokenizer.end_of_document
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -116,9 +122,7 @@ BAD = {
     "`messages` is empty, expected a list of objects": {"messages": []},
     "`messages` is text, and no JSON": {"messages": "hello"},
     "no `role`; there are: content": {"messages": [{"content": "a"}]},
-    "`role` is 'narrator', and none of human, user, gpt, assistant, model": {
-        "messages": [{**TALK[0], "role": "narrator"}]
-    },
+    "(the role 'narrator' is none of user, assistant, system": {"messages": [{**TALK[0], "role": "narrator"}]},
     "`tool_calls` is text, and no JSON": {"messages": [{"role": "assistant", "tool_calls": "f()"}]},
     "`content` has a part of type 'image'": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     "`content` has a part of type int": {"messages": [{"role": "assistant", "content": [1]}]},
@@ -143,8 +147,7 @@ def test_bad_rows_are_named_and_left_out_or_stop_the_run(tmp_path):
         source = ChatSource(files=(file,), packing="concat")
         with pytest.raises(UserError, match="line 41"):
             prepare(DataConfig({"x": source}, cache=f"{tmp_path}/c", workers=1), 8, 0)
-    wrong = {"cat": "`from` is 'cat', and none of human, user, gpt", "function_call": "a function_call is no JSON"}
-    for role, said in (*wrong.items(), (["user"], "`from` is list")):
+    for role, said in (("function_call", "a function_call is no JSON"), (["user"], "`from` is list")):
         file = write_lines(tmp_path / "roles", [{"conversations": [{"from": role, "value": "a"}]}])
         with pytest.raises(UserError, match=said):
             list(ChatSource(files=(file,), form="sharegpt").documents())
@@ -244,6 +247,21 @@ def test_masks_are_part_of_a_stores_identity_and_other_stores_have_none(tmp_path
     other = DataConfig({"x": kinds[0]}, cache=f"{tmp_path}/c", workers=1, chat_template=f"{tmp_path}/t.jinja")
     ids, _ = prepare(other, 16, 0).train_streams["x"].read(0, 12)
     assert ids.tolist() == [*b"ua", 256, *b"ab", 256, *b"ua", 256, *b"acd"][:12]
+
+
+def test_older_rules_for_conversations_are_told_from_another_text(corpus):
+    mixtures = (MixtureStage(0, {"x": 1, "y": 1}, 16),)
+    check_text(Restored(8, None, {"data": corpus.fingerprint, "masks": 1}), mixtures, corpus)
+    newer = rf"data: this version of Gregale has newer rules for .*: version {MASKS}, and the checkpoint's is "
+    for masks, said in (({}, f"{newer}an older one.*--fresh"), ({"masks": 1}, f"{newer}1.*`--start_from RUN`")):
+        with pytest.raises(UserError, match=said):
+            check_text(Restored(8, None, {"data": "another", **masks}), mixtures, corpus)
+    with pytest.raises(UserError, match=r"data: the text is not the one .* Put the old text back"):
+        check_text(Restored(8, None, {"data": "another", "masks": MASKS}), mixtures, corpus)
+    run = SimpleNamespace(path="runs/chat")
+    old, other = (SimpleNamespace(run=run, step=8, metadata={"masks": masks}) for masks in (1, MASKS))
+    assert f"version {MASKS}, and the checkpoint's is 1." in changed("data.sources", old, corpus)
+    assert "the text is not what it was when" in changed("data.sources", other, corpus)
 
 
 def test_a_trained_bpe_reads_the_messages_and_keeps_the_template(tmp_path):

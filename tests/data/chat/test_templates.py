@@ -333,6 +333,29 @@ def test_a_template_that_cannot_be_used_ends_in_one_line(template, said):
     assert "\n" not in str(raised.value)
 
 
+NARRATED = without_generation(TEMPLATES["chatml"]) + "{% if messages[0].role in ['Stage', 'narrator'] %}{% endif %}"
+
+
+@pytest.mark.parametrize("form", [("messages", "role", "content"), ("conversations", "from", "value")])
+def test_a_role_that_the_template_quotes_is_a_role(form, in_this_process):
+    rows, role, content = form
+    kind = "messages" if rows == "messages" else "sharegpt"
+    with ChatEncoder(tokenizer_with(NARRATED)) as chat:
+        for given, wanted in (
+            ("Stage", "Stage"),
+            (" Narrator", "narrator"),
+            ("Human", "user"),
+            ("Developer", "developer"),
+        ):
+            talk = [{role: given, content: "a"}, {role: "gpt", content: "the"}]
+            found = chat.encode(ChatSource(form=kind).conversation({rows: talk}, "here"))
+            text = chat._tokenizer._library.decode(found.ids.tolist(), skip_special_tokens=False)
+            assert text.startswith(f"<|im_start|>{wanted}\na"), text
+            assert supervised_text(chat._tokenizer, found) == "the<|im_end|>"
+        with pytest.raises(jinja2.TemplateError, match=r"the role 'stage' is none of user, .*does not name it"):
+            chat.encode(conversation([{"role": "stage", "content": "a"}]))
+
+
 def test_a_template_that_leaves_out_calls_of_tools_rejects_conversations_with_some():
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     messages = [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"}]

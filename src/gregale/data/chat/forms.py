@@ -5,16 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MESSAGES, SHAREGPT, PROMPT, INSTRUCTION, PAIRS = ("messages", "sharegpt", "prompt", "instruction", "pairs")
-USUAL = {  # roles by their spellings, without spaces around and in small letters
+ROLES = {  # by their spellings, without spaces around and in small letters
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatbot"), "assistant"),
     "system": "system",
 }
-ROLES = {**USUAL, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}  # of ShareGPT
-OTHERS = (  # which templates have
-    *("developer", "tool", "function", "observation", "ipython", "environment", "context", "function_response"),
-    *("tool_response", "tool_call", "available_tools", "control"),
-)
+OF_TOOLS = dict.fromkeys(("tool", "observation", "function_response"), "tool")  # of ShareGPT
 CALL = "function_call"  # a turn of ShareGPT's in which the assistant calls tools
 COLUMNS = {  # by form, the columns of a row and the fields of a message
     MESSAGES: ("messages", "tools", "documents", "role", "content"),
@@ -63,7 +59,7 @@ class Row:
         """Return a message with the usual names; fields that have no name here stay."""
         own = {self.name("role"): "role", self.name("content"): "content"}
         message = {own.get(name, name): value for name, value in self.values.items()}
-        message["role"] = self.role("role", USUAL | dict(zip(OTHERS, OTHERS, strict=True)))
+        message["role"] = self.role("role", ROLES)
         if isinstance(calls := message.get("tool_calls"), str):
             has_calls = calls.strip() not in ("", "[]", "null")  # in columns of text
             message["tool_calls"] = [each.values for each in self.rows("tool_calls")] if has_calls else None
@@ -74,11 +70,9 @@ class Row:
         return message
 
     def role(self, usual: str, known: Mapping[str, str]) -> str:
-        """Return the role that a field names; raise `Malformed` for one that no template has."""
+        """Return the role that a field names; one that is not known is as it was given, for the template to judge."""
         found = self.text(usual)
-        if (role := found.strip().lower()) not in known:
-            raise Malformed(f"`{self.name(usual)}` is {found!r}, and none of {', '.join(known)}")
-        return known[role]
+        return known.get(found.strip().lower(), found)
 
     def _text_of(self, part: Any) -> str:
         """Return the text of a part of a message's content."""
@@ -99,7 +93,9 @@ def from_messages(row: Row) -> Messages:
 
 
 def from_sharegpt(row: Row) -> Messages:
-    turns = [(each.role("from", {**ROLES, CALL: CALL}), each.text("value")) for each in row.rows("conversations")]
+    turns = [
+        (each.role("from", {**ROLES, **OF_TOOLS, CALL: CALL}), each.text("value")) for each in row.rows("conversations")
+    ]
     return with_system(row, [calls_of(text) if role == CALL else say(role, text) for role, text in turns])
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -42,6 +42,10 @@ from gregale.data.chat.messages import (
 )
 from gregale.data.chat.turns import AssistantTurns, NotCertain, Part, Spans, common, symbols_of
 
+ROLES = (  # that a template may have without naming them, if it writes roles as they are
+    *("user", "assistant", "system", "developer", "tool", "function", "observation", "ipython", "environment"),
+    *("context", "function_response", "tool_response", "tool_call", "available_tools", "control"),
+)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -73,19 +77,12 @@ class Loops(NodeTransformer):
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
         self.generic_visit(node)
         inside = {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
-        targets = [
-            name.name for name in (node.target, *node.target.find_all(nodes.Name)) if isinstance(name, nodes.Name)
-        ]
+        targets = [name.name for name in nodes.Tuple([node.target], "store").find_all(nodes.Name)]
         calls = [said("begin_iteration", node, each) for each in targets]
-        for item in node.find_all(nodes.Getitem):  # `messages[i]`, in a loop over numbers
-            at, of = item.arg, item.node
-            if (
-                isinstance(at, nodes.Name)
-                and at.name in targets
-                and isinstance(of, nodes.Name)
-                and of.name not in inside
-            ):
-                calls.append(said("begin_iteration", node, at.name, of.name))
+        for item in node.find_all(nodes.Getitem):
+            match item.arg, item.node:
+                case nodes.Name(name=at), nodes.Name(name=of) if at in targets and of not in inside:
+                    calls.append(said("begin_iteration", node, at, of))  # `messages[i]`, in a loop over numbers
         node.body = [*calls, *node.body]
         return [said("begin_loop", node), node, said("end_loop", node)]
 
@@ -111,9 +108,12 @@ class Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = lambda form: datetime.fromisoformat(self.date).strftime(form)
 
-    def traced(self, text: str) -> jinja2.Template:
-        tree = Loops().visit(self.parse(text)).set_environment(self)
-        return self.template_class.from_code(self, self.compile(tree), self.globals)
+    def traced(self, text: str) -> tuple[jinja2.Template, set[str]]:
+        """Return a template, and the texts that it quotes, among which are the roles that it compares with."""
+        tree = self.parse(text)
+        quoted = {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
+        code = self.compile(Loops().visit(tree).set_environment(self))
+        return self.template_class.from_code(self, code, self.globals), quoted
 
     def begin_loop(self) -> None:
         self.owners.append(self.owners[-1])
@@ -127,7 +127,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.owners.pop()
 
 
-def raise_exception(message: str) -> None:
+def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -158,9 +158,11 @@ class Templates:
         special token in the conversation has `MARK` after its first character, so that it is none of these.
         """
         given = {"tools": None, "documents": None, **self._marked(asked["conversation"])}
-        messages, has_tools = [plain(each) for each in given.pop("messages")], "tools" in asked["conversation"]
+        has_tools = "tools" in asked["conversation"]
+        template, quoted = self._templates[has_tools]
+        messages = [{**plain(each), "role": role_of(each, quoted)} for each in given.pop("messages")]
         self._environment.date = asked["date"]
-        render = partial(self._render, self._templates[has_tools], given)
+        render = partial(self._render, template, given)
         if self._takes_parts[has_tools] is None:
             self._takes_parts[has_tools] = takes_parts(render)
         if self._takes_parts[has_tools]:
@@ -314,6 +316,15 @@ def tried(render: Callable[..., list[Part]], *given: Any) -> list[Part] | None:
 
 def joined(parts: list[Part]) -> str:
     return "".join(part.text for part in parts)
+
+
+def role_of(message: dict[str, Any], quoted: set[str]) -> str:
+    """Return the role of a message; reject one that no template has; `quoted`: the texts that this template quotes."""
+    role = message["role"]
+    for each in (role, role.strip().lower()):
+        if each in ROLES or each in quoted:
+            return each
+    raise_exception(f"the role {role!r} is none of {', '.join(ROLES)}, and the template does not name it")
 
 
 def takes_parts(render: Callable[..., list[Part]]) -> bool:

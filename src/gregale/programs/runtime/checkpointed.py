@@ -7,6 +7,7 @@ import draccus
 import jax
 
 from gregale.axes.layout import Layout
+from gregale.data.build import MASKS
 from gregale.data.preparation import Corpus
 from gregale.data.staged import Mixtures, MixtureStage, with_mixture
 from gregale.errors import UserError
@@ -41,6 +42,7 @@ def checkpoint_metadata(
     return {
         "data": corpus.fingerprint_after(counted["mixtures"]),
         "validation": corpus.validation_fingerprints,
+        "masks": MASKS,
         "method": method.name,
         "joined": method.needs_full_state(step),
         "replicas": replicas(setup.layout, method),
@@ -59,6 +61,20 @@ def recorded(metadata: Mapping[str, Any], key: str):
             f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
         )
     return metadata[key]
+
+
+def newer_masks(metadata: Mapping[str, Any], corpus: Corpus) -> str:
+    """Return why conversations of the same text may have other tokens than at a checkpoint; empty if nothing does.
+
+    A version before these rules had numbers wrote none.
+    """
+    before = metadata.get("masks", "an older one")
+    if before == MASKS or not any("chat_template" in store.manifest for store in corpus.stores.values()):
+        return ""
+    return (
+        "this version of Gregale has newer rules for roles of conversations and for the tokens that the loss is on: "
+        f"version {MASKS}, and the checkpoint's is {before}. The text may be the same"
+    )
 
 
 def mixtures_of(metadata: dict, config: TrainConfig) -> Mixtures:

@@ -15,7 +15,14 @@ from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.methods.method import Method
 from gregale.programs.plan.shapes import tree_bytes
 from gregale.programs.runtime.adapters import continued
-from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, mixtures_of, recorded, saved_by
+from gregale.programs.runtime.checkpointed import (
+    checkpoint_template,
+    holds_more,
+    mixtures_of,
+    newer_masks,
+    recorded,
+    saved_by,
+)
 from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.runtime.trained_model import Base, as_here, find_run, restored_model, weights_of
@@ -94,6 +101,11 @@ def check_text(restored: Restored, mixtures: Mixtures, corpus: Corpus) -> None:
             "back; with `weight: 0` it is not drawn from any more."
         )
     if recorded(restored.metadata, "data") != corpus.fingerprint_after(mixtures):
+        if newer := newer_masks(restored.metadata, corpus):
+            raise UserError(
+                f"data: {newer}. Start another run with --fresh; or with a new name and `--start_from RUN`, so that it "
+                "begins with the weights of this one."
+            )
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
