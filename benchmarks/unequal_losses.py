@@ -83,7 +83,9 @@ def step(vector, state, batch):
 
 
 def batch_of(rng, first, last, rows=ROWS):
-    return np.stack([TEXT[at : at + LENGTH + 1] for at in rng.integers(first, last - LENGTH - 1, rows)]).astype(np.int32)
+    return np.stack([TEXT[at : at + LENGTH + 1] for at in rng.integers(first, last - LENGTH - 1, rows)]).astype(
+        np.int32
+    )
 
 
 class Learner(Trainer):
@@ -173,11 +175,20 @@ def trained(slower, seed, rule, steps):
 def main(seeds=3, steps=300):
     equal, unequal, two = (1, 1, 1, 1), (1, 1, 5, 20), (1, 1)
     longer = round(steps * sum(1 / each for each in equal) / sum(1 / each for each in unequal))
-    cases = [("four equal", equal, "rebase", steps), ("two equal", two, "rebase", steps), ("two equal", two, "rebase", 2 * steps)]
-    cases += [(f"1, 1, 5, 20: {rule}", unequal, rule, each) for each in (steps, longer) for rule in ("keep", "rebase", "age")]
+    cases = [
+        ("four equal", equal, "rebase", steps),
+        ("two equal", two, "rebase", steps),
+        ("two equal", two, "rebase", 2 * steps),
+    ]
+    cases += [
+        (f"1, 1, 5, 20: {rule}", unequal, rule, each) for each in (steps, longer) for rule in ("keep", "rebase", "age")
+    ]
     for name, slower, rule, count in cases:
         losses = [trained(slower, seed, rule, count) for seed in range(seeds)]
-        print(f"{name:22} {count:5} steps  {statistics.mean(losses):.4f}  {' '.join(f'{each:.4f}' for each in losses)}", flush=True)
+        print(
+            f"{name:22} {count:5} steps  {statistics.mean(losses):.4f}  {' '.join(f'{each:.4f}' for each in losses)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

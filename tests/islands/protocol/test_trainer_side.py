@@ -202,3 +202,49 @@ def test_a_peers_state_replaces_queued_rounds_and_resets_the_steps(side):
     assert side.arrival(is_last=False) == LoadOuterState(7)
     assert side.all_arrived()
     assert not side.says_due(7)
+
+
+def test_a_message_before_its_round_is_of_the_fragment_left_behind():
+    """Rounds fall due every 3 s; a step of this island takes 8 s, and the next two rounds begin within it."""
+    side, said = Side(delay=1), []
+    handover = side.handover
+    handover.fragments, handover.early = 2, True
+    side.steps(1, seconds=8.0)
+    side.commits(0)
+    assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
+    for at in (4.0, 7.0):
+        handover.fall_due(at)
+    handover.next_round(used=False)
+    side.message(2, 8.0, said.append, False, False)
+    assert said == [m.EarlyMessage(3)], "round 2 is of the fragment of round 0"
+    handover.step_seconds = 1.0
+    side.message(2, 8.0, said.append, False, False)
+    assert len(said) == 1, "no round falls due within a step"
+
+
+def test_a_message_that_no_round_has_used_waits_for_the_next_of_its_fragment(side):
+    handover = side.handover
+    handover.fragments = 2
+    side.sends(0)
+    assert [handover.serves(number) for number in range(4)] == [True, False, True, False]
+    side.commits(0, 0.0)
+    assert handover.serves(2)
+    side.commits(2)
+    assert not handover.serves(2)
+
+
+def test_an_island_that_waits_with_an_early_message_announces_an_overdue_round():
+    side = Side(delay=0)
+    handover = side.handover
+    handover.early = True
+    for at in (0.0, 3.0):
+        handover.fall_due(at)
+    handover.next_round(used=True)
+    side.steps(1)
+    handover.want(0)
+    side.message_sent(0, 3.5)
+    assert side.must_wait(0, 4.0)
+    side.now = 8.9
+    assert not side.says_due(0)
+    side.now = 9.0
+    assert side.says_due(0)

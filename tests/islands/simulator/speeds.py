@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.member_state import GRACE_STEPS
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
+from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.world import Weather, World
 
 
@@ -61,3 +63,26 @@ def paces(
     world = Observed(step_seconds, timing, schedule, member_class)
     world.run_until(seconds)
     return list(world.paces.values())
+
+
+def check(found: Sequence[Pace], alone: Pace, schedule: Schedule) -> None:
+    """Raise `BrokenError` if a slow island brakes the others, is left out, or heals.
+
+    - `found`: of islands of which the last one is slower than the others, which are equal
+    - `alone`: of one of the others without it
+    """
+    fast, slow = found[0], found[-1]
+    if heals := [each.heals for each in found if each.heals]:
+        raise BrokenError(f"islands heal without a fault: {heals}")
+    share = 0.95 if schedule.delay else 1 / (1 + GRACE_STEPS / (schedule.period / schedule.fragments))
+    if len(fast.rounds) < share * len(alone.rounds):
+        raise BrokenError(f"{len(fast.rounds)} rounds in place of {len(alone.rounds)}")
+    ends = [at for at in slow.steps if at > slow.rounds[0][0]]
+    for begin, end in zip(ends, ends[3:], strict=False):
+        inside = [weight for at, weight in slow.rounds if begin < at <= end]
+        if len(inside) >= 3 and not any(inside):
+            raise BrokenError(f"{len(inside)} rounds in three steps of the slow island, from {begin:.1f} s, without it")
+    for begin, end in zip(ends, ends[2 * schedule.period :], strict=False):
+        contributed = {schedule.round_fragment(n) for n, (at, w) in enumerate(slow.rounds) if begin < at <= end and w}
+        if len(contributed) < schedule.fragments:
+            raise BrokenError(f"of {schedule.fragments} fragments only {contributed} have steps of the slow island")

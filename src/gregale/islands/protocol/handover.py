@@ -1,5 +1,6 @@
 """The state of the message that an island is about to contribute: wanted, on its way, or available."""
 
+import math
 from collections import deque
 from statistics import median
 
@@ -60,9 +61,12 @@ class Handover:
 
     def due_in(self, rounds: int) -> float | None:
         """Return the time at which so many rounds will have been due since the last one that was; None: unknown."""
-        if self._due_at is None or not self._between:
-            return None
-        return self._due_at + rounds * median(self._between)
+        return None if self._due_at is None or not self._between else self._due_at + rounds * self.interval_seconds
+
+    @property
+    def interval_seconds(self) -> float:
+        """The usual seconds from due round to due round; infinite before the second one."""
+        return median(self._between) if self._between else math.inf
 
     def serves(self, number: int) -> bool:
         """Return whether the newest message contributes to round `number`."""

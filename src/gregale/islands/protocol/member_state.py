@@ -15,6 +15,7 @@ from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
+EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
@@ -163,7 +164,9 @@ class MemberState:
 
     def _is_slow(self) -> bool:
         """Return whether this member's steps are too long for the others to wait for one."""
-        return not self.rules.lockstep and 0 < GRACE_STEPS * self._fastest < self.handover.step_seconds
+        # Where rounds follow one another in few steps, even a short wait makes them fewer.
+        most = min(GRACE_STEPS * self._fastest, self.handover.interval_seconds / 2)
+        return not self.rules.lockstep and 0 < max(EQUAL_STEPS * self._fastest, most) < self.handover.step_seconds
 
     def _needed(self) -> int:
         """Return the smallest number of members of a view that is of use to this member."""

@@ -1,0 +1,102 @@
+"""Islands of unequal speed: the slow one contributes, and nobody waits for it."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.settings import LAN, WAN
+from gregale.methods.schedule import Schedule
+from tests.islands.simulator.invariants import BrokenError
+from tests.islands.simulator.speeds import Pace, check, paces
+
+NETWORKS = {"lan": (LAN, 0.3), "wan": (WAN, 3.0), "long": (WAN, 15.0)}  # with the seconds of a step
+STEPS = 240  # of the fast islands
+FAST = 3
+
+
+@cache
+def alone(network: str, schedule: Schedule) -> Pace:
+    timing, seconds = NETWORKS[network]
+    return paces([seconds] * FAST, timing, schedule, STEPS * seconds)[0]
+
+
+def run(network: str, delay: int, fragments: int, slower: float, kind: type[Member] = Member) -> None:
+    """Run a fleet with an island that is slower by this factor, and check it."""
+    timing, seconds = NETWORKS[network]
+    schedule = Schedule(6 * max(fragments, 2), fragments, delay, fragments)
+    found = paces([seconds] * FAST + [seconds * slower], timing, schedule, STEPS * seconds, kind)
+    check(found, alone(network, schedule), schedule)
+
+
+CASES = [
+    ("lan", 1, 2, 4), ("lan", 1, 2, 8), ("lan", 1, 2, 20), ("lan", 2, 8, 1.4), ("lan", 0, 2, 20), ("wan", 1, 1, 50),
+    ("wan", 1, 2, 10), ("wan", 0, 3, 3), ("long", 1, 2, 1.4),
+]  # fmt: skip
+FACTORS = (1, 1.2, 1.4, 1.5, 1.6, *range(2, 16), 20, 25, 31, 40, 50)
+
+
+@pytest.mark.parametrize(("network", "delay", "fragments", "slower"), CASES)
+def test_a_slow_island_contributes_and_brakes_nobody(network, delay, fragments, slower):
+    run(network, delay, fragments, slower)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("network", NETWORKS)
+def test_no_slow_island_is_left_out_or_brakes_the_others(network):
+    for delay, fragments, slower in product((0, 1, 2), (1, 2, 3, 5, 8), FACTORS):
+        run(network, delay, fragments, slower)
+
+
+class NeverEarly(Member):
+    """Hands messages over only when rounds are due."""
+
+    def _is_slow(self):
+        return False
+
+
+class WaitsForTheSlowest(NeverEarly):
+    """Waits for its own step, however long it is."""
+
+    def _grace(self):
+        return 2 * self.handover.step_seconds
+
+
+class Forgets(Member):
+    """Drops a message that a round has not used."""
+
+    def _commit(self, *arguments):
+        super()._commit(*arguments)
+        self.handover.state_replaced()
+
+
+class TellsNoGrace(Member):
+    """The coordinator does not know for how long this island waits for its own step."""
+
+    def _do(self, *actions):
+        super()._do(
+            *(replace(each, grace_seconds=0.0) if isinstance(each, m.RequestView) else each for each in actions)
+        )
+
+
+class AnswersNoEarlyMessage(Member):
+    def _on_early_message(self, event):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        (NeverEarly, ("lan", 1, 2, 20)),
+        (WaitsForTheSlowest, ("lan", 1, 2, 8)),
+        (Forgets, ("wan", 1, 2, 10)),
+        (TellsNoGrace, ("long", 1, 2, 1.4)),
+        (AnswersNoEarlyMessage, ("wan", 1, 1, 50)),
+    ],
+)
+def test_a_planted_mistake_is_found(kind, case):
+    with pytest.raises(BrokenError):
+        run(*case, kind=kind)
