@@ -132,7 +132,7 @@ class Fleet:
     def _carry_out(self, number: int, action: m.Action) -> None:
         if isinstance(action, m.RequestView):
             self.headers = max(self.headers, len(canonical(asdict(action.header))))
-            self._pollers[number].ask(action.header, action.needed, action.grace_seconds)
+            self._pollers[number].ask(action.header, action.needed)
         elif isinstance(action, m.AnnounceRound):
             self.announced += len(action.addresses)
         elif isinstance(action, m.Reduce):

@@ -30,7 +30,7 @@ from gregale.islands.protocol.settings import LAN
 from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.speeds import Observed
-from tests.islands.simulator.trainer import BATCH, DOWN_SECONDS, Trainer
+from tests.islands.simulator.trainer import DOWN_SECONDS, Trainer
 
 WIDTH, HEADS, LENGTH, ROWS = 64, 4, 64, 8
 STEP_SECONDS, FRAGMENTS, ALPHA = 0.3, 2, 0.5

@@ -250,8 +250,8 @@ class Driver:
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case protocol.RequestView(header, needed, grace):
-                self._asking.ask(header, needed, grace)
+            case protocol.RequestView(header, needed):
+                self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
                     self._announcing.put(address, partial(announce, address, self.token, number))

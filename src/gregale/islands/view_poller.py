@@ -41,11 +41,11 @@ class ViewPoller:
         self._threads: list[Thread] = []  # the newest is the last
         self._lock, self._closed = Lock(), False
 
-    def ask(self, header: Header, needed: int, grace_seconds: float = 0.0) -> None:
+    def ask(self, header: Header, needed: int) -> None:
         with self._lock:
             if self._closed:
                 return
-            thread = Thread(target=self._request, args=(header, needed, grace_seconds), daemon=True, name="asking")
+            thread = Thread(target=self._request, args=(header, needed), daemon=True, name="asking")
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()
 
@@ -59,9 +59,9 @@ class ViewPoller:
             if thread is not current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
 
-    def _request(self, header: Header, needed: int, grace_seconds: float) -> None:
+    def _request(self, header: Header, needed: int) -> None:
         try:
-            number, columns = self._coordinator.ask(asdict(header), needed, grace_seconds)
+            number, columns = self._coordinator.ask(asdict(header), needed)
         except NotAdmitted as error:
             self._refused(str(error))
         except (CoordinatorUnreachable, RequestDropped) as error:

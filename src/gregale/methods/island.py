@@ -118,8 +118,9 @@ class Island(Method):
         return IslandState(state.psdp._replace(parameters=changed[0]), changed[1])
 
     def rebase(self, state: IslandState, before: Tree, theta: Tree, fragment: Fragment) -> IslandState:
-        """Return the state with theta_f replaced, and with the island's steps since it last contributed: they change the
-        new theta_f as they changed the one before. The input state is donated.
+        """Return the state with theta_f replaced, and with the island's steps since it last contributed.
+
+        They change the new theta_f as they changed the one before. The input state is donated.
 
         - `before`: the theta_f that the island's parameters are based on
         - `theta`: the new one, from `HostOuter.theta`

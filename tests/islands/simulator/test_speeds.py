@@ -1,13 +1,12 @@
 """Islands of unequal speed: the slow one contributes, and nobody waits for it."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
 import pytest
 
-from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.member_state import GRACE_STEPS
 from gregale.islands.protocol.settings import LAN, WAN
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError
@@ -73,13 +72,11 @@ class Forgets(Member):
         self.handover.state_replaced()
 
 
-class TellsNoGrace(Member):
-    """The coordinator does not know for how long this island waits for its own step."""
+class WaitsLonger(Member):
+    """Waits in the first round, too, for one and a half of its own steps."""
 
-    def _do(self, *actions):
-        super()._do(
-            *(replace(each, grace_seconds=0.0) if isinstance(each, m.RequestView) else each for each in actions)
-        )
+    def _grace(self):
+        return super()._grace() if self._fastest else GRACE_STEPS * self.handover.step_seconds
 
 
 class AnswersNoEarlyMessage(Member):
@@ -93,7 +90,7 @@ class AnswersNoEarlyMessage(Member):
         (NeverEarly, ("lan", 1, 2, 20)),
         (WaitsForTheSlowest, ("lan", 1, 2, 8)),
         (Forgets, ("wan", 1, 2, 10)),
-        (TellsNoGrace, ("long", 1, 2, 1.4)),
+        (WaitsLonger, ("wan", 1, 1, 5)),
         (AnswersNoEarlyMessage, ("wan", 1, 1, 50)),
     ],
 )

@@ -243,8 +243,7 @@ class World:
 
     def _asked(self, request: m.RequestView) -> None:
         header, timing = request.header, self.timing
-        gather = timing.gather_seconds + request.grace_seconds
-        numbers = request.needed, gather, timing.heartbeat_seconds
+        numbers = request.needed, timing.gather_seconds, timing.heartbeat_seconds
         ask = Ask(header.name, header.session, header.asked, header, *numbers)
         self.coordinator.ask(ask, self.clock)
         self.later(timing.hold_seconds, lambda: self._confirm(ask))

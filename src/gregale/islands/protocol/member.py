@@ -366,4 +366,4 @@ class Member(MemberState):
             self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
-            self._do(m.RequestView(self.header, self._needed(), self._grace() if self.handover.due else 0.0))
+            self._do(m.RequestView(self.header, self._needed()))

@@ -32,8 +32,8 @@ class RoundDue:
 class MessageReady:
     """The trainer's message for the round after `round` is on the host.
 
-    It contains `weight` tokens; `used` examples of its leases were used so far. `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
-    None: it is not finite.
+    It contains `weight` tokens; `used` examples of its leases were used so far. `final`: the trainer makes no step
+    after it, because the island leaves. `norm`: root mean square of the message; None: it is not finite.
     """
 
     round: int
@@ -125,8 +125,8 @@ class Leave:
 
 
 Event = (
-    Tick | RoundDue | MessageReady | EarlyMessage | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed | Healed
-    | HealFailed | PeersDead | Leave
+    Tick | RoundDue | MessageReady | EarlyMessage | ViewReceived | ViewFailed | Heartbeat | Reduced | ReduceFailed
+    | Healed | HealFailed | PeersDead | Leave
 )  # fmt: skip
 
 
@@ -134,15 +134,12 @@ Event = (
 class RequestView:
     """Request a view of `needed` members or more with this header. Answer with `ViewReceived` or `ViewFailed`.
 
-    The coordinator waits for other members for `grace_seconds` beside the `gather_seconds` of the timing.
-
     There is one request at a time, except that after `Healed` a new one replaces an unanswered one: the older one's
     answer must not be passed on.
     """
 
     header: Header
     needed: int
-    grace_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,8 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
-    def ask(self, header: dict, needed: int, grace_seconds: float = 0.0) -> tuple[int, Columns]:
+    def ask(self, header: dict, needed: int) -> tuple[int, Columns]:
         """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
-
-        The coordinator waits for other members for `grace_seconds` beside the `gather_seconds` of the timing.
 
         Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
 
@@ -69,7 +67,7 @@ class CoordinatorClient:
         """
         timing = self._timing
         request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header)}
-        request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds + grace_seconds}
+        request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
         if refused := reply.get("refused"):
