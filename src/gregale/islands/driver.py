@@ -280,6 +280,9 @@ class Driver:
                 self._recovery.begin(peers)
             case protocol.LogLine(text, loud):
                 self.report(text, loud)
+            case protocol.LeftOut(text, is_left_out):
+                self.report(text, is_left_out)
+                self._telling.put("stalled", partial(self.note_stalled, text if is_left_out else None))
             case protocol.Rejected(text):
                 self._end(text)
 

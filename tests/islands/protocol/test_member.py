@@ -110,6 +110,26 @@ def test_the_grace_is_one_and_a_half_steps_of_the_fastest_island():
     assert not a.header.ready
 
 
+def test_an_island_that_contributes_nothing_is_reported_with_the_reason():
+    a, b = begun(member("a"), member("b"))
+    a.handover.step_seconds = 4.0
+    said = {"a": [], "b": []}
+    for number, weight in enumerate([1.0, 0.0, 0.0, 0.0, 0.0, 1.0]):
+        for each, tokens in ((a, weight), (b, 1.0)):
+            each.handle(m.Tick(5.0 * number))
+            each.handle(m.RoundDue())
+            each.handle(m.MessageReady(number, tokens, 1))
+        all_see(a, b)
+        for each in (a, b):
+            each.handle(m.Reduced(each._reducing[0].key, f"d{number}"))
+        for each, actions in zip("ab", all_see(a, b), strict=True):
+            said[each] += [action.text for action in actions if isinstance(action, (m.LeftOut, m.LogLine))]
+    why = "has contributed to no round since round 1, 15 s ago: it had no message when rounds were due (a step of it"
+    assert [line.startswith(f"this island {why}") for line in said["a"]] == [True, False]
+    assert said["a"][1] == "this island contributes again, to round 6"
+    assert [line.startswith(f"island a {why}") for line in said["b"]] == [True]
+
+
 def test_a_reduce_that_times_out_has_failed():
     (a,) = begun(member("a", reduce_seconds=4.0))
     ready(a)

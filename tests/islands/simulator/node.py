@@ -229,6 +229,9 @@ class Node:
     def _do_log_line(self, action: m.LogLine) -> None:
         self.world.log(f"{self.name} says: {action.text}")
 
+    def _do_left_out(self, action: m.LeftOut) -> None:
+        self.world.log(f"{self.name} says: {action.text}")
+
     def _do_rejected(self, action: m.Rejected) -> None:
         self.alive = False
 

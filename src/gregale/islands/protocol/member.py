@@ -206,7 +206,7 @@ class Member(MemberState):
             self._done = True
             self._do(m.Rejected(f"{decision.refused[self._me]}; this island ends, the others go on"))
             return
-        self._peers, self._fastest = decision.addresses, decision.fastest
+        self._peers, self._fastest, self._headers = decision.addresses, decision.fastest, decision.headers
         self.handover.early = self._is_slow()
         if self._me in decision.current:
             self._vain_heals, self._hold_time_before = 0, 0.0
@@ -287,7 +287,7 @@ class Member(MemberState):
             self._begin_round(own=True)
 
     def _report_left_out(self, form: FormGroup) -> None:
-        self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)))
+        self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)), *self._absences(form))
         if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # otherwise it has found that out itself
             self.handover.state_replaced()
             contributed = zip(form.members, form.weights, strict=True)

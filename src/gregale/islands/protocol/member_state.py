@@ -1,7 +1,7 @@
 """The state of a member of the protocol, and the header made from it. `member.Member` handles the events."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
@@ -17,6 +17,7 @@ from gregale.islands.protocol.settings import Rules, Timing
 SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
+ABSENT_ROUNDS = 3  # without a member's contribution, after which that is reported
 MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
@@ -74,6 +75,9 @@ class MemberState:
         self._left_out: dict[
             str, int
         ] = {}  # rounds in a row to which islands have contributed nothing, as they diverge
+        self._contributed: dict[str, tuple[int, float]] = {}  # the newest round of each name, and when it was committed
+        self._told_at: dict[str, float] = {}  # when the next line about a name is due that contributes nothing
+        self._headers: Mapping[str, Header] = {}  # of the newest view, by identity
         self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
         self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
         self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
@@ -245,6 +249,33 @@ class MemberState:
                 round = self.outer.round
                 lines.append(f"round {round}: the message of island {name} {reason}; it contributes nothing{again}")
         return lines
+
+    def _absences(self, form: FormGroup) -> list[m.Action]:
+        """Note who has contributed to the newest round; return the reports about members that have not for a while.
+
+        A report is due after `ABSENT_ROUNDS` rounds and as many of the member's steps, and each time after twice the
+        time. A message that is left out has another line.
+        """
+        actions: list[m.Action] = []
+        for peer, weight in zip(form.members, form.weights, strict=True):
+            name, is_own = peer.name, peer.identity == self._me
+            last, at = self._contributed.setdefault(name, (self.outer.round, self._now))
+            header = self._headers.get(peer.identity)
+            if weight or header is None:
+                self._contributed[name] = self.outer.round, self._now
+                if self._told_at.pop(name, None) is not None and is_own:
+                    actions.append(m.LeftOut(f"this island contributes again, to round {self.outer.round}", False))
+                continue
+            seconds, is_late = self._now - at, self.outer.round - last >= ABSENT_ROUNDS
+            due = self._told_at.get(name, ABSENT_ROUNDS * header.step_seconds)
+            if name not in form.left_out and is_late and seconds >= due:
+                self._told_at[name] = 2 * seconds
+                why = "no data is leased to it" if header.starved else "it had no message when rounds were due"
+                step = f" (a step of it takes {header.step_seconds:.1f} s)" if header.step_seconds else ""
+                who = "this island" if is_own else f"island {name}"
+                text = f"{who} has contributed to no round since round {last}, {seconds:.0f} s ago: {why}{step}"
+                actions.append(m.LeftOut(text) if is_own else m.LogLine(text, loud=True))
+        return actions
 
     def _note_plan(self, decision: Decision) -> None:
         plan = decision.plan

@@ -255,6 +255,14 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A line for the user: this island contributes to no round (`is_left_out`), or to rounds again."""
+
+    text: str
+    is_left_out: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """The fleet rejects this island: end with this line."""
 
@@ -268,5 +276,5 @@ class LeaveDone:
 
 Action = (
     RequestView | AnnounceRound | RequestMessage | Reduce | Commit | Discard | DropGroup | ProbePeers | Heal | Install
-    | Publish | Reset | LogLine | Rejected | LeaveDone
+    | Publish | Reset | LogLine | LeftOut | Rejected | LeaveDone
 )  # fmt: skip
