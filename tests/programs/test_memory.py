@@ -46,20 +46,20 @@ def test_the_limits_of_a_process_and_of_its_containers_count(monkeypatch, tmp_pa
     assert 0 < found["this machine has free"] < 2**44
     assert 2**39 < found["the limit of this process (ulimit -v) leaves"] < 2**40
     for version, line in (("", "0::/jobs/mine"), ("memory", "4:memory:/jobs/mine")):
-        _, limit, used, cached = memory.CGROUPS[version]
-        monkeypatch.setitem(memory.CGROUPS, version, (tmp_path / f"of-{version}", limit, used, cached))
+        _, limit, used, prefix = memory.CGROUPS[version]
+        monkeypatch.setitem(memory.CGROUPS, version, (tmp_path / f"of-{version}", limit, used, prefix))
         folder = tmp_path / f"of-{version}" / "jobs"
         for part, (most, now) in {"": ("9000", 5000), "mine": ("max", 1000)}.items():
             (folder / part).mkdir(parents=True, exist_ok=True)
             (folder / part / limit).write_text(f"{most}\n")
             (folder / part / used).write_text(f"{now}\n")
-            (folder / part / "memory.stat").write_text(f"anon 1\n{cached} 700\n")
+            (folder / part / "memory.stat").write_text(f"anon 1\n{prefix}inactive_file 700\n{prefix}active_file 50\n")
         with monkeypatch.context() as patch:
             read = partial(
                 lambda text, read, path: text if "self/cgroup" in str(path) else read(path), line, memory.read
             )
             patch.setattr(memory, "read", read)
-            assert min(memory.free_bytes(device)) == (4700, "the limit of this container (cgroup) leaves")
+            assert min(memory.free_bytes(device)) == (4750, "the limit of this container (cgroup) leaves")
 
 
 @pytest.fixture
