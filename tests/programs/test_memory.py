@@ -31,12 +31,36 @@ def test_a_step_or_a_state_that_does_not_fit_is_refused_before_it_exists(refused
     assert re.search(rf"The memory does not suffice: the state \(.*\) {told}5\.0 kB\. More batch\.microbatches", error)
     has_free(10**6)  # the state has 8 x 63 kB
     error = refused("train", "tiny.yaml", "--name", "large")
-    size = r"the program of a step \(batch\.size 8, batch\.sequence_length 32, microbatches 2\)"
+    size = r"a program of a step \(batch\.size 8, batch\.sequence_length 32, microbatches 2\)"
     found = re.search(rf"The memory does not suffice: {size} {told}1\.0 MB\.", error)
     assert found, error
     total, each, unit = found.groups()
     assert total == decimal(round(8 * float(each) * {"kB": 1e3, "MB": 1e6}[unit])), "the product is right"
     assert not (inputs / "runs" / "large" / "metrics.jsonl").read_bytes()
+
+
+def test_all_programs_of_a_run_are_compared_with_the_memory_before_its_first_step(gregale, inputs, monkeypatch):
+    checked, metrics = [], inputs / "runs" / "checked" / "metrics.jsonl"
+
+    def check(setup, what, needed):
+        assert not metrics.exists() or not metrics.read_bytes()
+        checked.append(what.partition(" (")[0])
+
+    monkeypatch.setattr(memory, "check_fits", check)
+    outer = ["--sync.type", "diloco", "--sync.period", "3", "--sync.warmup_steps", "1"]
+    assert gregale("train", "tiny.yaml", "--name", "checked", "--steps", "4", *outer) == 0
+    steps = ["a program of a step"] * 3  # of the warm-up, of DiLoCo, and its synchronisation
+    assert checked == [*steps, *["a program of an evaluation"] * 2]
+
+
+def test_a_stage_that_does_not_fit_is_refused_after_the_one_before_is_saved(refused, inputs, monkeypatch):
+    def check(setup, what, needed):
+        if setup.config.batch.size == 16 and what.startswith("a program"):
+            raise UserError("no memory")
+
+    monkeypatch.setattr(memory, "check_fits", check)
+    refused("train", "tiny.yaml", "--name", "grown", "--stages", "[{from: 3, batch: {size: 16}}]")
+    assert RunDirectory(inputs / "runs" / "grown").newest_step() == 3
 
 
 def test_the_limits_of_a_process_and_of_its_containers_count(monkeypatch, tmp_path):

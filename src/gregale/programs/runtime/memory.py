@@ -1,4 +1,4 @@
-"""Provides the check that a program fits into the free memory, before it runs."""
+"""Provides the check that programs fit into the free memory, before the first of them runs."""
 
 import os
 import resource
@@ -22,12 +22,15 @@ CGROUPS = {  # by the controllers of a line of /proc/self/cgroup: limit, use, an
 CACHED = ("inactive_file", "active_file")  # pages of files in memory, which the kernel drops before it refuses memory
 
 
-def check_step(setup: Setup, compiled: jax.stages.Compiled) -> None:
-    """Raise `UserError` in all processes if a compiled program of a step, whose arguments exist, does not fit."""
+def check_program(setup: Setup, of: str, compiled: jax.stages.Compiled) -> None:
+    """Raise `UserError` in all processes if a compiled program, whose arguments exist, does not fit.
+
+    - `of`: what the program is of: `a step`
+    """
     memory = compiler_memory(compiled, has_peak=setup.layout.mesh.devices.flat[0].platform != "cpu")
     batch = setup.config.batch
     size = f"batch.size {batch.size}, batch.sequence_length {batch.sequence_length}, microbatches {batch.microbatches}"
-    check_fits(setup, f"the program of a step ({size})", memory.peak - memory.arguments)
+    check_fits(setup, f"a program of {of} ({size})", memory.peak - memory.arguments)
 
 
 def check_fits(setup: Setup, what: str, needed: int) -> None:
