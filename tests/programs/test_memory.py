@@ -1,4 +1,4 @@
-"""A step is compared with the free memory before it runs, and sizes that are left out are small on CPU devices."""
+"""State and programs are compared with the free memory before the first step."""
 
 import re
 import resource
@@ -6,16 +6,10 @@ from functools import partial
 
 import jax
 import pytest
-import yaml
 from rich.filesize import decimal
 
 from gregale.errors import UserError
-from gregale.model.config import LlamaConfig
-from gregale.programs.plan import command as plan
 from gregale.programs.runtime import memory
-from gregale.runs.config import BatchConfig, TrainConfig
-from gregale.runs.default_sizes import with_default_sizes
-from gregale.runs.parsing import load
 from gregale.runs.run_directory import RunDirectory
 
 
@@ -84,52 +78,3 @@ def test_the_limits_of_a_process_and_of_its_containers_count(monkeypatch, tmp_pa
             )
             patch.setattr(memory, "read", read)
             assert min(memory.free_bytes(device)) == (4750, "the limit of this container (cgroup) leaves")
-
-
-@pytest.fixture
-def three_keys(tmp_path):
-    """`three_keys(key=value)`: the smallest configuration, and what it says beside."""
-
-    def made(**others) -> TrainConfig:
-        path = tmp_path / "three.yaml"
-        sources = {"words": {"type": "text", "files": ["text/*.txt"]}}
-        path.write_text(yaml.safe_dump({"name": "three", "steps": 3, "data": {"sources": sources}, **others}))
-        return load(TrainConfig, path)
-
-    return made
-
-
-def test_sizes_that_are_left_out_are_small_on_cpu_devices(three_keys, tmp_path):
-    small, note = with_default_sizes(three_keys(), "cpu")
-    assert (small.model, small.batch) == (LlamaConfig(layers=4, hidden=256, heads=4, mlp=704), BatchConfig(16, 256))
-    assert note == (
-        "The configuration leaves out model and batch: CPU devices have smaller defaults: model.layers 12 -> 4; "
-        "model.hidden 768 -> 256; model.heads 12 -> 4; model.mlp 2048 -> 704; batch.size 64 -> 16; "
-        "batch.sequence_length 1024 -> 256."
-    )
-    assert with_default_sizes(three_keys(), "gpu") == (three_keys(), None)
-    given = three_keys(model={"layers": 12}, batch={"microbatches": 2})
-    assert with_default_sizes(given, "cpu") == (given, None), "what is given, even in part or as the default, stays"
-    tuned = with_default_sizes(three_keys(start_from="runs/other"), "cpu")[0]
-    assert (tuned.model, tuned.batch.size) == (LlamaConfig(), 16), "the model is that of the other run"
-    for begun, kept in ((small, small), (three_keys(), three_keys())):
-        run = RunDirectory(tmp_path / "three")
-        run.write_config(begun)
-        run.note_checkpoint(1)
-        for platform in ("cpu", "gpu"):
-            assert with_default_sizes(three_keys(), platform, run)[0] == kept, "a run keeps what it was begun with"
-
-
-def test_plan_and_train_have_the_same_sizes(three_keys, tmp_path, gregale, has_free, monkeypatch, capsys):
-    sized, note = with_default_sizes(three_keys(cpu_devices=8), "cpu")
-
-    def plan_step(config, *_):
-        assert config == sized
-        raise UserError("planned")
-
-    monkeypatch.setattr(plan, "plan_step", plan_step)
-    assert gregale("plan", tmp_path / "three.yaml") == 2
-    assert capsys.readouterr().err == "gregale: error: planned\n"
-    has_free(0)
-    assert gregale("train", tmp_path / "three.yaml") == 2
-    assert note in capsys.readouterr().out.splitlines()
