@@ -169,7 +169,6 @@ def test_every_stage_is_planned_and_the_largest_is_shown(planned, capsys, monkey
         (["--devices", "4"], "= 8 devices, but there are 4"),
         (["--slices", "2"], "slices is 2, but without a topology"),
         (["--chip", "abacus"], "'abacus' is not in the table"),
-        (["--mesh.data", "-1", "--cpu_devices", "null"], "mesh.data is -1, so the number of devices is open"),
         (["--search", "--hlo", "step.txt"], "search and hlo are both given"),
         (["--search", "--stages", "[{from: 3}]"], "stages is given, and a search is of one stage"),
     ],

@@ -12,7 +12,7 @@ def test_it_builds_what_training_then_finds(gregale, inputs, capsys):
     held_out = sum(sizes) - int(out[-1].split()[0].replace(",", ""))
     counts = f"words: {sum(sizes) - held_out:,} tokens to train on, {held_out:,} held out; "
     rows = (sum(sizes) - held_out - 1) // 32
-    assert re.fullmatch(rf"{re.escape(counts)}{rows} rows, 9\d\.\d% of their tokens have a target", out[-2])
+    assert re.fullmatch(rf"{re.escape(counts)}{rows} rows of 32, 9\d\.\d% of their tokens have a target", out[-2])
     assert out[-1].endswith("training tokens, vocabulary 257")
     chosen = ([size for place, size in enumerate(sizes) if bits >> place & 1] for bits in range(1, 2**8 - 1))
     assert held_out in map(sum, chosen), "whole documents are held out"

@@ -335,3 +335,12 @@ def test_keys_of_2026_with_names_and_sections_in_them_are_translated(option, tol
 @pytest.mark.parametrize("text", ["[" * 1000, "&a [*a]"], ids=["deep", "of itself"])
 def test_yaml_without_a_bottom_is_refused(text):
     assert "too deep in one another" in refusal("--data", text)
+
+
+def test_a_section_knows_the_keys_that_it_was_not_given():
+    config = load(TrainConfig, RAW | {"batch": {"size": 64}}, ["--model.experts.count", "4"])
+    assert config.batch.left_out == {"type", "sequence_length", "microbatches"}, "64 is the default, and given"
+    assert {"type", "layers"} < config.model.left_out
+    assert "experts" not in config.model.left_out
+    assert "active" in config.model.experts.left_out
+    assert "type" not in load(TrainConfig, RAW, ["--model.type", "llama"]).model.left_out

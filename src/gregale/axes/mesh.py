@@ -95,13 +95,17 @@ class MeshConfig(Settings):
     @property
     def device_count(self) -> int | None:
         """Return the number of devices that the axes need; None if one axis takes the remaining devices."""
-        sizes = self._given.values()
-        return None if -1 in sizes else prod(sizes)
+        return None if self.free else self.fewest_devices
+
+    @property
+    def fewest_devices(self) -> int:
+        """Return the product of the sizes, in which one that takes the remaining devices counts as 1."""
+        return prod(size for size in self._given.values() if size != -1)
 
     def sizes(self, device_count: int) -> dict[str, int]:
         """Return the axis sizes with -1 replaced, so that their product is `device_count`."""
         sizes = self._given
-        given = prod(size for size in sizes.values() if size != -1)
+        given = self.fewest_devices
         product = " * ".join(str(size) for size in sizes.values() if size != -1)
         if free := self.free:
             if device_count % given:

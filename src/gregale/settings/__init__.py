@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from gregale.errors import KeyedError
 from gregale.streams import printable
@@ -107,7 +107,13 @@ class Fixed:
 
 
 class Settings:
-    """A configuration dataclass that checks its fields against their metadata."""
+    """A configuration dataclass that checks its fields against their metadata.
+
+    - `left_out`: the keys that a file or a command line has given no value, and `type` if it has given none; nothing
+      of an object that Python code has made
+    """
+
+    left_out: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self):
         check(self)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from gregale.errors import KeyedError, Mistakes, UserError
-from gregale.settings import did_you_mean, invalid_values, shortened, shown
+from gregale.settings import Settings, did_you_mean, invalid_values, shortened, shown
 from gregale.settings.config_schema import (
     REQUIRED,
     TYPE,
@@ -87,7 +87,7 @@ class Decoder:
         return values
 
     def _dataclass(self, kind: Any, given: dict, key: str, default: Any) -> Any:
-        choice = None
+        choice, names = None, set(given)
         if is_registry(kind):
             choice, kind = self._choose(kind, given, key, default)
         hints, base = types_of(kind), default if type(default) is kind else REQUIRED
@@ -103,9 +103,12 @@ class Decoder:
         parts = ((name, hints[name], value, defaults[name]) for name, value in given.items() if name in defaults)
         values = self._parts(key, parts, kind, mistakes)
         try:
-            return kind(**values) if base is REQUIRED else replace(base, **values)
+            decoded = kind(**values) if base is REQUIRED else replace(base, **values)
         except KeyedError as error:
             raise Mistakes([self._invalid(key, error)]) from None
+        if isinstance(decoded, Settings):
+            object.__setattr__(decoded, "left_out", frozenset({TYPE, *defaults} - names))  # it is frozen
+        return decoded
 
     def _invalid(self, key: str, error: KeyedError) -> str:
         wrong = join(key, error.key)

@@ -53,7 +53,7 @@ def test_a_stage_begins_with_a_round_of_its_own_and_keeps_the_shards():
             rounds_of(*stages)
 
 
-def test_a_state_goes_to_the_next_stage_and_its_mesh():
+def test_a_state_goes_to_the_next_stage_and_its_mesh(monkeypatch):
     """There it finds its programs, which were compiled from shapes."""
     spikes = {"skip_spikes": {"window": 4}}
     _, (before, setup) = staged({"from": 4, "mesh": {"data": 2, "context": 2}, **spikes})
@@ -72,6 +72,7 @@ def test_a_state_goes_to_the_next_stage_and_its_mesh():
     theta = outer.theta(0)
     assert {array.sharding.mesh.shape["context"] for array in jax.tree.leaves(theta)} == {2}
 
+    monkeypatch.setattr(PreparedStage, "evaluator", None)  # there is no text
     stage, compiled = PreparedStage(setup, nothing, 12), []
     compile_programs(stage)
     batch = {

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -157,7 +156,7 @@ def train_stage(
         callbacks = Callbacks([status], flush=status.callbacks.flush)
         examples = corpus.training(fleet_mixtures(run.config, resources.firsts))
         observers = Observers(callbacks, console.message, run.progress)
-        following = chain.from_iterable(map(compilations, run.stages[run.number + 1 :][:1]))
+        following = (each for stage in run.stages[run.number + 1 :][:1] for _, each in compilations(stage))
         steps = IslandSteps(setup, resources, examples, start, run.stop, observers, following)
         counts = (
             Traffic(setup, start.step, start.replica_bytes),

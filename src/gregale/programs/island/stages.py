@@ -1,7 +1,8 @@
 """What the stages of an island change in one process, while the fleet's rounds go on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
+from typing import Any
 
 import jax
 
@@ -15,11 +16,11 @@ from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.checkpointed import spike_window
-from gregale.programs.runtime.memory import check_step
+from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.resume import Start, converted
-from gregale.programs.train.stages import PreparedStage
+from gregale.programs.train.stages import OF_A_STEP, OF_AN_EVALUATION, PreparedStage
 from gregale.programs.train.step_log import DataPosition, Traffic
 from gregale.programs.train.steps import Steps
 from gregale.runs.config import TrainConfig
@@ -113,20 +114,15 @@ def moved(state: TrainState, before: Setup, setup: Setup, step: int) -> TrainSta
 
 
 def compile_programs(stage: PreparedStage) -> None:
-    """Compile the programs of steps and rounds, so that no island waits for a compiler later."""
-    for program in programs_of(stage):
-        check_step(stage.setup, program())
+    """Compile the programs of a stage, so that no island waits for a compiler later; raise `UserError` for memory."""
+    for of, compile_ in compilations(stage):
+        check_program(stage.setup, of, compile_())
 
 
-def programs_of(stage: PreparedStage) -> Iterator[Callable[[], jax.stages.Compiled]]:
-    """Yield functions that compile the programs of steps and rounds of a stage, from shapes alone."""
+def compilations(stage: PreparedStage) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what each program of a stage is of, and a function that compiles it from shapes alone."""
     setup, island = stage.setup, island_of(stage.setup)
     state = setup.abstract_state()
-    yield from stage.stepper(island).compilations(state, abstract_batch(setup), [1])
-    yield from island.compilations(state.method)
-
-
-def compilations(stage: PreparedStage) -> Iterator[Callable[[], object]]:
-    """Yield those of `programs_of`, and those of the loss on text."""
-    yield from programs_of(stage)
-    yield from stage.evaluations(island_of(stage.setup), range(1, stage.setup.config.steps + 1))
+    yield from zip(repeat(OF_A_STEP), stage.stepper(island).compilations(state, abstract_batch(setup), [1]))
+    yield from zip(repeat("a round"), island.compilations(state.method))
+    yield from zip(repeat(OF_AN_EVALUATION), stage.evaluations(island, range(1, setup.config.steps + 1)))

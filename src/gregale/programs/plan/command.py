@@ -1,6 +1,7 @@
 """Provides `gregale plan`, which estimates a run's memory, traffic and time from the programs that it would compile."""
 
 import json
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from gregale.programs.plan.search import SearchOptions, search
 from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, STEP, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, size
+from gregale.programs.runtime.default_sizes import MODEL, USUAL, with_default_sizes, with_origin_model
 from gregale.runs.config import TrainConfig
-from gregale.runs.default_sizes import with_default_sizes
 from gregale.settings import Settings, above, setting, whole
 from gregale.streams import say_beside
 from gregale.terminal import Console
@@ -66,10 +67,9 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     config = as_island(config, options.count)
     if options.topology is None:
         target = simulated_target(config, options.devices, options.chip)
-        if config.cpu_devices is not None:
-            config, _ = with_default_sizes(config, "cpu")
     else:
         target = topology_target(options.topology, options.slices, options.chip)
+    config = with_what_is_left_out(config, target)
     tokens = tokens_of(config)
     if options.search:
         if config.stages:
@@ -90,6 +90,25 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     else:
         print_report(report, Console())
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
+
+
+def with_what_is_left_out(config: TrainConfig, target: Target) -> TrainConfig:
+    """Return a configuration with what it leaves out of `model` and `batch`, as `train` has it, and report it.
+
+    Without `cpu_devices` a plan is for accelerators, and their sizes. A model that is given may have its origin
+    elsewhere.
+    """
+    notes = []
+    if config.start_from is not None:
+        with nullcontext() if config.model is USUAL[MODEL] else suppress(UserError):
+            config, note = with_origin_model(config)
+            notes.append(note)
+    if config.cpu_devices is not None and target.simulated:
+        config, note = with_default_sizes(config, target.devices, tokens_of)
+        notes.append(note)
+    for note in filter(None, notes):
+        say_beside(note)
+    return config
 
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:

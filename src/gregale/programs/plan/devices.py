@@ -15,6 +15,7 @@ from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.programs.plan.gpus import GPUS, described
 from gregale.runs.config import TrainConfig
+from gregale.streams import say_beside
 
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
@@ -52,7 +53,7 @@ class Target:
 
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
-    """Return simulated CPU devices, before any other use of one; raise `UserError` if their number is unknown."""
+    """Return simulated CPU devices, before any other use of one; raise `UserError` if JAX has started with fewer."""
     count = count or config.cpu_devices or _mesh_size(config)
     if config.cpu_devices is not None:  # The run uses CPU devices too, so that the plan has the programs of `train`.
         set_flags(count)
@@ -67,12 +68,15 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
 
 
 def _mesh_size(config: TrainConfig) -> int:
-    if (count := config.mesh.device_count) is None:
-        raise UserError(
-            f"mesh.{config.mesh.free[0]} is -1, so the number of devices is open: give it (`--devices 8`), or a TPU "
-            "topology (`--topology v5e:4x4 --slices 2`)."
-        )
-    return count
+    """Return the number of devices of the mesh; if it is open, the fewest, and say so."""
+    if (count := config.mesh.device_count) is not None:
+        return count
+    fewest = config.mesh.fewest_devices
+    say_beside(
+        f"mesh.{config.mesh.free[0]} is -1, so the number of devices is open: this plan is for the fewest, {fewest}, "
+        "and for sizes of accelerators. Others: `--devices 8`, `--cpu_devices 8`, `--topology v5e:4x4`."
+    )
+    return fewest
 
 
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:

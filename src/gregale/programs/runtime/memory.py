@@ -1,4 +1,4 @@
-"""Provides the check that a program fits into the free memory, before it runs."""
+"""Provides the check that programs fit into the free memory, before the first of them runs."""
 
 import os
 import resource
@@ -15,18 +15,22 @@ from gregale.checkpoint.multihost import first_message
 from gregale.errors import UserError
 from gregale.programs.runtime.setup import Setup
 
-CGROUPS = {  # by the controllers of a line of /proc/self/cgroup: limit, use, and in memory.stat what can be dropped
-    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+CGROUPS = {  # by the controllers of a line of /proc/self/cgroup: limit, use, and the prefix of names in memory.stat
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+CACHED = ("inactive_file", "active_file")  # pages of files in memory, which the kernel drops before it refuses memory
 
 
-def check_step(setup: Setup, compiled: jax.stages.Compiled) -> None:
-    """Raise `UserError` in all processes if a compiled program of a step, whose arguments exist, does not fit."""
+def check_program(setup: Setup, of: str, compiled: jax.stages.Compiled) -> None:
+    """Raise `UserError` in all processes if a compiled program, whose arguments exist, does not fit.
+
+    - `of`: what the program is of: `a step`
+    """
     memory = compiler_memory(compiled, has_peak=setup.layout.mesh.devices.flat[0].platform != "cpu")
     batch = setup.config.batch
     size = f"batch.size {batch.size}, batch.sequence_length {batch.sequence_length}, microbatches {batch.microbatches}"
-    check_fits(setup, f"the program of a step ({size})", memory.peak - memory.arguments)
+    check_fits(setup, f"a program of {of} ({size})", memory.peak - memory.arguments)
 
 
 def check_fits(setup: Setup, what: str, needed: int) -> None:
@@ -59,12 +63,13 @@ def free_bytes(device: Device) -> Iterator[tuple[int, str]]:
         yield limit - taken, "the limit of this process (ulimit -v) leaves"
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        for root, *names, cached in (CGROUPS[name] for name in CGROUPS.keys() & controllers.split(",")):
+        for root, *names, prefix in (CGROUPS[name] for name in CGROUPS.keys() & controllers.split(",")):
             for folder in (root / path[1:], *(root / path[1:]).parents):
                 with suppress(OSError, ValueError, KeyError):  # a root has no such file, and a limit may be `max`
                     limit, used = (int(read(folder / each)) for each in names)
                     stat = dict(map(str.split, read(folder / "memory.stat").splitlines()))
-                    yield limit - used + int(stat[cached]), "the limit of this container (cgroup) leaves"
+                    cached = sum(int(stat[prefix + each]) for each in CACHED)
+                    yield limit - used + cached, "the limit of this container (cgroup) leaves"
 
 
 def read(path: Path | str) -> str:

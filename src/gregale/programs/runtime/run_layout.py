@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 import jax
 from haliax import Axis
@@ -53,6 +53,15 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     check_together(config, rows)
     check_pipeline(config, layout, rows)
     return layout
+
+
+def rows_multiple(config: TrainConfig, mesh: Mesh) -> int:
+    """Return the number of which `batch.size` has to be a multiple, see `checked_layout`; raise `UserError`."""
+    layout, columns = mapped_layout(mesh, config.mapping), 1
+    if config.pipeline is not None:
+        columns = config.pipeline.schedule(mesh.shape["stage"]).columns
+    parts = layout.devices((BATCH,), layout.compute) * config.batch.microbatches
+    return parts * lcm(config.objective.rows_together, columns)
 
 
 def check_together(config: TrainConfig, rows: int) -> None:

@@ -1,6 +1,7 @@
 """Provides the model of a complete or running training run, whole or one parameter at a time."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -65,6 +66,17 @@ def find_run(name: str) -> RunDirectory:
     run = RunDirectory(run_paths.find_run(name).path)
     check_files(run.path, (SAVED_NAME, *(f"{run.huggingface.name}/{file}" for file in (*BESIDE, WEIGHTS))))
     return run
+
+
+def find_origin(config: TrainConfig) -> RunDirectory:
+    """Return the run, or the imported model, of `start_from`; raise `UserError` if there is none."""
+    name = str(config.start_from)
+    if os.path.isfile(os.path.join(name, CONFIG)):
+        raise UserError(
+            f"start_from: {name} is a folder of the hub. `gregale import {name} NAME` makes a model to start from "
+            "of it."
+        )
+    return find_run(name)
 
 
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:

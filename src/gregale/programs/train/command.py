@@ -15,7 +15,7 @@ from gregale.checkpoint.retention import committed_steps
 from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import save_tokenizer
+from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.distributed.devices import start_devices
 from gregale.distributed.hang_detector import Phase, Progress
 from gregale.distributed.liveness import monitor_peers
@@ -23,7 +23,9 @@ from gregale.distributed.signals import SIGNALS, StopRequest, ended_by_signals
 from gregale.errors import UserError
 from gregale.programs.command import Command
 from gregale.programs.plan.optimizer_traffic import optimizer_note
+from gregale.programs.runtime.default_sizes import with_default_sizes, with_model_of, with_origin_model
 from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.trained_model import find_origin
 from gregale.programs.train.branch import Branch, branch_of
 from gregale.programs.train.evaluation import Evaluation, Saving, on_checkpoint, summary
 from gregale.programs.train.exports import Exports, check_exports
@@ -34,7 +36,6 @@ from gregale.programs.train.step_log import DataPosition, Observers, StepLog, Tr
 from gregale.programs.train.steps import MeshSteps, Steps
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import Change, changes
-from gregale.runs.default_sizes import with_default_sizes
 from gregale.runs.process_agreement import process_terms
 from gregale.runs.run_directory import RunDirectory
 from gregale.runs.run_lock import training
@@ -221,7 +222,7 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
     with monitor_peers(watch, run.resume_hint) as progress, ended_by_signals(SIGNALS) as stop, ExitStack() as stack:
-        config, sizes = with_default_sizes(config, jax.default_backend(), None if fresh else run)
+        config, left_out = with_what_is_left_out(config, run, fresh, stage)
         if not fresh:
             run.check_compatible(config)
         branch = branch_of(config, stage, run, fresh)
@@ -248,12 +249,32 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         begun = stages[number]
         is_island = config.islands.lighthouse is not None
         notes = stages[-1].setup.config.sync.notes(begun.setup.layout, config.steps, is_island)
-        for note in filter(None, (sizes, describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
+        for note in filter(None, (*left_out, describe(begun.setup, begun.corpus), *notes, optimizer_note(begun.setup))):
             console.message(note)
         checkpoints = open_checkpoints(begun.setup)
         yield PreparedRun(
             config, stages, number, run, checkpoints, open_checkpoints, exports, console, progress, stop, branch
         )
+
+
+def with_what_is_left_out(
+    config: TrainConfig, run: RunDirectory, fresh: bool, stage: int | None
+) -> tuple[TrainConfig, Sequence[str | None]]:
+    """Return a configuration with what it leaves out of `model` and `batch`, and notes, see `default_sizes`.
+
+    A run that goes on, also from the checkpoint of another one, keeps its model and sizes.
+    """
+    begun, place, model = None, run.path, None
+    if not fresh and run.saved_config() is not None:
+        begun = run.read_config()
+    elif stage is not None and config.start_from is not None:
+        origin = find_origin(config)
+        begun, place = origin.read_config(), origin.path
+    if config.start_from is not None:
+        config, model = with_origin_model(config) if begun is None else with_model_of(config, begun.model, place)
+    devices = jax.devices()[: config.cpu_devices]
+    config, sizes = with_default_sizes(config, devices, lambda each: fewest_tokens(each.data.tokenizer), begun)
+    return config, (model, sizes)
 
 
 def take_lock(stack: ExitStack, run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Callable[[], None]:

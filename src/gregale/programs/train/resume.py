@@ -1,6 +1,5 @@
 """Provides the first state of a run: a new one, that of a model, or that of the newest checkpoint of any method."""
 
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from gregale.data.preparation import Corpus
 from gregale.data.staged import Mixtures, sources_of, with_mixture
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.folder import CONFIG, copy_beside
+from gregale.huggingface.folder import copy_beside
 from gregale.methods.method import Method
 from gregale.programs.plan.shapes import tree_bytes
 from gregale.programs.runtime.adapters import continued
@@ -25,7 +24,7 @@ from gregale.programs.runtime.checkpointed import (
 )
 from gregale.programs.runtime.memory import check_fits
 from gregale.programs.runtime.setup import Setup, set_up
-from gregale.programs.runtime.trained_model import Base, as_here, find_run, restored_model, weights_of
+from gregale.programs.runtime.trained_model import Base, as_here, find_origin, restored_model, weights_of
 from gregale.runs.config import TrainConfig
 from gregale.runs.config_diff import changes
 from gregale.runs.run_directory import RunDirectory
@@ -143,13 +142,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
 
     Raises `UserError` if there is none, or if its model has another shape.
     """
-    assert config.start_from is not None
-    if os.path.isfile(os.path.join(config.start_from, CONFIG)):
-        raise UserError(
-            f"start_from: {config.start_from} is a folder of the hub. `gregale import {config.start_from} NAME` makes "
-            "a model to start from of it."
-        )
-    origin = find_run(config.start_from)
+    origin = find_origin(config)
     theirs = origin.config_at()
     if theirs.sync.evaluates_replicas:
         raise UserError(

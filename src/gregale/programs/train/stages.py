@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from gregale.tracking.choices import check_installed
 from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper
 
+OF_A_STEP, OF_AN_EVALUATION = "a step", "an evaluation"
 FIRST_STEPS = 10_000  # of a stage, in which its programs are looked for
 
 
@@ -69,16 +71,20 @@ class PreparedStage:
         text = evaluation_text(self.corpus, self.setup.config)
         return Evaluator(self.setup, text, self.corpus.tokenizer.token_bytes) if text.first else None
 
-    def compilations(self, first: int) -> Iterator[Callable[[], Any]]:
-        """Yield functions that compile the programs of a stage that begins after `first` steps, from shapes alone."""
+    def compilations(self, first: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield what each program of a stage that begins after `first` steps is of, and a function that compiles it.
+
+        It is compiled from shapes alone, and its calls find it compiled.
+        """
         setup, warm = self.setup, self.setup.config.sync.warm_up()
         begin, end = first + 1, self.last + 1
         parts = (setup.psdp, range(begin, min(end, warm + 1))), (setup.method, range(max(begin, warm + 1), end))
         for method, steps in parts:
             if steps:
                 state, batch = abstract_state(method, setup.model), abstract_batch(setup)
-                yield from self.stepper(method).compilations(state, batch, steps[:FIRST_STEPS])
-                yield from self.evaluations(method, steps)
+                programs = self.stepper(method).compilations(state, batch, steps[:FIRST_STEPS])
+                yield from zip(repeat(OF_A_STEP), programs)
+                yield from zip(repeat(OF_AN_EVALUATION), self.evaluations(method, steps))
 
     def evaluations(self, method: Method, steps: range) -> Iterator[Callable[[], Any]]:
         """Yield functions that compile the programs of the loss on text after these steps, as `compilations`."""
@@ -87,10 +93,9 @@ class PreparedStage:
         if self.evaluator is None or not (ends or any(is_due(step, every) for step in steps)):
             return
         state, program = abstract_state(method, self.setup.model), self.trained(method)
-        lowered = program.lower(state.method)
-        yield lowered.compile
-        model = jax.eval_shape(program, state.method)
-        model = with_shardings(model, lowered.compile().output_shardings)
+        compiled = program.lower(state.method).compile()
+        yield lambda: compiled
+        model = with_shardings(jax.eval_shape(program, state.method), compiled.output_shardings)
         yield from self.evaluator.compilations(*self.setup.holding(model, state.frozen))
 
 

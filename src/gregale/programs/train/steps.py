@@ -7,15 +7,14 @@ from gregale.checkpoint.multihost import first_message
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signals import StopRequest
 from gregale.methods.method import Method
-from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.runtime.batches import GlobalBatches
-from gregale.programs.runtime.memory import check_step
+from gregale.programs.runtime.memory import check_program
 from gregale.programs.runtime.trained_model import Base
 from gregale.programs.train.next_programs import NextPrograms
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.stages import PreparedStage
 from gregale.programs.train.step_log import Observers
-from gregale.training.state import StepReport, TrainState, abstract_state
+from gregale.training.state import StepReport, TrainState
 
 Batch = dict[str, Any]
 
@@ -95,7 +94,8 @@ class MeshSteps(Steps):
         setup = stage.setup
         self._stage, self._setup, self._last, self.stop, self._observers = stage, setup, stage.last, stop, observers
         self._first = start.step
-        self._next = NextPrograms(() if following is None else following.compilations(stage.last))
+        programs = () if following is None else following.compilations(stage.last)
+        self._next = NextPrograms(compile_ for _, compile_ in programs)
         self.ended_stage = False
         examples = stage.corpus.training(start.mixtures)
         self._batches = GlobalBatches(examples, setup.batch_axes, setup.layout, start.examples)
@@ -130,10 +130,9 @@ class MeshSteps(Steps):
             return next(self._batches)
 
     def take(self, batch: Batch) -> StepReport:
-        if self.step == self.compiled:
-            state = abstract_state(self.method, self._setup.model)
-            for program in self._take.compilations(state, abstract_batch(self._setup), [self.step + 1]):
-                check_step(self._setup, program())  # the call below finds it compiled
+        if self.step == self._first:  # a checkpoint has its state, so that a refusal loses nothing
+            for of, compile_ in self._stage.compilations(self._first):
+                check_program(self._setup, of, compile_())
         self.state, report = self._take(self.state, batch, self.step + 1)
         self.step += 1
         if self.step > self._first:  # the programs of this stage come first
