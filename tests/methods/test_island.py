@@ -99,7 +99,7 @@ def test_all_members_of_a_fleet_come_to_the_same_bits():
 
 
 @pytest.mark.quick
-def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
+def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_steps():
     island = on_one_device(*CASES["diloco"][:2])
     three, two = (Fleet.of([island] * count) for count in (3, 2))
     for t in (1, 2):
@@ -107,14 +107,17 @@ def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
             for k, member in enumerate(fleet.members):
                 values = rows(t, 3)
                 member.train({name: value[k * ROWS : (k + 1) * ROWS] for name, value in values.items()}, t)
+    late = three.members[2]
+    theta, own, moment = late.theta, late.parameters, late.host.now()
     three.send(0, [member.seen[0] for member in three.members[:2]] + [0.0])
     two.send(0, [member.seen[0] for member in two.members])
-    late = three.members[2]
     assert far(late.theta, two.members[0].theta) == 0
     assert late.seen[0] == 2 * ROWS, "they count in its next round"
-    before = late.parameters
-    late.arrive(0, keep=1.0)
-    assert far(late.parameters, before) == 0
+    moved = late.host.theta(0, moment), late.host.theta(0)
+    late.state = late.state._replace(method=island.rebase(late.state.method, *moved, island.fragment(0)))
+    for now, then, new, old in zip(late.parameters, own, late.theta, theta, strict=True):
+        assert far([new], [old]) > 0
+        np.testing.assert_allclose(now, then + (new - old), rtol=0, atol=1e-6)
     late.errors[0] = None
     late.arrive(0, keep=0.0)
     assert far(late.parameters, late.theta) == 0, "as after healing"
