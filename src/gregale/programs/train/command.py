@@ -226,10 +226,10 @@ def prepared(config: TrainConfig, fresh: bool, stage: int | None = None) -> Iter
         if not fresh:
             run.check_compatible(config)
         branch = branch_of(config, stage, run, fresh)
-        for setup in (fitting := check_stages(config)):
-            check_exports(setup)
         if config.start_from is not None and branch is None and (fresh or not committed_steps(run.checkpoints)):
             origin_of(config)  # rejects a model that does not fit
+        for setup in (fitting := check_stages(config)):
+            check_exports(setup)
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         shown = dict.fromkeys(name for setup in fitting for name in setup.method.shown)
         console = stack.enter_context(Console(file, tuple(shown)))
