@@ -42,6 +42,7 @@ class Driver:
     - `report(text, loud)`: receives a line for the user
     - `record(values)`: receives a finished round, for rounds.jsonl
     - `note_stalled(line)`: receives the reason why rounds have stopped, for `gregale watch`; None: rounds continue
+    - `compiles`: returns whether the trainer waits for the compiler
     - `stop_asked`: returns whether the user wants this island to stop; checked while the trainer waits
     - `steps`: of the restored checkpoint (`to_save`)
     """
@@ -55,6 +56,7 @@ class Driver:
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
     note_stalled: Callable[[str | None], None] = lambda line: None
+    compiles: Callable[[], bool] = lambda: False
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
 
@@ -63,7 +65,7 @@ class Driver:
         self._changed = Condition(self._lock)
         self._time, self._heartbeat = RunningTime(), protocol.Heartbeat()
         self._trainer = TrainerSide(self.pace, self.member.handover, self._time(), self.steps)
-        self.stalls = Stalls(self.member, self._trainer)
+        self.stalls = Stalls(self.member, self._trainer, self.compiles)
         self.waiting_seconds = self.healing_seconds = 0.0
         self._refused: str | None = None
         self._failure: BaseException | None = None

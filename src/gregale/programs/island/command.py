@@ -189,6 +189,7 @@ def next_stage(
     resources.outer.follow(island_of(setup))
     if resources.leases is not None and number != resources.stage:
         resources.leases.begin_stage(number, setup.config.batch.size)
+    run.progress.at(steps.step, Phase.COMPILING)
     compile_programs(stage)
     changed = changes(before.config, setup.config)
     assert steps.arrived is not None
@@ -268,6 +269,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=rounds.add,
         note_stalled=lambda line: note_stalled(directory, line),
+        compiles=lambda: run.progress.current.phase is Phase.COMPILING,
         stop_asked=lambda: run.stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
     )
