@@ -67,7 +67,7 @@ class Driver:
         self._trainer = TrainerSide(self.pace, self.member.handover, self._time(), self.steps)
         self.stalls = Stalls(self.member, self._trainer, self.compiles)
         self.waiting_seconds = self.healing_seconds = 0.0
-        self._refused: str | None = None
+        self._refused: UserError | None = None
         self._failure: BaseException | None = None
         self._leaving = self._is_copy_wanted = self._closed = False
         self._copied_step = 0
@@ -109,7 +109,7 @@ class Driver:
                 if self._failure is not None:
                     raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
-                    raise UserError(self._refused)
+                    raise self._refused
                 order = self._order(starved)
                 waits = self._leaving or self._trainer.must_wait(self.round, self._time())
                 if order is not None or not (waits or (starved and self.leases.is_empty())):
@@ -283,7 +283,7 @@ class Driver:
             case protocol.LogLine(text, loud):
                 self.report(text, loud)
             case protocol.Rejected(text):
-                self._end(text)
+                self._end(UserError(text))
 
     def _committed(self, outer: OuterRecord, weight: float) -> None:
         save_offset = 0.0 if self.pace.lockstep else self._log.save_offset(self.member.identity.name)
@@ -345,9 +345,9 @@ class Driver:
             work()
         except BaseException as error:
             self._failure = None if isinstance(error, UserError) else error
-            self._end(str(error))
+            self._end(error if isinstance(error, UserError) else UserError(str(error)))
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: UserError) -> None:
         with self._changed:
             self._refused = self._refused or reason
             self._changed.notify_all()

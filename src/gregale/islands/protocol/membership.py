@@ -1,7 +1,8 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
 A name belongs to a session of a process, the oldest that is *healthy*: it sent a heartbeat or a request within its
-`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time.
+`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time and
+the interval between two heartbeats.
 
 A request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
 leaves. A request that has ended is in no later view, because its header may be outdated. If it is repeated, it gets its
@@ -137,9 +138,10 @@ class Membership:
         owner, *rivals = self._sessions[name].values()
         for rival in rivals if owner.key == session else ():
             # Earlier heartbeats of the owner may have been sent before the other process began.
-            if rival.ask and now - rival.since >= heartbeat_seconds:
+            if rival.ask and now - rival.since >= (waited := heartbeat_seconds * (1 + 1 / BEATS_PER_TIMEOUT)):
                 del self._sessions[name][rival.key]
-                self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
+                lives = f"another process has the name {name!r} and has sent heartbeats for {waited:g} s since"
+                self._answers.append(Answer(rival.ask, refused=lives))
 
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
