@@ -67,6 +67,18 @@ def test_a_request_is_held_until_the_needed_number_has_asked():
     assert "waits for the requests of a, b and c" in fleet.membership.held("a")
 
 
+def test_the_headers_of_a_fleet_are_the_newest_of_the_islands_that_run():
+    fleet = Fleet("a", "b", "c", running="ab")
+    assert fleet.membership.running == []
+    for name in "abc":
+        fleet.ask(name)
+    fleet.ask("b", 2)
+    assert fleet.membership.running == ["a1s", "b2s"]
+    del fleet.beating["b"]
+    fleet.at(10.0)
+    assert fleet.membership.running == ["a1s"]
+
+
 def test_who_is_not_in_a_round_learns_which_islands_are():
     """The island d comes back while a and c are in a reduce with b, which cannot receive and has given it up."""
     fleet = Fleet("a", "b", "c", running="abc")

@@ -70,6 +70,7 @@ class Session:
     heartbeat_seconds: float
     runs: bool = False
     ask: Ask | None = None  # its pending request
+    header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
 
 
@@ -96,6 +97,11 @@ class Membership:
     def pending(self) -> dict[str, Ask]:
         """Requests by name."""
         return {name: owner.ask for name, owner in self._owners.items() if owner.ask}
+
+    @property
+    def running(self) -> list[Any]:
+        """The newest headers of the names that run, as of the last tick."""
+        return [each.header for each in self._owners.values() if each.runs and each.header is not None]
 
     @property
     def has_answers(self) -> bool:
@@ -150,7 +156,7 @@ class Membership:
         newest = self._newest.get(key, -1)
         if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
-            session.ask, self._newest[key] = ask, ask.number
+            session.ask, session.header, self._newest[key] = ask, ask.header, ask.number
         else:  # the newest one gets its view again: the member has not received it
             self._answers.append(Answer(ask, session.view if ask.number == newest else None))
 

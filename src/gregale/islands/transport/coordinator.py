@@ -45,6 +45,20 @@ class RequestDropped(Exception):
     """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
+def headers_of_fleet(address: str, token: bytes) -> Columns:
+    """Return the headers of the islands that run; empty if none runs, or the coordinator is not reached.
+
+    The process that asks does not join. Raises NotAdmitted.
+    """
+    pool, message = ConnectionPool(address, token), {"format": FORMAT, "kind": "fleet", "name": "", "session": ""}
+    try:
+        return read_texts(pool.request(message, CONNECT_SECONDS)["headers"])
+    except CoordinatorUnreachable:
+        return {}
+    finally:
+        pool.close()
+
+
 class CoordinatorClient:
     """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
