@@ -1,5 +1,6 @@
 """The outer side of an island as it is saved: what is read is what was written, and damage is found."""
 
+import json
 from dataclasses import replace
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from gregale.islands import outer_checkpoint
 from gregale.islands.protocol.headers import Generation, OuterRecord
 from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 from gregale.methods.island_outer import OwnLeaves, VersionedArray
-from gregale.storage import StoragePath, StoreError, names, storage_path
+from gregale.storage import StoragePath, StoreError, names, storage_path, write_bytes
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 
@@ -106,6 +107,21 @@ def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint
             outer_checkpoint.read(s3, 7)
         proxy.faults.clear()
         assert outer_checkpoint.read(storage_path(str(s3)), 7).outer == OUTER
+
+
+def test_the_format_before_is_read_and_a_newer_one_is_refused(tmp_path):
+    write(tmp_path)
+    path = outer_checkpoint.folder_of(tmp_path, 7) / outer_checkpoint.MANIFEST
+    manifest = json.loads(path.read_bytes())
+    assert manifest.pop("format") == 1
+    fields = [*manifest["outer"], *manifest["outer"]["ledger"]]
+    known = "generation round digest last voters ledger sizes next free leases skipped stages"
+    assert fields == known.split(), "other fields are another format"
+    write_bytes(path, json.dumps(manifest).encode())
+    assert outer_checkpoint.read(tmp_path, 7).outer == OUTER
+    write_bytes(path, b'{"format": 2, "new": "fields"}')
+    with pytest.raises(UserError, match=r"^The outer .* have format 2; this version .* reads 0 and 1\. Start"):
+        outer_checkpoint.read(tmp_path, 7)
 
 
 @pytest.mark.parametrize("name", ["part", outer_checkpoint.MANIFEST])

@@ -42,6 +42,7 @@ class Driver:
     - `report(text, loud)`: receives a line for the user
     - `record(values)`: receives a finished round, for rounds.jsonl
     - `note_stalled(line)`: receives the reason why rounds have stopped, for `gregale watch`; None: rounds continue
+    - `compiles`: returns whether the trainer waits for the compiler
     - `stop_asked`: returns whether the user wants this island to stop; checked while the trainer waits
     - `steps`: of the restored checkpoint (`to_save`)
     """
@@ -55,6 +56,7 @@ class Driver:
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
     note_stalled: Callable[[str | None], None] = lambda line: None
+    compiles: Callable[[], bool] = lambda: False
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
 
@@ -63,9 +65,9 @@ class Driver:
         self._changed = Condition(self._lock)
         self._time, self._heartbeat = RunningTime(), protocol.Heartbeat()
         self._trainer = TrainerSide(self.pace, self.member.handover, self._time(), self.steps)
-        self.stalls = Stalls(self.member, self._trainer)
+        self.stalls = Stalls(self.member, self._trainer, self.compiles)
         self.waiting_seconds = self.healing_seconds = 0.0
-        self._refused: str | None = None
+        self._refused: UserError | None = None
         self._failure: BaseException | None = None
         self._leaving = self._is_copy_wanted = self._closed = False
         self._copied_step = 0
@@ -107,7 +109,7 @@ class Driver:
                 if self._failure is not None:
                     raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
-                    raise UserError(self._refused)
+                    raise self._refused
                 order = self._order(starved)
                 waits = self._leaving or self._trainer.must_wait(self.round, self._time())
                 if order is not None or not (waits or (starved and self.leases.is_empty())):
@@ -284,7 +286,7 @@ class Driver:
                 self.report(text, is_left_out)
                 self._telling.put("stalled", partial(self.note_stalled, text if is_left_out else None))
             case protocol.Rejected(text):
-                self._end(text)
+                self._end(UserError(text))
 
     def _committed(self, outer: OuterRecord, weight: float) -> None:
         save_offset = 0.0 if self.pace.lockstep else self._log.save_offset(self.member.identity.name)
@@ -346,9 +348,9 @@ class Driver:
             work()
         except BaseException as error:
             self._failure = None if isinstance(error, UserError) else error
-            self._end(str(error))
+            self._end(error if isinstance(error, UserError) else UserError(str(error)))
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: UserError) -> None:
         with self._changed:
             self._refused = self._refused or reason
             self._changed.notify_all()

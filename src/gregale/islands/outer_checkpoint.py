@@ -2,7 +2,8 @@
 
 They lie on a disk or in an object store. `round-00000012` has the concatenated arrays, cut into files of 48 MiB
 (`1f2e3d4c-00000`, ...), and `manifest.json` with their shapes and hashes. The file names are random. The manifest is
-written last, atomically, and names the files: so a folder without a manifest is not a checkpoint.
+written last, atomically, and names the files: so a folder without a manifest is not a checkpoint. It has the number of
+its format, and the format before is read too.
 """
 
 import json
@@ -26,6 +27,7 @@ from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArra
 from gregale.storage import StoragePath, StoreError, names, parallel_map, write_bytes
 
 _THREADS = 4  # arrays read in parallel
+_FORMAT = 1  # of a manifest, with an `OuterRecord`; 0 is the same without a number
 
 
 class SavedOuterState(NamedTuple):
@@ -67,7 +69,7 @@ def write(
         parts.write_parts(folder, name_of_parts, contents(), part_bytes)
         groups = {str(index): group for index, group in own.groups.items()}
         manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
-        manifest |= {"own": sorted(own.arrays), "groups": groups}
+        manifest |= {"own": sorted(own.arrays), "groups": groups, "format": _FORMAT}
         write_bytes(folder / MANIFEST, json.dumps(manifest).encode())
     except (OSError, StoreError):
         _remove(folder, lambda name: name.startswith(name_of_parts))
@@ -76,10 +78,13 @@ def write(
 
 
 def read(directory: StoragePath, number: int) -> SavedOuterState:
-    """Read the outer state of a round. Raises `UserError` if it is missing or damaged, and `StoreError`."""
+    """Read the outer state of a round.
+
+    Raises `UserError` if it is missing, damaged or of an unknown format, and `StoreError`.
+    """
     folder = folder_of(directory, number)
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = _manifest(folder)
         outer = OuterRecord.from_json(manifest["outer"])
         name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
@@ -94,7 +99,7 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
         return SavedOuterState(
             outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own
         )
-    except StoreError:  # the store may be reachable again later; a fresh start would not help
+    except UserError:  # of the format, or of a store that may be reachable again later: a fresh start would not help
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = os_error_text(error) if isinstance(error, OSError) else str(error)
@@ -121,6 +126,17 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
     if digest_of(content.data) != entry[4]:
         raise ValueError(f"{entry[0]} is not what was written")
     return content.view(dtype).reshape(shape)
+
+
+def _manifest(folder: StoragePath) -> dict[str, Any]:
+    """Return a folder's manifest in this version's format. Raises as `read`, or what JSON and the store raise."""
+    manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
+    if (found := manifest.get("format", 0)) not in (_FORMAT - 1, _FORMAT):
+        raise UserError(
+            f"The outer parameters in {folder} have format {found}; this version of Gregale reads {_FORMAT - 1} and "
+            f"{_FORMAT}. Start this island with the version that saved them, or with --fresh: it joins its peers anew."
+        )
+    return manifest
 
 
 def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:

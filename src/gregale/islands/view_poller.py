@@ -33,7 +33,7 @@ class ViewPoller:
         seen: Callable[[View], None],
         failed: Callable[[str], None],
         complain: Callable[[str], None],
-        refused: Callable[[str], None],
+        refused: Callable[[NotAdmitted], None],
     ):
         self._coordinator = coordinator
         self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
@@ -63,7 +63,7 @@ class ViewPoller:
         try:
             number, columns = self._coordinator.ask(asdict(header), needed)
         except NotAdmitted as error:
-            self._refused(str(error))
+            self._refused(error)
         except (CoordinatorUnreachable, RequestDropped) as error:
             if self._is_newest():
                 self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})

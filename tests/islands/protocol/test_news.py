@@ -1,6 +1,6 @@
 """What a lighthouse tells of its fleet."""
 
-from gregale.islands.protocol.news import News
+from gregale.islands.protocol.news import COMPILES, News
 
 HERE = {"oslo": "s", "turin": "s"}
 
@@ -38,6 +38,19 @@ def test_a_stall_is_reported_once_with_reasons_and_so_is_its_end():
     assert news.report("oslo", 5, "", 240.0) == ["Rounds go on: round 5 after 200 s."]
     assert news.stall(["oslo"], 250.0) == [], "the usual time is as before"
     assert news.stall(["oslo"], 273.0) != []
+
+
+def test_a_stall_report_names_islands_that_compile_whatever_the_others_wait_for():
+    news, others = News(), {"bergen": "s", "paris": "s"}
+    news.changes(HERE | others, 100.0, 2.0)
+    for name in others:
+        news.report(name, 4, "the coordinator waits for the requests of oslo and turin", 100.0)
+    for name in HERE:
+        news.report(name, 4, f"{COMPILES}; and more", 100.0)
+    assert news.stall([*HERE, *others], 163.0) == [
+        "No round for 63 s: compiling the programs of the next stage: oslo, turin; the coordinator waits for the "
+        "requests of oslo and turin."
+    ]
 
 
 def test_a_stall_report_names_islands_without_requests():

@@ -9,7 +9,7 @@ import pytest
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, seed
 from gregale.islands.protocol.running_time import RunningTime
-from gregale.islands.protocol.settings import LAN
+from gregale.islands.protocol.settings import LAN, Rules
 from gregale.islands.protocol.stalls import Stalls
 
 
@@ -17,6 +17,7 @@ from gregale.islands.protocol.stalls import Stalls
 def member() -> Any:
     return SimpleNamespace(
         timing=LAN,
+        rules=Rules(stages=(4,)),
         handover=Handover(),
         outer=seed("d"),
         done=False,
@@ -83,6 +84,36 @@ def test_a_fetched_state_ends_a_stall_but_does_not_change_the_median(stalls):
 def test_the_island_itself_may_be_the_reason(stalls, member, number, starved, why):
     member.stall_reason, member.outer, member.handover.starved = lambda: "", replace(seed("d"), round=number), starved
     rounds(stalls, 2)
+    assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
+
+
+def test_an_island_in_the_middle_of_a_step_is_the_reason(stalls, member):
+    member.stall_reason, member.outer = lambda: "", replace(seed("d"), round=4)
+    member.handover.step_seconds = 2.0
+    rounds(stalls, 2)
+    member.handover.fall_due(10.0)
+    member.handover.want(4)
+    assert lines(stalls, 40, 10) == [
+        (40.0, "No round for 30 s: this island is in the middle of a step (one takes 2.0 s).")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "why"),
+    [
+        (4, "", "this island compiles the programs of the next stage"),
+        (4, "b is missing", "this island compiles the programs of the next stage; b is missing"),
+        (5, "", "this island compiles a program"),
+    ],
+)
+def test_an_island_that_waits_for_the_compiler_is_the_reason(member, number, other, why):
+    """It makes no steps, however many it has made; a round may be due."""
+    member.stall_reason, member.outer = lambda: other, replace(seed("d"), round=number)
+    trainer: Any = SimpleNamespace(progress=lambda number: (5, 6))
+    stalls = Stalls(member, trainer, lambda: True)
+    rounds(stalls, 2)
+    member.handover.fall_due(10.0)
+    member.handover.want(4)
     assert lines(stalls, 40, 10) == [(40.0, f"No round for 30 s: {why}.")]
 
 

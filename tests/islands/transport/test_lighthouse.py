@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +22,10 @@ from gregale.islands.transport.client import PeerClient, RequestRejected
 from gregale.islands.transport.coordinator import (
     CoordinatorClient,
     CoordinatorUnreachable,
+    NameTaken,
     NotAdmitted,
     RequestDropped,
+    headers_of_fleet,
 )
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
 from tests.islands.transport.conftest import TOKEN
@@ -128,8 +131,9 @@ def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
 def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_continues(fleet):
     fleet.join("a")
     twin = fleet.member("a")
-    with pytest.raises(NotAdmitted, match=r"islands\.name: .*another island of the fleet has the name 'a'"):
+    with pytest.raises(NameTaken, match=r"islands\.name: .*another process has the name 'a' .*works later") as refused:
         twin.ask({"x": 9}, 1)
+    assert refused.value.exit_code == os.EX_TEMPFAIL, "a scheduler may start it again"
     twin.close()
     assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
     assert fleet.said.count("A second island with the name a was refused.") == 1
@@ -145,6 +149,23 @@ def test_another_token_ends_only_the_island_that_has_it(fleet):
     refusal = "127.0.0.1 was refused: it has another token, or does not speak TLS"
     fleet.wait_for(refusal)
     assert all(refusal in line for line in fleet.said if "refused" in line)  # its heartbeats are refused too
+
+
+def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
+    """Also whether it has the fleet's token and messages; without a fleet or a coordinator nothing is asked."""
+    address = fleet.lighthouse.address
+    assert headers_of_fleet(address, TOKEN) == {}
+    fleet.join("a")
+    fleet.ask("a", 7).result()
+    assert headers_of_fleet(address, TOKEN) == {}, "it has no round yet"
+    fleet.members["a"].report(0, None)
+    fleet.wait_until(lambda: headers_of_fleet(address, TOKEN))
+    assert seen((0, headers_of_fleet(address, TOKEN))) == [("a", 7)]
+    with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
+        headers_of_fleet(address, b"another token here")
+    assert "joined: 2" not in str(fleet.said)
+    fleet.lighthouse.close()
+    assert headers_of_fleet(address, TOKEN) == {}
 
 
 def test_a_member_that_was_admitted_does_not_end_at_a_refusal(fleet):

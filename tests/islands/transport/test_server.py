@@ -9,13 +9,14 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, closing, suppress
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.transport import listener, snapshot_store
+from gregale.islands.transport import listener, snapshot_store, tls
 from gregale.islands.transport import server as module
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.server import Server
@@ -89,6 +90,14 @@ def test_the_certificate_is_the_tokens(make_server):
     assert set(key_and_certificate(TOKEN)).isdisjoint(key_and_certificate(b"another token here"))
     with connected(make_server()) as plain, tls_contexts(TOKEN).client.wrap_socket(plain) as connection:
         assert connection.version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize("years", [(2090, 2100), (1960, 1970)], ids=["a clock before it", "a clock after it"])
+def test_clocks_do_not_matter(make_server, monkeypatch, years):
+    """Otherwise a host whose clock begins in 1970 would be told that it has another token."""
+    monkeypatch.setattr(tls, "VALID", tuple(datetime(year, 1, 1) for year in years))
+    token = f"a fleet of {years}".encode()  # contexts are kept by token
+    assert call(make_server(token).address, token, {}, 5.0) == {}
 
 
 def test_no_server_answers_in_the_place_of_another(make_server):

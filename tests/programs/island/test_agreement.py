@@ -11,7 +11,8 @@ from gregale.data.sources import SourceConfig, TextSource
 from gregale.data.staged import with_mixture
 from gregale.distributed.agreement import difference, from_text
 from gregale.errors import UserError
-from gregale.programs.island.stages import agreement, check_mixtures
+from gregale.islands.protocol.wire import pack, read_texts, to_texts
+from gregale.programs.island.stages import agreement, check_mixtures, disagreement
 from gregale.runs.config import TrainConfig
 from gregale.runs.islands import IslandsConfig
 
@@ -63,6 +64,27 @@ def test_islands_with_other_stages_than_the_fleet_differ_in_what_all_share():
     assert says(staged(2.0), 4) == "stages.0.from is round 3 in the fleet, but round 4 in this island"
     alone = replace(staged(2.0), stages=[])
     assert says(alone).startswith("stages.0.from is round 3 in the fleet, but not set in this island")
+
+
+def test_an_island_knows_before_it_compiles_what_its_fleet_would_refuse():
+    """Only its shards and frozen weights are not known by then."""
+
+    def header(name: str, text: str, version: str = "1") -> dict[str, str]:
+        return to_texts({"name": name, "version": version, "agreement": text})
+
+    def text(seed: int, *shards: str) -> str:
+        return agreement([(TrainConfig("tiny", 4, seed=seed), CORPUS)], [], shards)
+
+    def says(*fleet: dict[str, str], own: str = text(5, ""), version: str = "1") -> str:
+        return disagreement(read_texts(pack(fleet)), "c", version, own)
+
+    fleet = [header("a", text(0, "shards")), header("b", text(0, "shards")), header("d", text(5, "shards"))]
+    assert says(*fleet) == "seed is 0 in the fleet, but 5 in this island"
+    assert says(*fleet, own=text(0, "")) == ""
+    assert says(*fleet, own=text(0, "", "")).startswith("the number of an island's hosts is 1 in the fleet, but 2 in")
+    assert says(*fleet, version="2") == "the fleet runs Gregale 1 and this island 2"
+    assert says() == ""
+    assert says(header("c", text(0, "shards"))) == "", "its own process from before has ended"
 
 
 def test_a_mixture_that_is_of_no_stage_is_refused():

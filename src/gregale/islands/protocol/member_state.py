@@ -327,8 +327,6 @@ class MemberState:
             names = format_names(peer.name for peer in self._held.form.members)
             result = f"the result of round {self.outer.round} is not held by more than half of its islands"
             return f"{result} ({names}) yet{self._tries()}"
-        if self.handover.due and self.handover.wanted is not None:
-            return f"this island is in the middle of a step (one takes {self.handover.step_seconds:.1f} s)"
         return ""
 
     def _exchange_reason(self) -> str:

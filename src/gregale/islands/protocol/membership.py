@@ -1,7 +1,8 @@
 """The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
 A name belongs to a session of a process, the oldest that is *healthy*: it sent a heartbeat or a request within its
-`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time.
+`heartbeat_seconds`. Others of the name wait, and are refused once the owner sends another heartbeat after that time and
+the interval between two heartbeats.
 
 A request is held until a view answers it, a request with a higher number replaces it, or its session is silent or
 leaves. A request that has ended is in no later view, because its header may be outdated. If it is repeated, it gets its
@@ -69,6 +70,7 @@ class Session:
     heartbeat_seconds: float
     runs: bool = False
     ask: Ask | None = None  # its pending request
+    header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
 
 
@@ -95,6 +97,11 @@ class Membership:
     def pending(self) -> dict[str, Ask]:
         """Requests by name."""
         return {name: owner.ask for name, owner in self._owners.items() if owner.ask}
+
+    @property
+    def running(self) -> list[Any]:
+        """The newest headers of the names that run, as of the last tick."""
+        return [each.header for each in self._owners.values() if each.runs and each.header is not None]
 
     @property
     def has_answers(self) -> bool:
@@ -137,9 +144,10 @@ class Membership:
         owner, *rivals = self._sessions[name].values()
         for rival in rivals if owner.key == session else ():
             # Earlier heartbeats of the owner may have been sent before the other process began.
-            if rival.ask and now - rival.since >= heartbeat_seconds:
+            if rival.ask and now - rival.since >= (waited := heartbeat_seconds * (1 + 1 / BEATS_PER_TIMEOUT)):
                 del self._sessions[name][rival.key]
-                self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
+                lives = f"another process has the name {name!r} and has sent heartbeats for {waited:g} s since"
+                self._answers.append(Answer(rival.ask, refused=lives))
 
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
@@ -148,7 +156,7 @@ class Membership:
         newest = self._newest.get(key, -1)
         if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
-            session.ask, self._newest[key] = ask, ask.number
+            session.ask, session.header, self._newest[key] = ask, ask.header, ask.number
         else:  # the newest one gets its view again: the member has not received it
             self._answers.append(Answer(ask, session.view if ask.number == newest else None))
 

@@ -9,6 +9,7 @@ from gregale.islands.protocol.wire import NO_ROUND
 ROUNDS = 15  # in the median
 LATE = 3.0  # times the median
 FIRST_ROUND_SECONDS = 60.0  # limit for the first round, in place of three medians
+COMPILES = "this island compiles the programs of the next stage"  # the beginning of an island's reason
 
 
 class Progress:
@@ -94,8 +95,11 @@ class News:
         return [f"No round for {now - self._progress.since:.0f} s{known}: {self._reason(asking)}."]
 
     def _reason(self, asking: Collection[str]) -> str:
-        counts = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
+        compiling = [name for name, stalled in sorted(self._reports.items()) if stalled.startswith(COMPILES)]
+        counts = Counter(each for name, each in sorted(self._reports.items()) if each and name not in compiling)
         reasons = [reason for reason, _ in counts.most_common(1)]
+        if compiling:  # the others may wait for these
+            reasons.insert(0, f"compiling the programs of the next stage: {', '.join(compiling)}")
         if self._missed:
             reasons.append(f"silent since the last round: {', '.join(sorted(self._missed))}")
         if mute := [name for name in sorted(self._sessions) if name not in asking]:

@@ -1,10 +1,12 @@
 """Stall lines for one island: the first after three median rounds, each next after twice the time."""
 
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.news import COMPILES
 from gregale.islands.protocol.trainer_side import TrainerSide
 
 ROUNDS = 15  # in the median
@@ -17,13 +19,14 @@ SETTLED = 2  # median rounds after a silence of the coordinator, in which a line
 class Stalls:
     """The rounds of one member. Before its first, a round counts as late from when it is due, by `Timing`.
 
+    - `compiles`: returns whether the trainer waits for the compiler
     - `line`, `reason`: the last stall line and the reason in it, while no round is committed
 
     Times are those of `RunningTime`.
     """
 
-    def __init__(self, member: Member, trainer: TrainerSide):
-        self._member, self._trainer = member, trainer
+    def __init__(self, member: Member, trainer: TrainerSide, compiles: Callable[[], bool] = lambda: False):
+        self._member, self._trainer, self._compiles = member, trainer, compiles
         self._took: deque[float] = deque(maxlen=ROUNDS)
         self._since: float | None = None  # the last round, or the time at which the first one was due
         self._next = 0.0  # seconds after which the next line is due
@@ -78,12 +81,21 @@ class Stalls:
         return self.line
 
     def _why(self) -> str:
-        number = self._member.outer.round
+        number, why = self._member.outer.round, self._member.stall_reason()
         if number == NO_ROUND:
-            return self._member.stall_reason() or "the fleet has not begun"
-        made, needed = self._trainer.progress(number)
-        why = self._member.stall_reason() or f"this island has made {made} of the {needed} steps of a round"
+            return why or "the fleet has not begun"
+        if self._compiles():
+            compiles = COMPILES if number in self._member.rules.stages else "this island compiles a program"
+            return f"{compiles}; {why}" if why else compiles
+        why = why or self._of_steps(number)
         return f"{why}; all data leased to this island is used" if self._member.handover.starved else why
+
+    def _of_steps(self, number: int) -> str:
+        handover = self._member.handover
+        if handover.due and handover.wanted is not None:
+            return f"this island is in the middle of a step (one takes {handover.step_seconds:.1f} s)"
+        made, needed = self._trainer.progress(number)
+        return f"this island has made {made} of the {needed} steps of a round"
 
 
 def format_seconds(seconds: float) -> str:

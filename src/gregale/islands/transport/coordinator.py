@@ -1,6 +1,7 @@
 """The client of the coordinator (`lighthouse`): requests and heartbeats; `protocol.membership` has its rules."""
 
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -8,6 +9,7 @@ from collections import deque
 from contextlib import suppress
 
 from gregale.distributed.signing import canonical
+from gregale.errors import UserError
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
@@ -29,12 +31,32 @@ class CoordinatorRefuses(CoordinatorUnreachable):
     """The coordinator rejects a request, after it accepted earlier ones; it may accept later ones."""
 
 
-class NotAdmitted(Exception):
-    """The coordinator does not admit this member: another token, a wrong clock, or a duplicate name."""
+class NotAdmitted(UserError):
+    """The coordinator does not admit this member: it has another token, or other messages."""
+
+
+class NameTaken(NotAdmitted):
+    """Another process has the member's name; an earlier one of this island may be about to end."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 class RequestDropped(Exception):
     """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
+
+
+def headers_of_fleet(address: str, token: bytes) -> Columns:
+    """Return the headers of the islands that run; empty if none runs, or the coordinator is not reached.
+
+    The process that asks does not join. Raises NotAdmitted.
+    """
+    pool, message = ConnectionPool(address, token), {"format": FORMAT, "kind": "fleet", "name": "", "session": ""}
+    try:
+        return read_texts(pool.request(message, CONNECT_SECONDS)["headers"])
+    except CoordinatorUnreachable:
+        return {}
+    finally:
+        pool.close()
 
 
 class CoordinatorClient:
@@ -63,7 +85,7 @@ class CoordinatorClient:
 
         The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
         and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
-        RequestDropped and NotAdmitted.
+        RequestDropped, and NotAdmitted or NameTaken.
         """
         timing = self._timing
         request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header)}
@@ -71,7 +93,10 @@ class CoordinatorClient:
         while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
             pass
         if refused := reply.get("refused"):
-            raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
+            raise NameTaken(
+                f"islands.name: the lighthouse at {self.address} refuses this island: {refused}. If that is a process "
+                "of this island that is about to end, the same command works later; otherwise give another name."
+            )
         if (view := reply.get("view")) is None:
             raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
         return view["id"], read_texts(view["headers"])

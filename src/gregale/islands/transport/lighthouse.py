@@ -71,6 +71,8 @@ class Lighthouse:
         if message.get("kind") == "ask":
             return self._ask(name, session, message)
         with self._lock:
+            if message.get("kind") == "fleet":
+                return compress(canonical({"headers": pack(self._membership.running)}), 1)
             if message.get("kind") == "beat":
                 self._beat(name, session, message)
             elif message.get("kind") == "leave":

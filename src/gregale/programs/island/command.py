@@ -1,6 +1,7 @@
 """`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TypeVar
 import jax
 
 import gregale
-from gregale.checkpoint.multihost import first_message, messages_of_all
+from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
 from gregale.data.sources.base import expand
 from gregale.distributed.hang_detector import Phase
 from gregale.distributed.signing import read_token
@@ -31,7 +32,7 @@ from gregale.islands.protocol.settings import Rules, heal_seconds, timing_of
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
-from gregale.islands.transport.coordinator import CoordinatorClient
+from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.server import Server
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
@@ -41,6 +42,7 @@ from gregale.programs.island.stages import (
     check_mixtures,
     compilations,
     compile_programs,
+    disagreement,
     island_of,
     next_start,
 )
@@ -81,6 +83,7 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
     token = checked_token(config)
+    headers_of_fleet(str(config.islands.lighthouse), token)  # refuses another token, before data are prepared
     with prepared(config, options.fresh) as run:
         return train(run, token)
 
@@ -104,6 +107,7 @@ def checked_token(config: TrainConfig) -> bytes:
 def train(run: PreparedRun, token: bytes) -> int:
     """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
     rules = rules_of(run)
+    by_first_process(lambda: check_agrees(run, token, rules), None)
 
     def stage_after(step: int) -> int:
         return rules.stage_at(run.checkpoints.metadata(step)["islands"]["round"]) if step else 0
@@ -129,6 +133,21 @@ def train(run: PreparedRun, token: bytes) -> int:
     run.progress.at(steps.step, Phase.ENDING)
     left = "Left the fleet by {signal} after step {step} and saved; the same command joins it again."
     return run.exit_code(steps, evaluation.latest, left)
+
+
+def check_agrees(run: PreparedRun, token: bytes, rules: Rules) -> None:
+    """Raise `UserError` if a fleet runs that would refuse this island, before programs are compiled for it.
+
+    It asks again when the heartbeats of a fleet that has just ended have expired.
+    """
+    islands, stages = run.config.islands, [(stage.setup.config, stage.corpus) for stage in run.stages]
+    agreed = agreement(stages, rules.stages, [""] * jax.process_count())
+    for seconds in (1.2 * timing_of(islands).heartbeat_seconds, 0.0):
+        fleet = headers_of_fleet(str(islands.lighthouse), token)
+        if not (why := disagreement(fleet, islands.own_name, gregale.__version__, agreed)):
+            return
+        time.sleep(seconds)
+    raise UserError(f"{why}; this island ends, the others go on")
 
 
 def rules_of(run: PreparedRun) -> Rules:
@@ -188,6 +207,7 @@ def next_stage(
     resources.outer.follow(island_of(setup))
     if resources.leases is not None and number != resources.stage:
         resources.leases.begin_stage(number, setup.config.batch.size)
+    run.progress.at(steps.step, Phase.COMPILING)
     compile_programs(stage)
     changed = changes(before.config, setup.config)
     assert steps.arrived is not None
@@ -267,6 +287,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=rounds.add,
         note_stalled=lambda line: note_stalled(directory, line),
+        compiles=lambda: run.progress.current.phase is Phase.COMPILING,
         stop_asked=lambda: run.stop.signal_name is not None,
         steps=saved.get("steps", 0) if saved else 0,
     )

@@ -1,5 +1,6 @@
 """What the stages of an island change in one process, while the fleet's rounds go on."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import Any
@@ -8,10 +9,11 @@ import jax
 
 from gregale.data.preparation import Corpus
 from gregale.data.staged import Mixtures, with_mixture
-from gregale.distributed.agreement import ABSENT, format_term, to_text
+from gregale.distributed.agreement import ABSENT, difference, format_term, from_text, to_text
 from gregale.errors import UserError
 from gregale.islands.protocol.ledger import digest_of
 from gregale.islands.protocol.settings import timing_of
+from gregale.islands.protocol.wire import Columns, unpack
 from gregale.islands.stages import fleet_mixtures
 from gregale.methods.island import Island
 from gregale.programs.plan.shapes import abstract_batch
@@ -41,6 +43,9 @@ MUST_AGREE = (
 )
 
 
+SHAPES = "the digest of the shapes of the mesh's shards"
+
+
 def island_of(setup: Setup) -> Island:
     assert isinstance(setup.method, Island)
     return setup.method
@@ -59,13 +64,30 @@ def agreement(
     hosts = {"the number of an island's hosts": str(len(shards))}
     heartbeat = timing_of(stages[0][0].islands).heartbeat_seconds
     seconds = {"islands.heartbeat_seconds": format_term(heartbeat)}
-    shapes = {"the digest of the shapes of the mesh's shards": digest_of(list(shards))}
+    shapes = {SHAPES: digest_of(list(shards))}
     first, *_ = terms = [stage_terms(*stage) for stage in stages]
     later = {f"stages.{number}.from": f"round {round}" for number, round in enumerate(rounds)}
     for number, (before, now) in enumerate(pairwise(terms)):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         later |= {f"stages.{number}.{key}": now.get(key, ABSENT) for key in keys}
     return to_text(hosts | first | seconds | later | shapes | frozen)
+
+
+def disagreement(fleet: Columns, name: str, version: str, agreed: str) -> str:
+    """Return why most islands of a fleet would refuse this one before its shards and frozen weights are known; or "".
+
+    - `fleet`: the headers of its islands; those of earlier processes with this island's `name` do not count
+    - `version`, `agreed`: of this island; `agreement` without them
+    """
+    found = zip(*(unpack(fleet, key) for key in ("name", "version", "agreement")), strict=True) if fleet else ()
+    counts = Counter((theirs, text) for other, theirs, text in found if other != name)
+    if not counts:
+        return ""
+    (theirs, text), _ = counts.most_common(1)[0]
+    if theirs != version:
+        return f"the fleet runs Gregale {theirs} and this island {version}"
+    terms, own = from_text(text), {key: value for key, value in from_text(agreed).items() if key != SHAPES}
+    return difference({"the fleet": {key: terms[key] for key in own if key in terms}, "this island": own})
 
 
 def stage_terms(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
