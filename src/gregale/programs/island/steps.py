@@ -131,6 +131,7 @@ class IslandSteps(Steps):
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._departed: Departed | None = None  # the newest message, unless it is used up
+        self._missed = [0] * self._island.schedule.fragments  # rounds of each since this island contributed to it
         begun, self._bases = self._outer.now(), resources.bases
         for index in range(self._island.schedule.fragments):
             self._bases.setdefault(index, begun.part(index))
@@ -213,6 +214,8 @@ class IslandSteps(Steps):
                 case commands.LoadOuterState(number, inherits, keeps):
                     inner = self._controller.inherited() if inherits else None
                     if keeps:
+                        missed = number - 1 - (self.arrived or 0)
+                        self._missed = [each + missed // len(self._missed) for each in self._missed]
                         self.state = self._rebased(self.state, range(self._island.schedule.fragments))
                     else:
                         self.state = self._with_outer_parameters(self.state, inner)
@@ -259,7 +262,8 @@ class IslandSteps(Steps):
         norm = self._island.norm(state.method, theta, self._island.fragment(index))
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
-        down = partial(_down, messages, self._departed.tokens, norm)
+        # Older steps change a theta that others have moved since: they count for less.
+        down = partial(_down, messages, self._departed.tokens / (1 + self._missed[index]), norm)
         self._controller.message_sent(number, down, self._controller.used(self.batches))
 
     def _note_arrived(self, number: int) -> None:
@@ -270,6 +274,7 @@ class IslandSteps(Steps):
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         index = self._island.schedule.round_fragment(number)
+        self._missed[index] = 0 if weight else self._missed[index] + 1
         if weight == 0:
             return self._rebased(state, [index])
         error, departed, self._departed = None, self._departed, None
