@@ -12,7 +12,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Timing
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
-from tests.islands.simulator.world import COORDINATOR, POLL_SECONDS, SLOWEST_STEP, Weather, World, some_timing
+from tests.islands.simulator.world import COORDINATOR, POLL_SECONDS, Weather, World, some_timing
 
 FAULT_SECONDS = 10.0
 CALM = 4.0  # limits of a wait after the last fault: some more rounds by then, and all that live have the same state
@@ -221,7 +221,9 @@ def longest_wait(world: World) -> float:
     timing, count = world.timing, len(staying(world))
     tries = SPLIT_AFTER + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
     ask = timing.gather_seconds + timing.retry_seconds
-    steps = SLOWEST_STEP * (1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments)))
+    steps = max(world.speeds) * (
+        1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments))
+    )
     waits = timing.heartbeat_seconds + 2 * timing.ask_seconds + 2 * timing.turnover_seconds
     return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
 

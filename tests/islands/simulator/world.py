@@ -40,7 +40,7 @@ TIMING = Timing(
 )
 COORDINATOR = "coordinator"
 IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
-SLOWEST_STEP = 0.8  # seconds
+UNEQUAL = (0.1, 0.3, 2.0, 5.0)  # seconds of a step in some schedules
 POLL_SECONDS = 0.15  # between two ticks of the coordinator
 SAVES = 0.1  # share of steps after which an island saves
 
@@ -114,7 +114,8 @@ class World:
         self.behind = 0.0  # seconds for which it was stopped
         self.kept: list[Callable[[], None]] = []  # what it receives meanwhile
         self.nodes: dict[str, Node] = {}
-        self.step_seconds: dict[str, float] = {}  # by name; otherwise drawn
+        self.step_seconds: dict[str, float] = {}  # by name; otherwise drawn from `speeds`
+        self.speeds = UNEQUAL if number % 5 == 4 else (0.1, 0.3, 0.8)
         self.states: dict[str, OuterRecord] = {}
         self.disks: dict[str, tuple[Checkpoint, int]] = {}  # with the number of examples that the island has used
         self.cuts: set[tuple[str, str]] = set()  # one-way
@@ -159,7 +160,7 @@ class World:
         saved, used = self.disks.get(name, (None, 0))
         if saved:
             self.invariants.forget(name, used)
-        seconds = self.step_seconds.get(name) or rng.choice((0.1, 0.3, SLOWEST_STEP))
+        seconds = self.step_seconds.get(name) or rng.choice(self.speeds)
         node = Node(self, name, f"s{self.starts}", seconds, saved)
         self.nodes[name] = node
         self.states[node.identity] = saved.outer if saved else seed(SEED)
