@@ -125,11 +125,11 @@ class TrainerSide:
         self._handover.starved = starved
         if (message := self._message(number, is_last)) is not None:
             return message
-        if self._is_due(number, starved, now):
+        if (early := self._early(number, now)) is not None:
+            post(EarlyMessage(early))
+        elif self._is_due(number, starved, now):
             self._begin(now)
             post(RoundDue())
-        elif (early := self._early(number, now)) is not None:
-            post(EarlyMessage(early))
         return self._message(number, is_last)
 
     def _message(self, number: int, is_last: bool) -> SendMessage | None:
