@@ -185,6 +185,11 @@ class Driver:
         return self.outer.round if self.outer is not None else NO_ROUND
 
     @property
+    def is_early(self) -> bool:
+        """Whether this island hands messages over before rounds are due, as its steps are long."""
+        return self.member.handover.early
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The names of the members of the newest round."""
         return self._log.members

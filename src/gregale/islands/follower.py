@@ -61,6 +61,9 @@ class Follower:
 
         self._exchange.submit(self._guarded, down)
 
+    is_early = False
+    """Host 0 waits for the end of a step if messages are handed over early, and the others for its commands."""
+
     def stepped(self) -> None:
         """Do nothing: host 0 counts the steps."""
 
