@@ -136,6 +136,9 @@ def test_an_island_of_slow_steps_contributes_to_all_fragments_and_never_heals(fo
 
         often = [0, 0, 0, 1, 1, 1]
         fleet.wait(lambda: not Counter(often) - Counter(contributed()), PATIENCE_SECONDS, "contributions")
+        rounds = fleet.newest("slow")
+        steps = (folder / f"steps-{fleet.islands['slow'].process.pid}").stat().st_size
+        assert 2 * len(contributed()) >= min(steps, rounds)
         assert not any(each.healed for each in fleet.observe())
         assert fleet.check() > len(often)
 
