@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +134,24 @@ def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number
         assert ("discard", "key") in worker.log
         assert done[-1] == "reduce"
         assert "drop_group" in done or isinstance(error, NotFinite)
+
+
+def test_a_round_without_a_message_does_not_wait_until_the_device_has_computed_it(island):
+    hosts, (_, other), follower = island
+    computed = Event()
+    late = Timer(5.0, computed.set)
+
+    def fetch_down() -> Down:
+        computed.wait()
+        return Down({}, 1.0, 1.0)
+
+    late.start()
+    follower.message_sent(5, fetch_down, 0)
+    hosts.reduce("key", 4, PEERS, [1.0, 0.0], "b")
+    done = [each[0] for each in other.log]
+    computed.set()
+    late.cancel()
+    assert done == ["reduce"]
 
 
 def test_messages_are_stored_when_all_hosts_have_theirs(island):

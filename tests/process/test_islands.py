@@ -3,9 +3,12 @@
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import time
+from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,6 +35,7 @@ from tests.stores import BUCKET, CREDENTIALS
 PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
 QUICK = Seconds(heartbeat=10.0, reduce=20.0)
 PATIENCE_SECONDS = 300.0
+SLOW_STEPS = Path(__file__).parents[1] / "slow_steps.py"
 QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
 ROWS = 4  # of an island's batch
 ISLAND = {
@@ -116,6 +120,27 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     far = [np.ravel(np.abs(held.array - saved.arrays[name]) > 1e-6) for name, held in found.items()]
     # The processes' programs are compiled for one device: a value at the border of two codes may get the other one.
     assert np.mean(np.concatenate(far)) < 1e-3
+
+
+def test_an_island_of_slow_steps_contributes_to_all_fragments_and_never_heals(folder):
+    """Many rounds fall due within a step; the loops run ahead of the devices, as no line of metrics waits for them."""
+    shutil.copy(SLOW_STEPS, folder)
+    options = ["--steps", "100000", "--sync.period", "24", "--islands.min_members_to_start", "2"]
+    options += ["--plugins", SLOW_STEPS.stem, "--log_every", "100000", "--checkpoint.every", "100000"]
+    with Fleet(folder, "streaming.yaml", QUICK, options, environment=QUICK_TO_COMPILE) as fleet:
+        for name, seconds in {"fast": 0.1, "slow": 2.0}.items():
+            fleet.start(name, "--callbacks", f"[{{type: slow_steps, seconds: {seconds}}}]")
+
+        def contributed() -> list[int]:
+            return [each.round % SYNC["fragments"] for each in fleet.observe() if each.island == "slow" and each.weight]
+
+        often = [0, 0, 0, 1, 1, 1]
+        fleet.wait(lambda: not Counter(often) - Counter(contributed()), PATIENCE_SECONDS, "contributions")
+        rounds = fleet.newest("slow")
+        steps = (folder / f"steps-{fleet.islands['slow'].process.pid}").stat().st_size
+        assert 2 * len(contributed()) >= min(steps, rounds)
+        assert not any(each.healed for each in fleet.observe())
+        assert fleet.check() > len(often)
 
 
 TRIO = ("x", "y", "z")

@@ -79,7 +79,8 @@ class Driver:
             refused=self._end,
         )
         self._log = RoundLog(self.worker.count, self.record)
-        self._exchange, self._healing = (ThreadPoolExecutor(1, name) for name in ("exchange", "healing"))
+        threads = (ThreadPoolExecutor(1, name) for name in ("copying", "exchange", "healing"))
+        self._copying, self._exchange, self._healing = threads
         self._announcing = LatestWork(ANNOUNCING_THREADS, "announcing")
         self._telling = LatestWork(TELLING_THREADS, "telling")
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
@@ -154,15 +155,18 @@ class Driver:
             count = self._trainer.message_sent(number, self._time())
             self._log.begin()
 
-        def down() -> None:
-            found = fetch_down()
+        def store(found: commands.Down) -> None:
             self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
                     self._trainer.copied(self._time())
                     self.post(protocol.MessageReady(number, found.weight, used, self._leaving, found.norm))
 
-        self._exchange.submit(self._guarded, down)
+        # Not in the thread of reduces: a round without this message does not wait until the device has computed it.
+        def down() -> None:
+            self._exchange.submit(self._guarded, partial(store, fetch_down()))
+
+        self._copying.submit(self._guarded, down)
 
     def diverged(self) -> bool:
         """Restart the trainer, whose state is not finite, from the outer parameters; return whether it restarts."""
@@ -185,6 +189,11 @@ class Driver:
     def round(self) -> int:
         """The number of committed rounds; -1 before the fleet starts."""
         return self.outer.round if self.outer is not None else NO_ROUND
+
+    @property
+    def is_early(self) -> bool:
+        """Whether this island hands messages over before rounds are due, as its steps are long."""
+        return self.member.handover.early
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -219,7 +228,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for threads in (self._announcing, self._telling, self._exchange, self._healing):
+        for threads in (self._announcing, self._telling, self._copying, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 

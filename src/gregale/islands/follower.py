@@ -29,8 +29,8 @@ class Follower:
         self._worker, self._link = worker, link
         self._orders: Queue[tuple[TrainerCommand | None, OuterSnapshot] | UserError] = Queue()
         self._grants: Queue[int | None] = Queue()
-        self._exchange = ThreadPoolExecutor(1, "exchange")
-        self._healing = ThreadPoolExecutor(1, "healing")
+        threads = (ThreadPoolExecutor(1, name) for name in ("copying", "exchange", "healing"))
+        self._copying, self._exchange, self._healing = threads
         self._is_closed = False
 
     def start(self) -> None:
@@ -55,11 +55,17 @@ class Follower:
         """Store this host's messages of a round."""
         del used
 
-        def down() -> None:
-            self._worker.store_messages(number, fetch_down().messages)
+        def store(found: Down) -> None:
+            self._worker.store_messages(number, found.messages)
             self._link.send({"took": True})
 
-        self._exchange.submit(self._guarded, down)
+        def down() -> None:  # not in the thread of reduces, as on host 0
+            self._exchange.submit(self._guarded, partial(store, fetch_down()))
+
+        self._copying.submit(self._guarded, down)
+
+    is_early = False
+    """Host 0 waits for the end of a step if messages are handed over early, and the others for its commands."""
 
     def stepped(self) -> None:
         """Do nothing: host 0 counts the steps."""
@@ -92,7 +98,7 @@ class Follower:
     def close(self) -> None:
         self._is_closed = True
         self._link.close()
-        for threads in (self._exchange, self._healing):
+        for threads in (self._copying, self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self._worker.close()
 

@@ -149,7 +149,7 @@ class Controller:
     pace = SimpleNamespace(schedule=SCHEDULE)
 
     def __init__(self, outer: HostOuter):
-        self.side = OuterSnapshot(seed(""), outer.now())
+        self.side, self.is_early = OuterSnapshot(seed(""), outer.now()), False
         self.orders, self.asked, self._steps = [], [], 0
         self.progress, self.waits = Progress(), []
 
@@ -224,6 +224,15 @@ def test_an_island_asks_for_the_outer_parameters_once_its_own_are_of_no_use(isla
     for _ in counts:
         steps.take({})
     assert controller.asked == asked
+
+
+def test_an_island_that_hands_messages_over_early_waits_for_each_step(island_steps):
+    """Its message then is on the host before the next step ends."""
+    steps, controller = island_steps([0, 2])
+    controller.is_early = True
+    steps.take({})
+    steps.take({})
+    assert controller.asked == [2], "the report of the newest step was read"
 
 
 def test_a_state_that_is_replaced_loses_its_reports_and_its_tokens_once(island_steps):

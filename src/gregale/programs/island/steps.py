@@ -185,8 +185,10 @@ class IslandSteps(Steps):
         self.batches += 1
         self._next.start()
         self._controller.stepped()
-        if before is not None:  # read one step late, as the log does, so that a step is queued on the device
-            self._check(before)
+        # Read one step late, as the log does, so that a step is queued on the device. But a message then contains that
+        # step, and is on the host only after it: an island that hands messages over early waits for each step.
+        if (report := self._report if self._controller.is_early else before) is not None:
+            self._check(report)
         return self._report
 
     def _check(self, report: StepReport) -> None:
