@@ -1,6 +1,7 @@
 """Provides the setup of a run from its configuration: layout, model, method, step."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from gregale.axes.layout import BATCH, EXPERTS, POSITION, Layout
 from gregale.axes.mapping import EXCHANGED
-from gregale.axes.mesh import make_mesh
+from gregale.axes.mesh import Device, make_mesh
 from gregale.axes.parameters import buffers_of, parameter_count, with_arrays
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
@@ -160,7 +161,15 @@ class Setup:
 
     def learning_rate(self, update: int) -> float:
         """Return the learning rate of an update, counted from 1; a skipped step is no update."""
-        return float(self._learning_rate(update - 1))
+        with jax.default_device(self._processor):  # on a step's device it would wait for the step in progress
+            return float(self._learning_rate(update - 1))
+
+    @cached_property
+    def _processor(self) -> Device | None:
+        """Return the processor as a device; None where `JAX_PLATFORMS` excludes it."""
+        with suppress(RuntimeError):
+            return jax.local_devices(backend="cpu")[0]
+        return None
 
     @cached_property
     def _learning_rate(self) -> Callable[[int], jax.Array]:
