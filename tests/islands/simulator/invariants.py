@@ -86,6 +86,10 @@ class Invariants:
         self.consumed[example] = who
         self.taken.setdefault(who.partition("/")[0], []).append(example)
 
+    def has_made(self, contributed: float, made: float, who: str) -> None:
+        if contributed > made:
+            raise BrokenError(f"{who} has contributed {contributed:g} tokens of a fragment, and made {made:g}")
+
     def is_of_stage(self, example: int, stage: int, ledger: Ledger) -> None:
         if sum(first <= example for first in ledger.stages) != stage and not self.forked:
             raise BrokenError(f"example {example} is used in stage {stage}, and stages begin at {ledger.stages}")

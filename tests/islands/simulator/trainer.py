@@ -29,6 +29,8 @@ class Trainer:
         self._leases = DataLeases(node.name, node.member.holder, BATCH, used, self.stage)
         # Since this island contributed to each.
         self._tokens = list(saved.tokens) if saved else [0.0] * pace.schedule.fragments
+        self._given = [-each for each in self._tokens]  # contributed, less those of the checkpoint
+        self._made = 0
         self._outer = node.member.outer  # at the last command
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
@@ -90,6 +92,7 @@ class Trainer:
             return
         self._is_busy, self._idle_since = False, self._node.clock
         self._batches += 1
+        self._made += BATCH
         self._tokens = [tokens + BATCH for tokens in self._tokens]
         self.side.stepped(self._node.clock, self.waited)
         self._node.world.step(self._node)
@@ -105,7 +108,11 @@ class Trainer:
         if isinstance(order, SendMessage):
             self._depart(order.round)
         elif isinstance(order, ApplyRound) and order.weight:
-            self._tokens[schedule.round_fragment(order.round)] -= self._departed
+            fragment = schedule.round_fragment(order.round)
+            self._tokens[fragment] -= self._departed
+            self._given[fragment] += self._departed
+            node = self._node
+            node.world.invariants.has_made(self._given[fragment], self._made, node.identity)
         elif isinstance(order, LoadOuterState) and not order.keeps:
             self.factor = 1.0
             self._tokens = [0.0] * schedule.fragments

@@ -73,6 +73,8 @@ class Member(MemberState):
             handover.fall_due(self._now)
             self._ping()
             self._grace_end = self._now + self._grace()
+            if handover.serves(self.outer.round) and self._is_promised():
+                return
             if not handover.early or self.leaving or (own and not handover.sent):
                 self._request_message(self.outer.round)
             elif not handover.serves(self.outer.round):
@@ -243,6 +245,9 @@ class Member(MemberState):
     def _wait(self, plan: Wait, decision: Decision) -> None:
         self._retry_at = self._now + self.timing.retry_seconds
         self._lacked = self._lacked or plan.lacking
+        handover, number = self.handover, self.outer.round
+        if plan.idle and handover.due and not handover.serves(number) and handover.wanted != number:
+            self._request_message(number)  # nobody else contributes, who may have been faster
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
             self._do(m.LogLine(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))

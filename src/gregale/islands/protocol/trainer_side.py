@@ -85,6 +85,10 @@ class TrainerSide:
         """Queue a committed round, or an outer state that replaces the parameters and all queued rounds."""
         begun, self._begun = self._begun, None
         if isinstance(arrival, LoadOuterState):
+            # The state that an arrival in the queue leads to has other steps of this island, or none.
+            keeps = arrival.keeps and all(_keeps_steps(each) for each in self._arrivals)
+            inherits = arrival.inherits or any(isinstance(e, LoadOuterState) and e.inherits for e in self._arrivals)
+            arrival = arrival._replace(keeps=keeps, inherits=inherits)
             self._arrivals.clear()
         elif begun is not None:
             self._round_seconds.append(now - begun)
@@ -154,11 +158,10 @@ class TrainerSide:
         return made >= needed or (starved and (made > 0 or not handover.sent)) or self._is_overdue(now)
 
     def _is_overdue(self, now: float) -> bool:
-        """Return whether the island waits with an early message for a round that nobody announces."""
+        """Return whether the others, which are faster, announce no round any more, or not to this island."""
         handover = self._handover
         expected = handover.due_in(LATE_ROUNDS)
-        waits = self._pace.waits and handover.early and handover.sent and not handover.due
-        return waits and expected is not None and now >= expected
+        return handover.early and not handover.due and expected is not None and now >= expected
 
     def _early(self, number: int, now: float) -> int | None:
         """Return the round for which the island hands a message over before it is due, if there is one."""
@@ -170,6 +173,7 @@ class TrainerSide:
         first = number + handover.due
         expected = {each: handover.due_in(each - first + 1) for each in range(first, first + schedule.fragments)}
         seconds = {each: at - handover.copy_seconds - now for each, at in expected.items() if at is not None}
+        seconds = {each: left for each, left in seconds.items() if each < self._pace.rounds}
         within = [each for each, left in seconds.items() if left <= handover.step_seconds]
         if not within and (nearest := min(seconds, default=None)) is not None:
             within = [nearest] if seconds[nearest] <= EARLY * handover.step_seconds else []
@@ -191,7 +195,8 @@ class TrainerSide:
         if number == NO_ROUND:
             return True
         # A round does not depend on a message that contributes nothing, and may never come if no island trains.
-        is_sent = handover.sent and (handover.due or handover.early)
+        is_early = handover.early and handover.due_in(1) is not None
+        is_sent = handover.sent and (handover.due or is_early)
         if handover.weighs_nothing or not (is_sent or handover.own):
             return False
         if self._pace.waits:
@@ -212,3 +217,8 @@ class TrainerSide:
         """
         usual = median(self._round_seconds) if self._round_seconds else math.inf
         return min(self._pace.timeout_seconds, LATE * usual)
+
+
+def _keeps_steps(arrival: Arrival) -> bool:
+    """Return whether an arrival leaves all of the island's steps in its parameters."""
+    return arrival.keeps if isinstance(arrival, LoadOuterState) else arrival.weight == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -259,7 +259,8 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     compile_programs(run.stage)
     stepper = run.stage.stepper(island)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
-    stage = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
+    stage: dict[str, Any] = {"stage_at": rules.stage_at, "stage": run.number, "firsts": record.ledger.stages}
+    stage |= {"bases": {index: outer.now().part(index) for index in range(schedule.fragments)}}  # before rounds come
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers

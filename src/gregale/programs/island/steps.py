@@ -58,7 +58,7 @@ class IslandResources:
     - `stage_at`: returns the number of the fleet's stage, from 0, after so many rounds
     - `stage`: the number of this stage
     - `firsts`: the fleet's first example of each stage from the second to this
-    - `bases`: the theta that each fragment of the island's parameters is based on; those in `outer` for absent ones
+    - `bases`: the theta that each fragment of the island's parameters is based on
     """
 
     step: Stepper
@@ -131,10 +131,9 @@ class IslandSteps(Steps):
         self._examples = LeasedBatches(examples, Placement(setup.batch_axes, setup.layout), resources.controller.take)
         self._seen = jnp.asarray(resources.seen, jnp.float32)  # [fragment]
         self._departed: Departed | None = None  # the newest message, unless it is used up
-        self._missed = [0] * self._island.schedule.fragments  # rounds of each since this island contributed to it
-        begun, self._bases = self._outer.now(), resources.bases
-        for index in range(self._island.schedule.fragments):
-            self._bases.setdefault(index, begun.part(index))
+        # Rounds of each fragment that passed without this island, though it had steps; `batches` before these steps.
+        self._missed, self._since = ([0] * self._island.schedule.fragments for _ in range(2))
+        self._bases = resources.bases
         self.state, self.step, self.base, self.batches = start.state, start.step, start.base, 0
         self.unfinished = start.unfinished
         self._report: StepReport | None = None  # of the newest step with these parameters
@@ -216,12 +215,13 @@ class IslandSteps(Steps):
                 case commands.LoadOuterState(number, inherits, keeps):
                     inner = self._controller.inherited() if inherits else None
                     if keeps:
-                        missed = number - 1 - (self.arrived or 0)
+                        missed = 0 if self.arrived is None else number - 1 - self.arrived
                         self._missed = [each + missed // len(self._missed) for each in self._missed]
                         self.state = self._rebased(self.state, range(self._island.schedule.fragments))
                     else:
                         self.state = self._with_outer_parameters(self.state, inner)
                         self._seen, self._report = jnp.zeros_like(self._seen), None
+                        self._missed, self._since = ([each] * len(self._missed) for each in (0, self.batches))
                     self._departed = None
                     self._note_arrived(number - 1)
                 case commands.CopyInnerState():
@@ -276,9 +276,10 @@ class IslandSteps(Steps):
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         index = self._island.schedule.round_fragment(number)
-        self._missed[index] = 0 if weight else self._missed[index] + 1
         if weight == 0:
+            self._missed[index] += self.batches > self._since[index]
             return self._rebased(state, [index])
+        self._missed[index], self._since[index] = 0, self.batches
         error, departed, self._departed = None, self._departed, None
         if departed is not None:  # otherwise the state was replaced after the message had departed
             assert departed.index == index, f"a message of fragment {departed.index} is used in round {number}"
