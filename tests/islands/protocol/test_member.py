@@ -565,3 +565,24 @@ def test_a_view_is_of_use_from_the_number_with_which_a_fleet_may_begin_or_contin
     a = Member(member("a").identity, replace(seed("d"), round=round), LAN, Rules(minimum=2, start=3))
     a._from_checkpoint = from_checkpoint
     assert only(a.handle(m.Tick(0.0)), m.RequestView).needed == needed
+
+
+def test_a_slow_island_that_is_left_alone_hands_over_a_message_for_the_round_that_is_due():
+    """Its peer, which was faster, has announced the round and died."""
+    a, b = begun(member("a"), member("b"))
+    a.handover.early = True
+    a.handle(m.RoundDue(0))
+    a.handle(view(a, b))
+    assert not a.handover.sent
+    actions = a.handle(m.ViewReceived(View(1, (a.header, replace(b.header, asked=9, ready=True)))))
+    assert only(actions, m.RequestMessage).round == 0
+
+
+def test_a_message_that_a_reduce_may_use_is_not_replaced_when_its_round_falls_due():
+    (a,) = begun(member("a"))
+    a.handover.want(0)
+    a.handle(m.MessageReady(0, 1.0, 1))
+    a._needs_view = True
+    assert only(a.handle(m.Tick(1.0)), m.RequestView).header.weight == 1.0
+    assert "RequestMessage" not in kinds(a.handle(m.RoundDue()))
+    assert a.handover.serves(0)

@@ -248,3 +248,21 @@ def test_an_island_that_waits_with_an_early_message_announces_an_overdue_round()
     assert not side.says_due(0)
     side.now = 9.0
     assert side.says_due(0)
+
+
+@pytest.mark.parametrize(
+    ("queued", "keeps"),
+    [
+        (ApplyRound(0, 0.0), True),
+        (ApplyRound(0, 1.0), False),
+        (LoadOuterState(0), False),
+        (LoadOuterState(0, keeps=True), True),
+    ],
+    ids=["a round without it", "a round with its steps", "a restart", "a state before"],
+)
+def test_steps_are_kept_unless_an_arrival_in_the_queue_has_them_or_ends_them(side, queued, keeps):
+    side.steps(3)
+    side.round_decided(queued, 0.0)
+    side.round_decided(LoadOuterState(7, keeps=True), 0.0)
+    assert side.arrival(is_last=False) == LoadOuterState(7, keeps=keeps)
+    assert side.undecided_steps == (3 if keeps else 0)

@@ -196,7 +196,12 @@ def island_steps() -> Callable[[list[int]], tuple[IslandSteps, Controller]]:
         setup: Any = SimpleNamespace(method=island, batch_axes=axes, layout=island.layout)
         stage = {"stage_at": lambda round: int(round >= 5), "stage": 0, "firsts": ()}
         resources: Any = SimpleNamespace(
-            step=take, outer=member.host, controller=controller, seen=[0.0], bases={0: member.host.now().part(0)}, **stage
+            step=take,
+            outer=member.host,
+            controller=controller,
+            seen=[0.0],
+            bases={0: member.host.now().part(0)},
+            **stage,
         )
         nothing: Any = None
         observers = Observers(Callbacks([]), nothing, controller.progress)
