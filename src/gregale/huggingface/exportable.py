@@ -22,7 +22,7 @@ from gregale.huggingface.families import FAMILIES, Family
 from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.config import LlamaConfig
 from gregale.model.experts_config import ExpertsConfig
-from gregale.settings import shortened
+from gregale.settings import Settings, shortened
 
 NEAREST = 3  # families that a message names
 # Settings without an effect on outputs but for their rounding, and those whose effect the shapes of weights show.
@@ -145,7 +145,7 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
                 "outputs from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
                 f"{kind.__name__}."
             )
-        for name in [each for each in vars(twin) if each in vars(found)]:
+        for name in [each for each in vars(twin) if each in vars(found) and each not in vars(Settings)]:
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
         return
     if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
