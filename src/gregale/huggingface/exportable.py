@@ -109,7 +109,8 @@ def _shown(value: Any, other: Any) -> str:
 def _meaning(config: LlamaConfig, own: list[str]) -> dict[str, Any]:
     """Return what layers compute with, by the names of settings; `own`: fields that not all models have."""
     experts, layers = config.experts, [config.kinds[number] for number in config.kind_numbers]
-    names = [name for cls in reversed(LlamaConfig.__mro__) for name in get_annotations(cls)]
+    classes = [each for each in reversed(LlamaConfig.__mro__) if each is not Settings]  # which has no setting itself
+    names = [name for cls in classes for name in get_annotations(cls)]
     found = {name: getattr(config, name) for name in dict.fromkeys([*names, *own]) if name[0] != "_"}
     found |= {f"experts.{each.name}": getattr(experts, each.name) for each in fields(ExpertsConfig) if experts}
     found |= {
@@ -145,7 +146,7 @@ def _check_part(found: Any, twin: Any, family: Family, place: str) -> None:
                 "outputs from its weights. If only its loss differs, write `exports_as_llama = True` into the body of "
                 f"{kind.__name__}."
             )
-        for name in [each for each in vars(twin) if each in vars(found) and each not in vars(Settings)]:
+        for name in [each for each in vars(twin) if each in vars(found)]:
             _check_part(vars(found)[name], vars(twin)[name], family, f"{place}.{name}")
         return
     if isinstance(twin, list) and isinstance(found, list) and len(found) == len(twin):
