@@ -14,7 +14,7 @@ class Timing:
     join_seconds: float = 2.0  # a part of `gather_seconds`, longer than a round trip
     reduce_seconds: float = 5.0  # the limit of one reduce
     grace_seconds: float | None = None  # a round's wait for a member's step; None: `GRACE_STEPS` of the fastest member
-    max_grace_seconds: float = 10.0  # the limit of the learned grace, and its value before any is learned
+    max_grace_seconds: float = 10.0  # the limit of the learned grace
     ping_seconds: float = 0.2  # interval of the announcements to peers that a round is due
     retry_seconds: float = 0.2  # pause before an unsuccessful request is repeated
     turnover_seconds: float = 8.0  # wait of half of the fleet or less for the others, which may have continued alone

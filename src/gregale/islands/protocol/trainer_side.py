@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from gregale.islands.protocol.handover import Handover
+from gregale.islands.protocol.handover import TIMED_ROUNDS, Handover
 from gregale.islands.protocol.headers import NO_ROUND
 from gregale.islands.protocol.messages import EarlyMessage, RoundDue
 from gregale.islands.trainer_command import ApplyRound, Arrival, LoadOuterState, RoundPacing, SendMessage
 
-TIMED_ROUNDS, TIMED_STEPS = 15, 5  # in a median
+TIMED_STEPS = 5  # in the median
 LATE = 2.0  # times the median
-LATE_ROUNDS = 2  # intervals after the last due round, after which an island announces one for which it waits
+LATE_ROUNDS = 2  # intervals after the last due round, after which a slow island announces one
 EARLY = 1.25  # steps within which a round must be expected for a message before it is due
 STALE = 2  # steps for each fragment, without a contribution
 REDUCES = 4  # the longest wait for a round, in units of the limit of one reduce
