@@ -167,6 +167,18 @@ class Fleet:
             for member in self.members:
                 member.arrive(index, member.island.mixing)
 
+    def close(self, t: int) -> None:
+        """The rounds after the last step, t: each fragment that is not sent after it is, and arrives at once."""
+        for member in self.members:
+            for index in list(member.errors):
+                member.arrive(index, member.island.mixing)
+        schedule = self.members[0].island.schedule
+        for index in range(schedule.fragments):
+            if index != schedule.sent(t):
+                self.send(index, [member.seen[index] for member in self.members])
+                for member in self.members:
+                    member.arrive(index, 0.0)
+
     def send(self, index: int, weights: list[float], group: str = "all") -> None:
         """SEND of a fragment, committed by all; weights of 0 contribute nothing."""
         members = self.members

@@ -54,7 +54,7 @@ def test_an_island_has_what_the_mesh_method_has(config, mixing):
     [
         (PsdpConfig(), parts(), "sync.type is 'psdp'.*diloco or streaming_diloco"),
         (DilocoConfig(warmup_steps=3), parts(), "sync.warmup_steps is 3.*Set it to 0"),
-        (DilocoConfig(period=101), parts(), "steps is 100 and sync.period 101, .* no round, .* At least 101 steps"),
+        (StreamingDilocoConfig(period=9, delay=3), parts(), "sync.delay is 3, .* = 9 / 4 steps.*Set .* to at most 2"),
         (DilocoConfig(dropout=0.5), parts(), "sync.dropout is 0.5.*Set it to 0"),
         (DilocoConfig(), parts(reduce=replace(FOUR_BITS, measure=True)), "reduce.measure is true.*Set it to false"),
         (
@@ -63,7 +63,7 @@ def test_an_island_has_what_the_mesh_method_has(config, mixing):
             "mesh.island is 2.*set mesh.island to 1",
         ),
     ],
-    ids=["psdp", "warm-up", "no round", "dropout", "measure", "islands in a mesh"],
+    ids=["psdp", "warm-up", "delay", "dropout", "measure", "islands in a mesh"],
 )
 def test_what_only_one_mesh_can_do_is_refused(config, given, says):
     with pytest.raises(UserError, match=says):
@@ -214,7 +214,7 @@ def test_others_are_not(sync: SyncConfig):
             False,
             "after step 2 of 3. Evaluations, samples, exp",
         ),
-        (DilocoConfig(period=2, outer=PLAIN_AVERAGE), 3, True, "after step 2 of 3. The run of a fleet ends with it"),
+        (DilocoConfig(period=2, outer=PLAIN_AVERAGE), 3, True, "after step 2 of 3. The fleet's run ends with one"),
         (
             StreamingDilocoConfig(period=8, delay=1, outer=PLAIN_AVERAGE),
             16,

@@ -40,13 +40,14 @@ CASES = {
 
 @cache
 def trajectory(case: str) -> tuple[list, list]:
-    """In one mesh: the replicas' parameters after each step, and theta at the end."""
+    """In one mesh: the replicas' parameters after each step, and theta at the end, after a last synchronisation."""
     schedule, mixing, config, kind, uneven = CASES[case]
     mesh, after = InOneMesh(layout_of(replica=2), schedule, mixing, config, kind, uneven), []
     for t in steps(schedule):
         mesh.step(t)
         after.append([mesh.parameters(k) for k in range(2)])
-    return after, mesh.theta
+    whole = jax.jit(mesh.method.outer_parameters)(mesh.state.method)
+    return after, [np.asarray(array) for array in jax.tree.leaves(whole)]
 
 
 def steps(schedule: Schedule) -> range:
@@ -64,6 +65,7 @@ def compared(case: str, islands=None, reduce=None) -> list[float]:
         fleet.step(t)
         apart += [far(member.parameters, own) for member, own in zip(fleet.members, replicas, strict=True)]
     assert fleet.rounds >= 2
+    fleet.close(steps(schedule)[-1])
     return apart + [far(member.theta, theta) for member in fleet.members]
 
 

@@ -55,7 +55,6 @@ def test_the_last_sending_is_the_last_step_with_one(schedule, step):
 def test_outer_steps_are_the_sends_and_the_synchronisation_at_the_end(schedule, first, more):
     last, fragments = first + more, range(schedule.fragments)
     sends = [[step for step in range(first + 1, last + 1) if schedule.sent(step) == each] for each in fragments]
-    assert schedule.outer_steps(first, last, is_island=True) == max(map(len, sends))
     assert schedule.outer_steps(first, last) == max(len({*steps, last}) for steps in sends)
 
 

@@ -13,7 +13,7 @@ from tests.ports import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
 
 PATIENCE_SECONDS = 300.0
-ROUNDS = 4
+STEPS, ROUNDS = 4, 5  # a round after each step, and one of the other fragment after the last
 LOCKSTEP = ("--islands.lockstep", "true")
 
 
@@ -27,7 +27,7 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
         batch={"size": 8, "sequence_length": 32},
         sync={"type": "streaming_diloco", "period": 2, "fragments": 2, "delay": 1, "alpha": 0.5},
         model__layers=2,
-        steps=ROUNDS,
+        steps=STEPS,
         checkpoint={"every": 1000},
         data__held_out=0.0,
         optimizer={"type": "adamw", "learning_rate": 0.001, "schedule": {"type": "constant"}},

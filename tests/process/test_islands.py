@@ -113,6 +113,7 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
                 begins[number] += size
             fleet.follow(step)
         first += len(names) * lease_steps * size
+    fleet.close(step)
     assert saved.outer.ledger.stages == tuple(each.first for each in mixtures[1:])
     assert saved.outer.ledger.next == first
     found = members[0].host.leaves()

@@ -64,10 +64,13 @@ def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
 
 @dataclass
 class RoundPacing:
-    """When an island's rounds are due, and when the trainer waits for them."""
+    """When an island's rounds are due, and when the trainer waits for them.
+
+    The sends before the last step are rounds. After it comes a closing round of each fragment.
+    """
 
     schedule: Schedule  # H, P, tau
-    rounds: int  # the number of rounds of the whole run
+    steps: int  # of the whole run
     lockstep: bool  # every island makes exactly the same steps between rounds
     timeout_seconds: float  # the longest wait for a late round; then the island continues to train
 
@@ -76,6 +79,20 @@ class RoundPacing:
         """Whether the trainer waits for a round tau steps after its message."""
         return self.lockstep or self.schedule.delay == 0
 
+    @property
+    def rounds(self) -> int:
+        """The number of rounds of the whole run."""
+        return self.closing + self.schedule.fragments
+
+    @property
+    def closing(self) -> int:
+        """The number of the first closing round."""
+        return self.schedule.rounds(self.steps - 1)
+
     def interval(self, number: int) -> int:
         """Return the number of steps from the message of the previous round to that of round `number`."""
-        return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
+        return self.round_step(number) - self.round_step(number - 1)
+
+    def round_step(self, number: int) -> int:
+        """Return the number of steps after which round `number` is due; 0 for the round before the first."""
+        return min(self.schedule.round_step(number), self.steps)

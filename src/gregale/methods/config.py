@@ -202,7 +202,7 @@ class DilocoConfig(SyncConfig):
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         return Diloco(
             inner=inner,
-            outer=self.outer_optimizer(inner, parts, is_island=False),
+            outer=self.outer_optimizer(inner, parts),
             layout=layout,
             schedule=self.schedule_of(inner.model),
             mixing=self.mixing,
@@ -216,7 +216,7 @@ class DilocoConfig(SyncConfig):
         """Return the method of one island with its own mesh; actions of islands (absence) are not simulated."""
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
-        outer, schedule = self.outer_optimizer(inner, parts, is_island=True), self.schedule_of(inner.model)
+        outer, schedule = self.outer_optimizer(inner, parts), self.schedule_of(inner.model)
         return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
@@ -230,9 +230,12 @@ class DilocoConfig(SyncConfig):
                 f"mesh.island is {islands}: these are islands in one mesh, which `gregale train` joins. An island of a "
                 f"fleet is a process of its own with a mesh of its own: set mesh.island to 1."
             )
-        if not self.schedule(layers=2**31).rounds(parts.steps):
-            found = f"steps is {parts.steps} and sync.period {self.period}, so that the fleet makes no round"
-            raise UserError(f"{found}, with which it ends. At least {self.period} steps would work.")
+        if (schedule := self.schedule(layers=2**31)).delay > (most := self.period // schedule.fragments):
+            raise UserError(
+                f"sync.delay is {schedule.delay}, and rounds come every sync.period / sync.fragments = {self.period} / "
+                f"{schedule.fragments} steps: an island has one message on its way at a time, so a fragment arrives "
+                f"before the next one is sent. Set sync.delay to at most {most}."
+            )
         refused = {
             "sync.warmup_steps": (self.warmup_steps, 0, "islands train apart from the first step"),
             "sync.dropout": (self.dropout, 0, "an island that misses a round misses it in earnest"),
@@ -248,11 +251,11 @@ class DilocoConfig(SyncConfig):
                 f"sync.outer.clip_norm to null."
             )
 
-    def outer_optimizer(self, inner: Psdp, parts: MethodContext, is_island: bool) -> optax.GradientTransformation:
+    def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
         with below("sync.outer"):
             end = parts.steps if self.end is None else self.end
             begin, schedule = max(self.warmup_steps, self.begin), self.schedule_of(inner.model)
-            return self.outer.build(inner.model, max(1, schedule.outer_steps(begin, end, is_island))).whole()
+            return self.outer.build(inner.model, max(1, schedule.outer_steps(begin, end))).whole()
 
     def between(self, begin: int | None, end: int | None) -> Self:
         return replace(self, end=self.end or end) if begin is None else replace(self, begin=begin, end=end)
@@ -278,7 +281,7 @@ class DilocoConfig(SyncConfig):
     def notes(self, layout: Layout, steps: int, is_island: bool = False) -> list[str]:
         """Return notes of a single replica, of so few rounds that others beat the default settings, and of the end."""
         schedule, found = self.schedule(layers=2**31), []
-        rounds, last = schedule.outer_steps(self.warmup_steps, steps, is_island=True), schedule.last_sent(steps)
+        rounds, last = schedule.outer_steps(self.warmup_steps, steps), schedule.last_sent(steps)
         if not is_island and layout.mesh.shape[sync_axis(layout)] == 1:
             found.append(
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
@@ -293,7 +296,7 @@ class DilocoConfig(SyncConfig):
         if last < steps or schedule.fragments > 1:
             each = f", one fragment of {schedule.fragments} at a time" if schedule.fragments > 1 else ""
             then = "Evaluations, samples, exports and start_from read the model after one more, of all of it."
-            then = "The run of a fleet ends with it, without the steps after it." if is_island else then
+            then = "The fleet's run ends with one more, of all of it." if is_island else then
             found.append(f"The last synchronisation comes after step {last:,} of {steps:,}{each}. {then}")
         return found
 

@@ -96,11 +96,10 @@ class Schedule:
         offset = self.offset(fragment)
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
-    def outer_steps(self, first: int, last: int, is_island: bool = False) -> int:
-        """Return a fragment's most outer steps after step `first`, with who reads it after `last` (islands: none)."""
+    def outer_steps(self, first: int, last: int) -> int:
+        """Return a fragment's most outer steps after step `first`, with the synchronisation of all after `last`."""
         due, fragments = self.sent(last), range(self.fragments)
-        more = [not is_island and each != due for each in fragments]
-        return max(self.sends(each, last) - self.sends(each, first) + more[each] for each in fragments)
+        return max(self.sends(each, last) - self.sends(each, first) + (each != due) for each in fragments)
 
     def last_sent(self, step: int) -> int:
         """Return the last of the first `step` steps after which a fragment was sent; 0 if there was none."""

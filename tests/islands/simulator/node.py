@@ -232,6 +232,16 @@ class Node:
     def _do_left_out(self, action: m.LeftOut) -> None:
         self.world.log(f"{self.name} says: {action.text}")
 
+    def complete(self, steps: int, tokens: list[float]) -> None:
+        """The run is complete: the process leaves and ends.
+
+        - `steps`: that it has made
+        - `tokens`: by fragment, which no round has
+        """
+        self.alive = False
+        self.world.leave(self)
+        self.world.completed(self, steps, tokens)
+
     def _do_rejected(self, action: m.Rejected) -> None:
         self.alive = False
 

@@ -233,6 +233,8 @@ def _demand_progress(world: World) -> Outcome:
     most, longest, began = longest_wait(world), 0.0, world.now
     while world.now < began + CALM * most:
         world.run_until(world.now + 1.0)
+        if world.final:
+            return Outcome(world.invariants.rounds, world.invariants.forked, longest / most)
         longest = max(longest, world.now - max(began, world.committed_at))
         if longest > most:
             break

@@ -20,21 +20,31 @@ class Pace:
     - `steps`: times of the ends of its steps
     - `rounds`: time and weight of the rounds that it committed
     - `heals`: states that it took over
+    - `left`: tokens that no round has, by fragment, once the run is complete
     """
 
     steps: list[float] = field(default_factory=list)
     rounds: list[tuple[float, float]] = field(default_factory=list)
     heals: int = 0
+    left: list[float] | None = None
 
 
 class Observed(World):
     """A world that notes each island's `Pace`."""
 
-    def __init__(self, step_seconds: Sequence[float], timing: Timing, schedule: Schedule, member_class: type[Member]):
+    def __init__(
+        self,
+        step_seconds: Sequence[float],
+        timing: Timing,
+        schedule: Schedule,
+        member_class: type[Member],
+        steps: int = 10**9,
+    ):
         super().__init__(0, member_class)
-        self.timing, self.rules = timing, Rules(start=len(step_seconds), fragments=(schedule.fragments,))
+        fragments, closing = (schedule.fragments,), schedule.rounds(steps - 1)
+        self.timing, self.rules = timing, Rules(start=len(step_seconds), fragments=fragments, closing=closing)
         self.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
-        self.pace = RoundPacing(schedule, 10**9, False, REDUCES * timing.reduce_seconds)
+        self.pace = RoundPacing(schedule, steps, False, REDUCES * timing.reduce_seconds)
         self.step_seconds = {f"i{index}": seconds for index, seconds in enumerate(step_seconds)}
         self.paces = {name: Pace() for name in self.step_seconds}
         for name in self.step_seconds:
@@ -47,6 +57,10 @@ class Observed(World):
         super().committed(node, action, digest)
         self.paces[node.name].rounds.append((self.now, action.weight))
 
+    def completed(self, node, steps, tokens):
+        super().completed(node, steps, tokens)
+        self.paces[node.name].left = tokens
+
     def installed(self, node, outer):
         super().installed(node, outer)
         self.paces[node.name].heals += 1
@@ -58,9 +72,10 @@ def paces(
     schedule: Schedule,
     seconds: float,
     member_class: type[Member] = Member,
+    steps: int = 10**9,
 ) -> list[Pace]:
-    """Return what became of islands with these steps after so many seconds."""
-    world = Observed(step_seconds, timing, schedule, member_class)
+    """Return what became of islands with these steps after so many seconds; `steps`: of the run."""
+    world = Observed(step_seconds, timing, schedule, member_class, steps)
     world.run_until(seconds)
     return list(world.paces.values())
 

@@ -50,6 +50,26 @@ def test_no_slow_island_is_left_out_or_brakes_the_others(network):
         run(network, delay, fragments, slower)
 
 
+@pytest.mark.parametrize(
+    ("network", "schedule", "steps"),
+    [
+        ("lan", Schedule(6, 1), 15),
+        ("lan", Schedule(6, 1), 12),
+        ("lan", Schedule(12, 4, 0, 4), 40),
+        ("wan", Schedule(12, 4, 3, 4), 38),
+        ("wan", Schedule(10, 3, 1, 4), 40),
+        ("lan", Schedule(10, 3, 3, 4), 5),
+    ],
+)
+@pytest.mark.parametrize("slower", [1, 1.3, 7])
+def test_a_run_ends_with_all_steps_of_all_islands(network, schedule, steps, slower):
+    timing, seconds = NETWORKS[network]
+    found = paces([seconds] * FAST + [seconds * slower], timing, schedule, 3 * steps * seconds + 60, steps=steps)
+    assert [each.left for each in found] == [[0.0] * schedule.fragments] * len(found)
+    assert {len(each.steps) for each in found[:FAST]} == {steps}
+    assert {len(each.rounds) for each in found} == {schedule.rounds(steps - 1) + schedule.fragments}
+
+
 class NeverEarly(Member):
     """Hands messages over only when rounds are due."""
 

@@ -60,6 +60,9 @@ class Trainer:
         self._is_busy = False
         if self._is_final or node.member.done:
             return
+        if node.member.outer.round >= self._pace.rounds and self.side.all_arrived():
+            node.complete(self._made // BATCH, self._tokens)
+            return
         if node.member.leaving or self.side.must_wait(node.member.outer.round, now):
             self._look_again()
         elif self._leases.is_empty() and not starved:

@@ -85,7 +85,7 @@ class World:
     """
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
-        self.now, self._count = 0.0, 0
+        self.number, self.now, self._count = number, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
         self.member_class, self.trainer_class, self.trace = member_class, Trainer, trace
@@ -123,6 +123,7 @@ class World:
         self.restarts = self.starts = 0
         self.coordinator = Membership(1)
         self.committed_at = 0.0
+        self.final: set[str] = set()  # digests of the states with which islands have completed the run
         self.views: dict[Formed, View] = {}
         self.seen_views: set[int] = set()  # by `id` of those in `views`
 
@@ -130,7 +131,9 @@ class World:
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
         period = fragments * rng.choice((2, 3, 5))
         schedule = Schedule(period, fragments, min(rng.choice((0, 1, 2)), period - 1), fragments)
-        return RoundPacing(schedule, sys.maxsize, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
+        steps = rng.randint(1, 6 * period) if self.number % 7 == 3 else sys.maxsize
+        self.rules = replace(self.rules, closing=schedule.rounds(steps - 1))
+        return RoundPacing(schedule, steps, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
 
     def log(self, line: str) -> None:
         """For whoever replays the schedule."""
@@ -405,6 +408,12 @@ class World:
         self.committed_at = self.now
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
+
+    def completed(self, node: Node, steps: int, tokens: list[float]) -> None:
+        self.log(f"{node.name} has completed the run")
+        self.final.add(node.member.outer.digest)
+        if len(self.final) > 1 and not self.invariants.forked:
+            raise BrokenError(f"the run ends with other parameters on {node.name}: {self.final}")
 
     def installed(self, node: Node, outer: OuterRecord) -> None:
         self.invariants.publish(outer)

@@ -18,7 +18,7 @@ from gregale.distributed.hang_detector import Phase, Progress, ThreadProgress
 from gregale.distributed.signals import StopRequest
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.protocol.headers import seed
-from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, SendMessage
+from gregale.islands.trainer_command import ApplyRound, Finish, LoadOuterState, RoundPacing, SendMessage
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.method import StepMetrics
 from gregale.methods.schedule import Schedule
@@ -39,6 +39,7 @@ from tests.methods.islands import Fleet, on_one_device
 from tests.stores import Fault, proxied
 
 SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 5 steps
+PACE = RoundPacing(SCHEDULE, 120, False, 1.0)
 
 
 class Counting:
@@ -125,18 +126,18 @@ def saved(turns: CheckpointStagger, place: float, rounds: range) -> list[int]:
     ],
 )
 def test_each_island_saves_at_its_place(place, rounds, steps):
-    assert saved(CheckpointStagger(40, SCHEDULE), place, rounds) == steps
+    assert saved(CheckpointStagger(40, PACE), place, rounds) == steps
 
 
 def test_a_missed_or_moved_turn_is_late_and_taken_once():
-    turns = CheckpointStagger(40, SCHEDULE)
+    turns = CheckpointStagger(40, PACE)
     assert saved(turns, 0.0, range(3)) == []
     assert saved(turns, 0.0, range(9, 20)) == [50, 80]
-    moved = CheckpointStagger(40, SCHEDULE)
+    moved = CheckpointStagger(40, PACE)
     assert saved(moved, 0.0, range(9)) == [40]
     assert saved(moved, 0.75, range(9, 24)) == [110]
     for every, arrived in ((None, 7), (40, None)):
-        assert not CheckpointStagger(every, SCHEDULE).is_due(arrived, 0.0)
+        assert not CheckpointStagger(every, PACE).is_due(arrived, 0.0)
 
 
 class Controller:

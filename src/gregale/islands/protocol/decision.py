@@ -158,7 +158,8 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return _new_generation(view, current, best)
     if awaited := _names(header for header in headers if header.hold_rounds):
         return Wait("islands heal more slowly than rounds are made", awaited)
-    if rules.lockstep and (early := _names(header for header in current if not header.ready)):
+    waits = rules.lockstep or current[0].round >= rules.closing
+    if waits and (early := _names(header for header in current if not header.ready)):
         return Wait("islands have not made their steps", early)
     return _form(view, headers, current, rules)
 

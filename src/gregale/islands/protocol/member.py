@@ -75,7 +75,7 @@ class Member(MemberState):
             self._grace_end = self._now + self._grace()
             if handover.serves(self.outer.round) and self._is_promised():
                 return
-            if not handover.early or self.leaving or (own and not handover.sent):
+            if not handover.early or self.leaving or self._is_closing or (own and not handover.sent):
                 self._request_message(self.outer.round)
             elif not handover.serves(self.outer.round):
                 self._grace_end = self._now  # its step takes longer
@@ -366,7 +366,9 @@ class Member(MemberState):
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
-        ready = self.handover.due and (self._message is not None or self._now >= self._grace_end)
+        # The others wait in a closing round for the messages of those that ask.
+        asks = self._message is not None or self._is_closing or self._now >= self._grace_end
+        ready = self.handover.due and asks
         if ready or self._held or self._needs_view:
             self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at

@@ -128,7 +128,7 @@ class MemberState:
             held=self._held.held if self._held else None,
             failures=self._failures,
             unreachable=self._unreachable,
-            ready=message is not None,
+            ready=message is not None or self._is_too_late,
             weight=message.weight if message else 0.0,
             norm=message.norm if message else 0.0,
             usual=median(outer.sizes),
@@ -138,7 +138,7 @@ class MemberState:
             hold_rounds=self._holds_rounds(),
             wait_expired=self._is_wait_expired(),
             from_checkpoint=self._from_checkpoint,
-            retried=self._lacked and self._now >= self._grace_end,
+            retried=self._lacked and (self._is_closing or self._now >= self._grace_end),
             leaving=message is not None and message.final,
             holder=self.holder,
             used=self._used,
@@ -157,10 +157,21 @@ class MemberState:
             self.handover.state_replaced()
         self.outer = outer
 
+    @property
+    def _is_closing(self) -> bool:
+        return self.outer.round >= self.rules.closing
+
+    @property
+    def _is_too_late(self) -> bool:
+        """Whether a closing round is decided without this member's message."""
+        return self._is_closing and not self.rules.lockstep and self._now >= self._grace_end
+
     def _grace(self) -> float:
         """Return the seconds for which a round waits for this member's step and for the copy of its message."""
         grace, timing = self.timing.grace_seconds, self.timing
-        if grace is None and self._fastest:
+        if self._is_closing:
+            grace = max(GRACE_STEPS * self.handover.step_seconds, timing.leave_seconds)
+        elif grace is None and self._fastest:
             grace = min(GRACE_STEPS * self._fastest, timing.max_grace_seconds)
         elif grace is None:  # the first round: the others' steps are not known yet, and they wait no longer
             grace = min(GRACE_STEPS * self.handover.step_seconds, timing.join_seconds)
@@ -358,7 +369,7 @@ class MemberState:
             if self.handover.due:
                 times.append(self._ping_at)
             if not self._waiting_for and (self.handover.due or self._held or self._needs_view):
-                times.append(max(self._retry_at, 0.0 if self._message else self._grace_end))
+                times.append(max(self._retry_at, 0.0 if self._message or self._is_closing else self._grace_end))
         return max(self._now, min(times))
 
 

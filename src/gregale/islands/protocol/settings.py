@@ -1,5 +1,6 @@
 """The protocol's time limits, and the parameters of its decisions."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from gregale.islands.protocol.ledger import LeasePolicy
@@ -18,7 +19,7 @@ class Timing:
     ping_seconds: float = 0.2  # interval of the announcements to peers that a round is due
     retry_seconds: float = 0.2  # pause before an unsuccessful request is repeated
     turnover_seconds: float = 8.0  # wait of half of the fleet or less for the others, which may have continued alone
-    leave_seconds: float = 20.0  # how long a leaver waits for its last round
+    leave_seconds: float = 20.0  # how long a leaver waits for its last round, and a closing round for a message
     hold_seconds: float = 2.0  # interval in which the coordinator confirms that it still holds a request
     network_seconds: float = 3.0  # the limit of a message to the coordinator and its reply
 
@@ -69,6 +70,7 @@ class Rules:
     outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing
     stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
     fragments: tuple[int, ...] = (1,)  # of each stage: a round changes one
+    closing: float = math.inf  # from this round on no steps come between rounds, and each waits for all messages
 
     def fragments_at(self, round: int) -> int:
         """Return the number of fragments in the stage that the fleet is in after so many rounds."""

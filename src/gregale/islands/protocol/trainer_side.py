@@ -100,8 +100,7 @@ class TrainerSide:
             return None
         first = self._arrivals[0]
         contributed = isinstance(first, ApplyRound) and first.weight > 0
-        is_early = self._since < self._pace.schedule.delay and not self._handover.early
-        if contributed and is_early and not is_last:
+        if contributed and not (is_last or self._handover.early) and self._since < self._delay(first.round):
             return None
         found, self._before = self._arrivals.popleft(), 0
         if isinstance(found, LoadOuterState):
@@ -109,6 +108,11 @@ class TrainerSide:
         elif contributed:
             self._contributed[self._pace.schedule.round_fragment(found.round)] = self._made
         return found
+
+    def _delay(self, number: int) -> int:
+        """Return the number of steps from a message to its arrival: tau, but all arrive before a closing round."""
+        delay, after = self._pace.schedule.delay, number + 1
+        return min(delay, self._pace.interval(after)) if after >= self._pace.closing else delay
 
     def all_arrived(self) -> bool:
         """Return whether every committed round is in the parameters."""
@@ -154,7 +158,7 @@ class TrainerSide:
         needed = self._pace.interval(number)
         if handover.due and handover.sent and not handover.weighs_nothing:
             return not self._pace.waits and self._since >= needed + self._pace.schedule.delay
-        made = self._since if handover.due else self.undecided_steps
+        made = self._since - (needed == 0) if handover.due else self.undecided_steps  # another message has other steps
         return made >= needed or (starved and (made > 0 or not handover.sent)) or self._is_overdue(now)
 
     def _is_overdue(self, now: float) -> bool:
@@ -173,7 +177,7 @@ class TrainerSide:
         first = number + handover.due
         expected = {each: handover.due_in(each - first + 1) for each in range(first, first + schedule.fragments)}
         seconds = {each: at - handover.copy_seconds - now for each, at in expected.items() if at is not None}
-        seconds = {each: left for each, left in seconds.items() if each < self._pace.rounds}
+        seconds = {each: left for each, left in seconds.items() if each < self._pace.closing}
         within = [each for each, left in seconds.items() if left <= handover.step_seconds]
         if not within and (nearest := min(seconds, default=None)) is not None:
             within = [nearest] if seconds[nearest] <= EARLY * handover.step_seconds else []
@@ -199,6 +203,8 @@ class TrainerSide:
         is_sent = handover.sent and (handover.due or is_early)
         if handover.weighs_nothing or not (is_sent or handover.own):
             return False
+        if number >= self._pace.closing:
+            return handover.due
         if self._pace.waits:
             return not is_sent or self._since >= self._pace.schedule.delay
         if handover.early:

@@ -161,6 +161,7 @@ def rules_of(run: PreparedRun) -> Rules:
         islands.outlier_factor,
         stage_rounds(run.config, methods),
         tuple(each.schedule.fragments for each in methods),
+        methods[-1].schedule.rounds(run.config.steps - 1),
     )
 
 
@@ -253,7 +254,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     addresses = tuple(messages_of_all(server.address))
     stages = [(stage.setup.config, stage.corpus) for stage in run.stages]
     agreed = agreement(stages, rules.stages, messages_of_all(shards_of(outer)), start.base)
-    pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
+    pace = RoundPacing(schedule, config.steps, islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the programs of steps and rounds before this island joins the fleet.")
     outer.compile()
     compile_programs(run.stage)

@@ -10,7 +10,7 @@ from gregale.data.preparation import Corpus
 from gregale.distributed.elapsed import Elapsed
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
-from gregale.methods.schedule import Schedule
+from gregale.islands.trainer_command import RoundPacing
 from gregale.programs.island.steps import IslandResources, IslandSteps
 from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.evaluation import Saving
@@ -34,7 +34,7 @@ class IslandSaving(Saving):
     ):
         super().__init__(setup, corpus, checkpoints, observers, steps, counts)
         self._island, self._resources = steps, resources
-        self._stagger = CheckpointStagger(setup.config.checkpoint.steps, resources.controller.pace.schedule)
+        self._stagger = CheckpointStagger(setup.config.checkpoint.steps, resources.controller.pace)
 
     def turns(self, seconds: float) -> Elapsed:
         """Return turns by clocks that count from the same time at all sites, so that offsets keep them apart."""
@@ -99,8 +99,8 @@ class CheckpointStagger:
     than `every` steps. With offset k / R the turns are after k / R, 1 + k / R, ... times `every` steps.
     """
 
-    def __init__(self, every: int | None, schedule: Schedule):
-        self._every, self._schedule = every, schedule
+    def __init__(self, every: int | None, pace: RoundPacing):
+        self._every, self._pace = every, pace
         self._last: int | None = None  # number of the last turn
 
     def is_due(self, arrived: int | None, offset: float) -> bool:
@@ -111,8 +111,8 @@ class CheckpointStagger:
         """
         if self._every is None or arrived is None:
             return False
-        turn = math.floor(self._schedule.round_step(arrived) / self._every - offset)
-        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - offset)
+        turn = math.floor(self._pace.round_step(arrived) / self._every - offset)
+        last = math.floor(self._pace.round_step(arrived - 1) / self._every - offset)
         last = last if self._last is None else self._last
         self._last = max(turn, last)
         return turn > last
