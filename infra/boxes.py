@@ -10,7 +10,7 @@ import re
 import sys
 
 import launch
-from launch import MOST_SILENCE, QUESTION, Action, Host, Mistake, Node, Runner
+from launch import MOST_SILENCE, Action, Mistake, Node, Runner
 
 WATCH = "install, train and stay: start all again whenever one was lost and is back, until the run is done"
 SSH = ["-oBatchMode=yes", "-oConnectTimeout=20", "-oServerAliveInterval=15"]
@@ -44,21 +44,12 @@ class Boxes(launch.Fleet):
             return launch.wait(f"waiting for {', '.join(silent)} to answer; nothing is changed")
         return self.training.decide(hosts)
 
-    def act(self, action: Action) -> bool:
-        return self.run(action.verb) == 0
-
     def ssh(self, node: Node, command: str, worker: str = "all") -> list[str]:
         own = command.replace("@number", str(self.nodes.index(node)))
         return ["ssh", *SSH, *self.options.ssh_flag, node.name, own]
 
     def scp(self, node: Node, path: str) -> list[str]:
         return ["scp", "-q", *SSH, *self.options.ssh_flag, path, f"{node.name}:{launch.ARCHIVE}"]
-
-    def ask(self) -> list[Host]:
-        """Return what the boxes tell that answer, under their names here."""
-        commands = [self.ssh(node, launch.state_command()) for node in self.nodes]
-        told = zip(self.nodes, self.runner.all(commands, QUESTION), strict=True)
-        return [host._replace(name=box.name) for box, result in told for host in launch.hosts_in(result.text)]
 
     def install_command(self) -> str:
         command = launch.install_command(self.options.extras, self.options.setup, None)
@@ -91,7 +82,7 @@ def read(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise Mistake(f"--hosts is '{options.hosts}': give the boxes with commas in between, without spaces")
     if options.command in ("watch", "train") and "," in options.hosts:
         runs = launch.runs_of(options.config, overrides)
-        if not launch.is_url(runs) and not runs.startswith(("/", "~")):  # in the tree, which each box has for itself
+        if "://" not in runs and not runs.startswith(("/", "~")):  # in the tree, which each box has for itself
             raise Mistake(
                 "several boxes have to see the same run directory and token stores: give -- --runs and --data.cache, "
                 "each a bucket's folder or a path on a file system that they share"

@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLING = ".installing"  # in .venv while pip puts files there: what an interrupted pip leaves is of no use
 INTERVAL_SECONDS = 5.0
 # In a line of pip: the name of a package, or of its file.
-PACKAGE = re.compile(
-    r"\s*(?:Collecting |Requirement already satisfied: |Processing (?:\S*/)?)([A-Za-z]\w*(?:[-.][A-Za-z]\w*)*)"
-)
+PACKAGE = re.compile(r"\s*(?:Collecting|Requirement already satisfied:|Processing) (?:\S*/)?(\w+(?:[-.][A-Za-z]\w*)*)")
 
 
 # What is installed, each with those before it; the packages (counted by `tests/infra`) and megabytes for the progress.
@@ -83,10 +81,8 @@ def stamps(venv: Path) -> list[Path]:
 
 def stamp() -> str:
     """Where this is, and a hash of what is to be installed."""
-    digest = hashlib.sha256()
-    for name in ("pyproject.toml", "constraints.txt"):
-        digest.update((ROOT / name).read_bytes())
-    return f"{ROOT}\n{digest.hexdigest()}\n"
+    pins = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    return f"{ROOT}\n{hashlib.sha256(b''.join(pins)).hexdigest()}\n"
 
 
 def is_complete(venv: Path, name: str) -> bool:

@@ -22,17 +22,10 @@ names=("${1:-python3.11}")
 found=""
 for name in "${names[@]}"; do
   command -v "$name" >/dev/null || continue
-  if said=$("$name" -c "$CHECK" 2>&1); then
-    echo "$said"
-    exit 0
-  fi
-  found+="  $name: ${said%%$'\n'*}"$'\n'
+  said=$("$name" -c "$CHECK" 2>&1) && echo "$said" && exit
+  found+=$'\n'"  $name: ${said%%$'\n'*}"
 done
 
-{
-  echo "Gregale needs a Python from 3.11 on, with venv. Found under ${names[*]}:"
-  printf '%s' "${found:-  nothing
-}"
-  echo "Install one (Debian and Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3"
-} >&2
+echo "Gregale needs a Python from 3.11 on, with venv. Found under ${names[*]}:${found:- nothing}
+Install one (Debian and Ubuntu: apt install python3 python3-venv), or name one: make PYTHON=/path/to/python3" >&2
 exit 1

@@ -16,13 +16,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly CONTAINER=gregale LIBTPU_LOCK=/tmp/libtpu_lockfile
 
 prepare() {
-  local attempt
+  local attempt=0
   bash infra/find_python.sh >/dev/null 2>&1 && command -v make >/dev/null && return
   # A fresh machine updates itself, and holds apt's locks meanwhile. `apt-get update` waits for none, whatever its options.
-  for ((attempt = 0; attempt < 60; attempt++)); do
-    if sudo apt-get update -qq; then break; fi
-    sleep 10
-  done
+  until sudo apt-get update -qq || ((++attempt == 60)); do sleep 10; done
   sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make ||
     sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3 python3-venv make
 }
@@ -114,19 +111,13 @@ is_volatile() {
 state() {
   local found=idle code
   code=$(noted_code train)
-  if [[ -f train.installed && -n ${1:-} ]] && is_volatile "$1"; then
-    found=volatile
-  elif is_running; then
-    found=running
-  elif [[ ! -f train.installed ]]; then
-    found=bare
-  elif [[ -f train.stopped && $code != 0 ]]; then
-    found=stopped
-  elif [[ -n $code ]]; then
-    found="ended $code"
-  elif [[ -f train.pid ]]; then
-    found=lost
-  fi
+  # The last one that holds counts.
+  [[ -f train.pid ]] && found=lost
+  [[ -n $code ]] && found="ended $code"
+  [[ -f train.stopped && $code != 0 ]] && found=stopped
+  [[ -f train.installed ]] || found=bare
+  is_running && found=running
+  [[ -f train.installed && -n ${1:-} ]] && is_volatile "$1" && found=volatile
   echo "gregale-host $(uname -n) $found, checkpoint $(newest_checkpoint train.log)"
 }
 

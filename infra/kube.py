@@ -1,10 +1,6 @@
 #!/usr/bin/env python3
 """Trains on Kubernetes: builds the image, writes the JobSet of a run and gives it to kubectl. `--help` tells how. Needs
 kubectl, logged in, JobSet in the cluster, docker for `image`, and PyYAML for `up`.
-
-A JobSet has its run's name. On TPUs each slice is a job of as many pods as it has hosts; on GPUs each pod is a box with
-one process. A pod that ends with exit code 2, a mistake, ends the JobSet; any other failure starts all pods again,
-from the newest checkpoint. Restarts after a preemption are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ except ImportError:
     yaml: Any = None  # commands other than `up` do without
 
 import launch
-from launch import MISTAKE, ROOT, STOPPED, Mistake, Runner, positive
+from launch import MISTAKE, QUESTION, ROOT, STOPPED, Mistake, Runner, positive
 
 PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
@@ -32,9 +28,8 @@ PREEMPTION = "DisruptionTarget"  # the condition of a pod that was preempted or 
 GKE = "cloud.google.com"  # where its labels begin
 OF_JOBSET = "--selector=jobset.sigs.k8s.io/jobset-name="
 FIRST_POD = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
-QUESTION = 60  # limit of a command of kubectl, in seconds
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-MOST_NAME_LETTERS = 40  # of a host name's 63, with which the pods' own numbers and letters have to do
+# A run's name has at most 40 of the 63 letters of a host name, with which the pods' own numbers and letters have to do.
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 class Size(NamedTuple):
@@ -177,10 +172,12 @@ def pod(options: argparse.Namespace, name: str, overrides: list[str], machines: 
     size = size_of_pod(options, machines)
     # libtpu opens devices of root and raises the limit of locked memory; Kubernetes gives rights to root alone.
     user, right = (0, "SYS_RESOURCE") if machines.chip == TPU else (1000, "")
+    secrets = [{"secretRef": {"name": options.environment_secret}}] if options.environment_secret else []
     # Processors are requested only: those that are idle may be used. For NCCL, 64 MiB of /dev/shm are too little.
     limits = {"memory": f"{size.gibibytes}Gi", machines.chip: machines.chips}
     shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
-    taken = {f"{GKE}/gke-spot": "true"} if options.spot else {}
+    spot = {f"{GKE}/gke-spot": "true"} if options.spot else {}
+    tainted = spot | {label: value for label, value in machines.labels.items() if label in ARM}
     found = yaml.safe_load(f"""
 restartPolicy: Never
 terminationGracePeriodSeconds: {options.grace_seconds}
@@ -193,19 +190,13 @@ volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shared}}}}}]
 """)
     (container,) = found["containers"]
     resources = {"requests": {"cpu": size.cpus, **limits}, "limits": limits}
-    container.update(image=options.image, command=command, resources=resources)
-    found["nodeSelector"] = {**machines.labels, **taken}
-    if options.environment_secret:
-        container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
+    container.update(image=options.image, command=command, resources=resources, envFrom=secrets)
+    found["serviceAccountName"] = options.service_account
+    found["nodeSelector"] = machines.labels | spot
+    found["tolerations"] = [{"key": label, "value": value, "effect": "NoSchedule"} for label, value in tainted.items()]
     if options.claim:
         found["volumes"].append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
         container["volumeMounts"].append({"name": "data", "mountPath": options.mount})
-    if options.service_account:
-        found["serviceAccountName"] = options.service_account
-    tainted = taken | {label: value for label, value in machines.labels.items() if label in ARM}
-    taint = {"operator": "Equal", "effect": "NoSchedule"}
-    if tainted:
-        found["tolerations"] = [{"key": label, "value": value, **taint} for label, value in tainted.items()]
     return found
 
 
@@ -291,9 +282,9 @@ class Keys(NamedTuple):
 
 def name_of(given: Keys) -> str:
     found = given.get("name")
-    if not NAME.fullmatch(found) or len(found) > MOST_NAME_LETTERS:
+    if not NAME.fullmatch(found):
         raise Mistake(
-            f"name is {found!r}: Kubernetes wants small letters, digits and hyphens, {MOST_NAME_LETTERS} at most. "
+            f"name is {found!r}: Kubernetes wants small letters, digits and hyphens, 40 at most. "
             "Another name comes after `--`: -- --name my-run"
         )
     return found
@@ -417,10 +408,8 @@ def parser() -> launch.Parser:
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
     add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
     add("--keep-nothing", action="store_true", help="one pod: without a claim and a store; each restart begins empty")
-    add(
-        "--environment-secret", help="a Secret of variables for the training (`kubectl create secret generic NAME ...`)"
-    )
-    add("--service-account", help="of the pods")
+    add("--environment-secret", help="a Secret of variables for the training (`kubectl create secret generic ...`)")
+    add("--service-account", default="default", help="of the pods; default: the namespace's own")
     add("--restarts", type=positive, default=20, help="failures after which it is given up")
     add("--grace-seconds", type=positive, default=600, help="for the last checkpoint, from SIGTERM to SIGKILL")
     add("--spot", action="store_true", help="GKE: capacity that may be reclaimed, with 15 s for the last checkpoint")

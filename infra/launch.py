@@ -29,7 +29,6 @@ MOST_PAUSE_SECONDS = 960
 MOST_SILENCE = 5  # questions in a row without all answers
 QUESTION, REQUEST, SETUP = 120, 600, 1800  # limits of commands, in seconds
 MISTAKE, STOPPED = 2, 143  # exit codes
-LOG = f"{FOLDER}/train.log"
 # The commands that all launchers have.
 COMMANDS = {
     "install": "copy this working tree to every host and install it there",
@@ -282,10 +281,6 @@ def runs_of(config: str, overrides: Sequence[str]) -> str:
     return overridden("runs", overrides, ["runs", *of_file][-1])
 
 
-def is_url(path: str) -> bool:
-    return bool(re.match(r"[a-z][a-z0-9+]+://", path))
-
-
 class Host(NamedTuple):
     """What a host tells of its training: running, bare, idle, stopped, lost, volatile, or an exit code."""
 
@@ -391,13 +386,17 @@ class Fleet(Protocol):
     nodes: Sequence[Node]
 
     def next(self) -> Action: ...
-    def act(self, action: Action) -> bool: ...
     def note(self, action: Action, succeeded: bool) -> None: ...
     def ssh(self, node: Node, command: str, worker: str = "all") -> list[str]: ...
     def scp(self, node: Node, path: str) -> list[str]: ...
-    def ask(self) -> Sequence[Host]: ...  # those that answer
     def install_command(self) -> str: ...
     def start_command(self) -> str: ...
+
+    def ask(self, runs: str | None = None) -> list[Host]:
+        """Return what the hosts tell that answer `state_command`. The only host of a node has the node's name."""
+        results = self.runner.all([self.ssh(node, state_command(runs)) for node in self.nodes], QUESTION)
+        told = zip(self.nodes, (hosts_in(result.text) for result in results), strict=True)
+        return [host._replace(name=node.name) if node.hosts == 1 else host for node, hosts in told for host in hosts]
 
     def on_hosts(self, command: str, limit: int = QUESTION, worker: str = "all") -> bool:
         """Run a command on every host; print what they say. True if as many have done it as there are."""
@@ -423,7 +422,7 @@ class Fleet(Protocol):
         return self.on_hosts(host_command("stop", str(self.options.grace)))
 
     def show_log(self, tail: str = "tail -n +1 -F") -> int:
-        return self.runner.foreground(self.ssh(self.nodes[0], f"{tail} {LOG}", "0"))
+        return self.runner.foreground(self.ssh(self.nodes[0], f"{tail} {FOLDER}/train.log", "0"))
 
     def status(self) -> int:
         """Print how the hosts are, and the end of the log."""
@@ -432,11 +431,14 @@ class Fleet(Protocol):
         is_whole = len(hosts) == sum(node.hosts for node in self.nodes) or self.runner.dry_run
         return self.show_log("tail -n 3") or int(not is_whole)
 
+    def steps(self) -> dict[str, Callable[[], bool]]:
+        """Return the commands that either succeed or fail."""
+        return {"install": self.install, "train": self.train, "stop": self.stop}
+
     def run(self, command: str) -> int:
-        """Run a command that all launchers have; return its exit code."""
+        """Run a command; return its exit code."""
         shows = {"log": self.show_log, "status": self.status}
-        steps = {"install": self.install, "train": self.train, "stop": self.stop}
-        return shows[command]() if command in shows else int(not steps[command]())
+        return shows[command]() if command in shows else int(not self.steps()[command]())
 
 
 def watch(runner: Runner, fleet: Fleet) -> int:
@@ -450,7 +452,7 @@ def watch(runner: Runner, fleet: Fleet) -> int:
         if action.verb == "end":
             return action.code
         runner.sleep(action.pause)
-        succeeded = action.verb == "wait" or fleet.act(action)
+        succeeded = action.verb == "wait" or fleet.run(action.verb) == 0
         if not succeeded:
             runner.say(f"{action.verb}: that failed")
         fleet.note(action, succeeded)

@@ -1,73 +1,58 @@
 #!/usr/bin/env bash
+# usage: infra/slurm.sh COMMAND --name NAME [OPTIONS] [-- --dotted.key value ...]
 # Trains on GPU boxes under Slurm: writes an sbatch script and submits it. Each job submits its successor before it
-# begins, so that the run goes on after a time limit, a preemption or a dead node, until it is complete. `--help` tells
-# how. Needs the commands of Slurm, and a file system that all nodes share, with this working tree and its .venv on it.
+# begins, so that the run goes on after a time limit, a preemption or a dead node, until it is complete. Needs the
+# commands of Slurm, and a file system that all nodes share, with this working tree and its .venv on it.
+#
+# commands:
+#   submit  write the script slurm/NAME/job.sh and submit it; refused while a job of this name is queued or runs
+#   status  show the jobs of this name, the newest checkpoint and the last lines of the log
+#   log     follow the newest log; Ctrl-C ends the following, not the training
+#   stop    ask the running job to save a checkpoint and end, and drop its successor; `submit` goes on
+#
+# options:
+#   --name NAME         of the jobs; their scripts, logs and notes are in slurm/NAME
+#   --config FILE       the YAML file, below the repository (submit)
+#   --nodes N           boxes, default 1 (submit)
+#   --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
+#   --cpus N, --mem SIZE  cores of a process, and memory of a box, for example 500G; default: Slurm's (submit)
+#   --gres GRES         ask for the GPUs as generic resources, for example gpu:a100:4, where Slurm knows no --gpus (submit)
+#   --time TIME         limit of a job, for example 04:00:00 (submit)
+#   --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
+#   --partition, --account, --qos, --constraint, --reservation VALUE  passed on to sbatch (submit)
+#   --exclusive         take whole boxes (submit)
+#   --sbatch-flag FLAG  one more word for sbatch, such as --nodelist=n[1-4]; may be repeated (submit)
+#   --setup COMMAND     run in each job before the training, such as 'module load cuda/13'; may be repeated (submit)
+#   --container IMAGE   train in an image made from infra/Dockerfile: by Apptainer if it ends in .sif, else by Pyxis (submit)
+#   --environment FILE  lines NAME=value for the training, such as keys of trackers: read in the job, never on a command line
+#   --attempts N        end after N jobs in a row without a new checkpoint, default 5 (submit)
+#   --dry-run           print every command and the script, run none
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=infra/carry.sh
 . "$root/infra/carry.sh"
 
 readonly QUESTION=60 # limit in seconds of a question to Slurm
-readonly POLL_SECONDS=30 MOST_PAUSE_SECONDS=960
-readonly MOST_TRIES=5
+readonly POLL_SECONDS=30 MOST_PAUSE_SECONDS=960 MOST_TRIES=5
 readonly AGAIN=75          # exit code of a training that the same command may complete
 readonly EARLY_SECONDS=300 # after which a job does not start its training again
 readonly LOOK_SECONDS=5 SAVING_SECONDS=120 # of a process whose job is over: when it notices, and for the last checkpoint
 
-usage() {
-  cat <<'TEXT'
-usage: infra/slurm.sh COMMAND --name NAME [OPTIONS] [-- --dotted.key value ...]
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
-commands:
-  submit  write the script slurm/NAME/job.sh and submit it; refused while a job of this name is queued or runs
-  status  show the jobs of this name, the newest checkpoint and the last lines of the log
-  log     follow the newest log; Ctrl-C ends the following, not the training
-  stop    ask the running job to save a checkpoint and end, and drop its successor; `submit` goes on
-
-options:
-  --name NAME         of the jobs; their scripts, logs and notes are in slurm/NAME
-  --config FILE       the YAML file, below the repository (submit)
-  --nodes N           boxes, default 1 (submit)
-  --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
-  --cpus N, --mem SIZE  cores of a process, and memory of a box, for example 500G; default: Slurm's (submit)
-  --gres GRES         ask for the GPUs as generic resources, for example gpu:a100:4, where Slurm knows no --gpus (submit)
-  --time TIME         limit of a job, for example 04:00:00 (submit)
-  --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
-  --partition, --account, --qos, --constraint, --reservation VALUE  passed on to sbatch (submit)
-  --exclusive         take whole boxes (submit)
-  --sbatch-flag FLAG  one more word for sbatch, such as --nodelist=n[1-4]; may be repeated (submit)
-  --setup COMMAND     run in each job before the training, such as 'module load cuda/13'; may be repeated (submit)
-  --container IMAGE   train in an image made from infra/Dockerfile: by Apptainer if it ends in .sif, else by Pyxis (submit)
-  --environment FILE  lines NAME=value for the training, such as keys of trackers: read in the job, never on a command line
-  --attempts N        end after N jobs in a row without a new checkpoint, default 5 (submit)
-  --dry-run           print every command and the script, run none
-  -- ...              keys to override, passed on to `gregale`
-TEXT
-}
-
-fail() {
-  say "error: $*"
-  exit 2
-}
+fail() { say "error: $*" && exit 2; }
 
 say() { echo "slurm.sh: $*" >&2; }
 
 # The words of a command as a shell reads them back.
-quoted() {
-  local line
-  printf -v line '%q ' "$@"
-  echo "${line% }"
-}
+quoted() { printf '%q ' "$@" && echo; }
 
 # Runs a command of Slurm, which is ended when it takes too long (exit code 124). In the background, so that a signal is
 # not kept waiting. What it prints is then in `answer`: a reader of $(...) would wait for a child that hangs.
 ask() {
   local words=(timeout --kill-after=10 "$QUESTION" "$@") code=0
   answer=""
-  if [[ $dry_run == yes ]]; then
-    quoted "${words[@]}"
-    return
-  fi
+  [[ $dry_run == no ]] || { quoted "${words[@]}" && return; }
   [[ -n $scratch ]] || scratch=$(mktemp -d)
   "${words[@]}" </dev/null >"$scratch/answer" &
   child=$!
@@ -149,12 +134,10 @@ status() {
   [[ ! -f $folder/complete ]] || echo "The run is complete."
   [[ ! -f $folder/stopped ]] || echo "The run was stopped on request; \`submit\` goes on."
   echo "newest checkpoint: $(newest_checkpoint "$folder"/*.log)"
-  local log
-  log=$(newest_log)
-  [[ -z $log ]] || tail -n 5 "$log"
+  newest_log | xargs --no-run-if-empty --delimiter='\n' tail -n 5
 }
 
-follow_log() {
+log() {
   local log
   log=$(newest_log)
   [[ -n $log ]] || fail "there is no log in slurm/$name yet: no job of this name has begun"
@@ -292,17 +275,14 @@ tell_to_save() {
   local try
   say "saving before the end of this job"
   for ((try = 1; try <= MOST_TRIES; try++)); do
-    if timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null; then
-      told=yes
-      break
-    fi
+    timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null && told=yes && break
     sleep 5
   done
   [[ $told == yes ]] || say "error: the training could not be told to save; its newest checkpoint has to do"
 }
 
 conclude() {
-  local try seconds why=""
+  local try=1 seconds why=""
   case $1 in
     0) touch "$folder/complete" && why="the run is complete" ;;
     2) why="error: the run ended with a mistake that starting it again does not mend; it is told above" ;;
@@ -313,10 +293,7 @@ conclude() {
     drop_heir
     return
   fi
-  for ((try = 1; try <= MOST_TRIES; try++)); do
-    if submit_heir; then break; fi
-    pause "$POLL_SECONDS"
-  done
+  until submit_heir || ((++try > MOST_TRIES)); do pause "$POLL_SECONDS"; done
   [[ -n $heir ]] || { say "error: no successor could be submitted; \`submit\` goes on" && return; }
   if [[ $asked_to_save == no ]]; then
     # It ended by itself, and may do so again.
@@ -349,10 +326,6 @@ guard() {
 seconds() { read -rt "$1" <> <(:) || true; }
 
 main() {
-  if [[ ${1:-} == task ]]; then
-    "$@"
-    return
-  fi
   dry_run=no child="" answer="" scratch="" # `child` is waited for; `scratch` is a folder of our own
   trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
   trap 'interrupted 130' INT
@@ -361,10 +334,8 @@ main() {
   asked=() setup=() overrides=()
   local command=${1:-} option value
   case $command in
-    submit | status | stop | job) ;;
-    log) command=follow_log ;;
+    submit | status | log | stop | job) ;;
     -h | --help | help) usage && return ;;
-    "") usage >&2 && exit 2 ;;
     *) fail "there is no command '$command'; commands: submit, status, log, stop" ;;
   esac
   shift
@@ -417,4 +388,4 @@ check_options() {
   [[ $dry_run == yes ]] || command -v squeue >/dev/null || fail "Slurm is not installed; --dry-run works without it"
 }
 
-main "$@"
+if [[ ${1:-} == task ]]; then "$@"; else main "$@"; fi

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
-"""Trains on Cloud TPU: creates one slice or several, installs this working tree on every host, starts `gregale train`
-there, follows the log, and on request brings back what was reclaimed until the run is complete. `--help` tells how.
-Needs gcloud, logged in, git, and ssh.
+"""Trains on Cloud TPU: creates slices, installs this working tree on their hosts, trains there, and creates again what
+is reclaimed, until the run is complete. `--help` tells how. Needs gcloud, logged in, git, and ssh.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,15 +53,11 @@ class Seen(NamedTuple):
     request: str | None  # state of the queued resource; PLAIN: VMs without one; "": neither; None: no answer
     zone: str = ""
     nodes: tuple[Node, ...] = ()
-    hosts: tuple[Host, ...] = ()
+    hosts: Sequence[Host] = ()
 
     @property
     def is_ready(self) -> bool:
         return self.request in ("ACTIVE", "PLAIN") and {node.state for node in self.nodes} == {"READY"}
-
-    @property
-    def host_count(self) -> int:
-        return sum(node.hosts for node in self.nodes)
 
 
 @dataclass
@@ -100,11 +95,10 @@ class Slices:
         if seen.request not in ("ACTIVE", "PLAIN"):
             self._waited += POLL_SECONDS
             is_queued = seen.request in ("ACCEPTED", "WAITING_FOR_RESOURCES")
+            text = f"{name} is {seen.request} in {seen.zone}"
             if is_queued and len(self.zones) > 1 and self._waited > self.patience:
-                return self._give_back(
-                    seen, f"{name} is {seen.request} in {seen.zone}: trying the next zone", next_zone=True
-                )
-            return launch.wait(f"{name} is {seen.request} in {seen.zone}")
+                return self._give_back(seen, f"{text}: trying the next zone", next_zone=True)
+            return launch.wait(text)
         states = [f"{node.name} is {node.state}" for node in seen.nodes]
         gone = sum(node.state == "GONE" for node in seen.nodes)
         if len(seen.nodes) != self.slices or (gone and seen.request == "PLAIN"):
@@ -115,7 +109,7 @@ class Slices:
             return launch.wait(", ".join(states))
         if self.goal == "ready" and seen.is_ready:
             return Action("end", f"{name} is there")
-        if len(seen.hosts) != seen.host_count or not seen.is_ready:
+        if len(seen.hosts) != sum(node.hosts for node in seen.nodes) or not seen.is_ready:
             return self._silent(seen)
         self._silence, self._is_blank = 0, False
         self.is_lasting = self.is_lasting or not any(host.state in ("volatile", "bare") for host in seen.hosts)
@@ -178,7 +172,7 @@ class TpuVms(launch.Fleet):
         """Ask the API, and the hosts if the slices are there, and decide."""
         seen = self.look()
         if seen.is_ready and self.decider.goal != "ready":
-            seen = seen._replace(hosts=self.ask())
+            seen = seen._replace(hosts=self.ask(self.options.local_runs))
         return self.decider.decide(seen)
 
     def gcloud(self, kind: str, verb: str, zone: str, *words: str) -> list[str]:
@@ -215,9 +209,8 @@ class TpuVms(launch.Fleet):
             return Seen("", zone)
         return Seen(state, zone, tuple(there.get(name, Node(name, "GONE")) for name in names))
 
-    def act(self, action: Action) -> bool:
-        own = {"create": self.create, "give_back": self.delete}
-        return own[action.verb]() if action.verb in own else self.run(action.verb) == 0
+    def steps(self) -> dict[str, Callable[[], bool]]:
+        return {**super().steps(), "create": self.create, "give_back": self.delete, "delete": self.delete}
 
     def create(self) -> bool:
         """Ask for the slices in the zone whose turn it is."""
@@ -257,11 +250,6 @@ class TpuVms(launch.Fleet):
         found = self.gcloud("tpu-vm", verb, self.seen.zone, *words)
         # Only this release of gcloud's command reaches hosts through a tunnel.
         return [found[0], "alpha", *found[1:]] if "--tunnel-through-iap" in words else found
-
-    def ask(self) -> tuple[Host, ...]:
-        """Return what the hosts that answer tell."""
-        commands = [self.ssh(node, launch.state_command(self.options.local_runs)) for node in self.nodes]
-        return launch.hosts_in("".join(result.text for result in self.runner.all(commands, QUESTION)))
 
     def install_command(self) -> str:
         return launch.install_command(EXTRAS[self.options.program], self.options.setup, self.options.image)
@@ -387,7 +375,7 @@ def check_accelerator(options: argparse.Namespace) -> None:
 def local_runs(options: argparse.Namespace, overrides: Sequence[str]) -> str | None:
     """Return the folder of runs, of which the hosts can tell whether it outlives them; refuse what cannot."""
     runs = launch.runs_of(options.config, overrides)
-    if options.keep_nothing or launch.is_url(runs):
+    if options.keep_nothing or "://" in runs:
         return None
     if not (options.setup and runs.startswith(("/", "~"))):
         raise Mistake(
@@ -401,7 +389,7 @@ def run(vms: TpuVms) -> int:
     """Run a command; return the exit code."""
     command = vms.options.command
     if command == "delete":
-        return int(not vms.delete())
+        return vms.run(command)
     vms.make_key()
     if command in GOALS:
         return bring_up(vms)
@@ -425,30 +413,28 @@ def bring_up(vms: TpuVms) -> int:
             raise Mistake(f"another watch of {options.name} runs on this machine") from None
         if options.dry_run:
             vms.look()
-            for step in [vms.create] if options.command == "create" else [vms.create, vms.install, vms.train]:
-                step()
+            for step in ["create"] if options.command == "create" else ["create", "install", "train"]:
+                vms.run(step)
         else:
             code = launch.watch(vms.runner, vms)
         if code == 0 and options.command == "watch" and options.then_delete:
-            code = int(not vms.delete())
+            code = vms.run("delete")
     return vms.show_log() if code == 0 and options.command == "up" else code
 
 
 def main(arguments: list[str], runner: Runner | None = None) -> int:
     """Run a command line; return the exit code, after a line that tells what still costs."""
     runner = runner or launch.runner_for("tpu_vm.sh", arguments)
-    made: list[TpuVms] = []
 
     def command() -> int:
-        made.append(TpuVms(*read(arguments), runner))
-        return run(made[0])
-
-    try:
-        return launch.guarded(runner, command)
-    finally:  # also of a fault of this program
-        for vms in made:
+        vms = TpuVms(*read(arguments), runner)
+        try:
+            return launch.guarded(runner, lambda: run(vms))
+        finally:  # also of a fault of this program
             if vms.may_cost and not runner.dry_run and vms.options.command in (*GOALS, "stop", "delete"):
                 runner.say(vms.still_costs())
+
+    return launch.guarded(runner, command)
 
 
 if __name__ == "__main__":
