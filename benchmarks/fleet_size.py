@@ -97,7 +97,8 @@ class Fleet:
         self._process.kill()
         sent = (self._sent.value - sent) // rounds
         return (f"| {len(self._members)} | {self.headers:,} | {self._largest_view:,} | {sent:,} "
-                f"| {1e3 * seconds:.1f} | {1e3 * idle:.1f} | {1e3 * member:.1f} | {self.announced:,} | {self.failed} |")  # fmt: skip
+                f"| {1e3 * seconds:.1f} | {1e3 * idle:.1f} | {1e3 * member:.1f} "
+                f"| {self.announced:,} | {self.failed} |")  # fmt: skip
 
     def _round(self) -> None:
         self.announced = 0

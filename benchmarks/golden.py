@@ -29,6 +29,7 @@ STREAMING = {"type": "streaming_diloco", "period": 12, "fragments": 3, "delay": 
 INT4 = {"codec": "int4", "gather_codec": "int4", "feedback": {"beta": 0.9}}
 EXPERTS = {"type": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "mlp": 64}
 EXPERTS["experts"] = {"count": 4, "active": 2, "width": 32}
+EXCHANGED = {"compute": {"experts": "data"}}
 MUON = {"type": "muon", "learning_rate": 0.01, "groups": [{"match": "*norm*", "weight_decay": 0.0}]}
 STAGES = [
     {"from": 60, "sync": DILOCO | {"warmup_steps": 0}},
@@ -42,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pipeline": {"mesh": {"stage": 3, "replica": 2}, "model__layers": 6, "cpu_devices": 6, "pipeline": {}},
     "context": {"mesh": {"context": 2, "replica": 2, "data": 2}},
     "experts gathered": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}},
-    "experts exchanged": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}, "mapping": {"compute": {"experts": "data"}}},
+    "experts exchanged": {"model": EXPERTS, "mesh": {"replica": 2, "data": 4}, "mapping": EXCHANGED},
     "adapters": {"adapter": {"rank": 4}, "start_from": "psdp", "mesh": {"replica": 2, "data": 4}},
     "preferences": {"objective": {"type": "dpo"}, "start_from": "psdp", "mesh": {"replica": 2, "data": 4}},
     "stages": {"stages": STAGES},
