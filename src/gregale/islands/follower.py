@@ -128,6 +128,8 @@ class Follower:
                     self._worker.publish(OuterRecord.from_json(arguments[0]))
                 case "discard":
                     self._worker.discard(arguments[0])
+                case "meet":
+                    self._worker.meet(*arguments)
                 case "drop_group":
                     self._worker.drop_group()
 

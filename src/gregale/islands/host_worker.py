@@ -145,6 +145,11 @@ class HostWorker:
     def discard(self, key: str) -> None:
         self._results.pop(key, None)
 
+    def meet(self, own: Sequence[str], others: Sequence[Sequence[str]], relay: str) -> None:
+        """Follow the addresses of a view: of this island's hosts, of the others' hosts, and of the coordinator."""
+        peers = [hosts[self.host] for hosts in others if len(hosts) > self.host]
+        self.server.paths.update(own[self.host], peers, relay)
+
     def drop_group(self) -> None:
         """Drop the group; all its other members notice immediately."""
         with self._lock:
@@ -163,7 +168,7 @@ class HostWorker:
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
             held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
-            self._fetcher = Fetcher(self.token, expected, held)
+            self._fetcher = Fetcher(self.token, expected, held, self.server.paths.dial)
         addresses = [source.hosts[self.host] for source in sources]
         manifest = "/manifest/settled" if settled else "/manifest"
         fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
@@ -193,7 +198,7 @@ class HostWorker:
     def inherit(self, source: str) -> int:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
-        with closing(Fetcher(self.token, self.inner)) as fetcher:
+        with closing(Fetcher(self.token, self.inner, dial=self.server.paths.dial)) as fetcher:
             fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.offer.round, fetched.arrays)
         return fetched.offer.round

@@ -55,7 +55,7 @@ class Member(MemberState):
     def _ping(self) -> None:
         self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
         if len(self._peers) > 1:
-            peers = recipients(self._peers, self.identity.hosts[0], self._pings)
+            peers = recipients(self._peers, self._headers[self._me].hosts[0], self._pings)
             self._do(m.AnnounceRound(peers, self.outer.round))
 
     def _on_round_due(self, event: m.RoundDue) -> None:

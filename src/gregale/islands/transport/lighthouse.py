@@ -5,10 +5,11 @@ waits in its thread for its view, or for the time after which the client repeats
 else.
 """
 
+import json
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from zlib import compress
 
@@ -19,7 +20,7 @@ from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.wire import NO_ROUND, pack, to_texts
-from gregale.islands.transport.client import RequestRejected
+from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
@@ -29,6 +30,8 @@ BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, beca
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
+MOST_RELAYS = 512
+REACH_SECONDS, REACH_TRIES = 1.0, 2
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -52,7 +55,8 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
-        self._server = Server(bind, token, self._take, complain=say, key="bind", recipient=NAME)
+        self._server = Server(bind, token, self._take, complain=say, key="bind", recipient=NAME, relays=MOST_RELAYS)
+        self._reached = ReachedHosts(token)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -99,6 +103,8 @@ class Lighthouse:
             raise RequestRejected("a view request has a number, the needed members and a header")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
+        if "hosts" in header:
+            header["hosts"] = self._reached(name, session, header["hosts"])
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
         ask, answer = Ask(name, session, number, header | to_texts({"name": name}), needed, gather, heartbeat), Future()
         with self._lock:
@@ -138,6 +144,42 @@ class Lighthouse:
             self._asked.clear()
             with self._lock:
                 self._tick()
+
+
+class ReachedHosts:
+    """Replaces the addresses of hosts that the coordinator does not reach: these only connect outwards.
+
+    It tries once for each process of an island, which it keeps by the island's name.
+    """
+
+    def __init__(self, token: bytes):
+        self._token = token
+        self._known: dict[str, tuple[tuple[str, str], str]] = {}
+
+    def __call__(self, name: str, session: str, hosts: str) -> str:
+        """Return the JSON text of the addresses of an island's hosts, from such a text of its header."""
+        key, found = self._known.get(name, (None, ""))
+        if key != (session, hosts):
+            try:
+                addresses = [str(each) for each in json.loads(hosts)]
+            except (ValueError, TypeError, RecursionError):
+                return hosts  # as members see
+            with ThreadPoolExecutor(len(addresses) or 1) as threads:
+                found = json.dumps(list(threads.map(self._checked, addresses)), separators=(",", ":"))
+            self._known[name] = (session, hosts), found
+        return found
+
+    def _checked(self, address: str) -> str:
+        recipient = address.partition("/")[2]
+        for _ in range(REACH_TRIES if recipient else 0):
+            try:
+                ask_status(address, self._token, REACH_SECONDS)
+            except RequestRejected:
+                return address
+            except PeerUnreachable:
+                continue
+            return address
+        return f"{OUTWARDS}{recipient}/{recipient}" if recipient else address
 
 
 def text_of(message: dict, key: str, longest: int) -> str:
