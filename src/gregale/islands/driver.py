@@ -161,7 +161,9 @@ class Driver:
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
                     self._trainer.copied(self._time())
-                    self.post(protocol.MessageReady(number, found.weight, used, self._leaving, found.norm))
+                    self.post(
+                        protocol.MessageReady(number, found.weight, used, self._leaving, found.norm, self.worker.link)
+                    )
 
         # Not in the thread of reduces: a round without this message does not wait until the device has computed it.
         def down() -> None:

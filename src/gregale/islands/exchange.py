@@ -148,7 +148,7 @@ def exchanged(
     watch = PeerProbe(others, token, heartbeat, worker.drop_group, worker.dial)
     try:
         with watch:
-            digest = worker.reduce(action.key, action.round, action.members, action.weights, own)
+            digest = worker.reduce(action, own)
     except NotFinite:
         return protocol.ReduceFailed(action.key, overflowed=True)
     except GroupFailed as error:

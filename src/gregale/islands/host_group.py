@@ -16,6 +16,7 @@ from gregale.islands.host_connection import RemoteHost
 from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, Messages, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.protocol.messages import Reduce
 from gregale.islands.trainer_command import TrainerCommand
 from gregale.islands.transport.client import Dial, PeerUnreachable, RequestRejected, call
 from gregale.islands.transport.group import GroupFailed
@@ -45,6 +46,11 @@ class HostGroup:
         return self._own.side
 
     @property
+    def link(self) -> int:
+        """Return the level of the rate of host 0's link; 0: unknown. The links of the other hosts count as equal."""
+        return self._own.rate.level
+
+    @property
     def dial(self) -> Dial:
         return self._own.server.paths.dial
 
@@ -71,17 +77,18 @@ class HostGroup:
         for host in self._others:
             host.await_messages()
 
-    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
+    def reduce(self, action: Reduce, name: str) -> str:
         """Average a fragment, prepare its outer step, return the digest of all hosts. Raises GroupFailed, NotFinite."""
-        arguments = [key, number, [list(member) for member in members], list(weights), name]
+        members = [list(member) for member in action.members]
+        arguments = [action.key, action.round, members, list(action.weights), list(action.parts), name]
         asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
-        digests = [self._attempt(lambda: self._own.reduce(key, number, members, weights, name), failures)]
+        digests = [self._attempt(lambda: self._own.reduce(action, name), failures)]
         if failures and isinstance(failures[0], GroupFailed):
             self.drop_group()  # otherwise the others would wait for their timeout
         digests += [self._attempt(lambda answer=answer: self._value_of(answer), failures) for answer in asked]
         if failures:
-            self.discard(key)
+            self.discard(action.key)
             raise failures[0]
         return joint_digest(digests)
 

@@ -105,6 +105,7 @@ class Header:
     holder: str = ""  # the session that holds its lease: its own, or the restored one
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
+    link: int = 0  # level of its link's rate (`split`); 0: unknown
 
     @property
     def identity(self) -> str:

@@ -101,6 +101,7 @@ class Member(MemberState):
 
     def _on_message_ready(self, event: m.MessageReady) -> None:
         self._count(event)
+        self._link = event.link
         self.handover.early = self._is_slow()
         if event.round in (self.handover.wanted, self.handover.number):
             self.handover.arrive(event)
@@ -268,7 +269,7 @@ class Member(MemberState):
                 self._do(m.DropGroup())
             self._contributes = self._contributes or plan.weights[plan.ranks[self._me]] > 0
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
-            self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
+            self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights, plan.parts))
         else:
             self._pause_if_excluded()
 

@@ -134,6 +134,13 @@ class Group:
             self._changed.notify_all()
         return work
 
+    def streams(self) -> tuple[list[socket], list[socket]]:
+        """Return the connections on which this member sends, and those on which it receives."""
+        with self._changed:
+            found = dict(self._streams)
+        to, others = ([each for (name, _), each in found.items() if name == kind] for kind in ("to", "from"))
+        return to, others
+
     def drop(self) -> None:
         """Close the streams, so that every other member's waits fail at once. Safe from any thread, and twice.
 
