@@ -28,6 +28,7 @@ OPTIONS = ("--islands.min_members", "1", "--islands.min_members_to_start", "3")
 class Sites(Fleet):
     def start(self, name: str, *options: str, **more):
         """Starts an island at the port that a site that only connects outwards drops."""
+        assert self.network
         site = self.sites.get(name) or self.network.sites[len(self.sites)]
         return super().start(name, *options, "--islands.bind", f"{site.address}:{PORT}", **more)
 

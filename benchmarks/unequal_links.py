@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.latency import delayed
@@ -48,7 +49,7 @@ def member(host: str, rank: int, codec: str, values: int) -> None:
     reducer.compile()
     rows = reducer.rows["theta|0"]
     own = np.random.default_rng(rank).standard_normal(values).astype(np.float32)
-    messages = {"theta|0": np.asarray(rows.first_codec(reducer.config).encode(rows.to_rows(own)))}
+    messages = {"theta|0": np.asarray(rows.first_codec(reducer.config).encode(rows.to_rows(jnp.asarray(own))))}
     group.connect(SECONDS)
     print(json.dumps(messages["theta|0"].nbytes), flush=True)
     while line := sys.stdin.readline():

@@ -19,6 +19,7 @@ from gregale.islands.protocol.split import level
 BURST_BYTES = 256 << 10  # more than what a link that was idle carries at once
 ROUNDS = 15
 SAMPLE_SECONDS = 0.01
+PAUSE_FACTOR = 50  # looks at many connections take at most a fiftieth of a processor
 COUNTS = struct.Struct("16xI132xI36xI")  # of `struct tcp_info`: tcpi_snd_mss, tcpi_data_segs_in, tcpi_delivered
 
 Count = tuple[float, float, int]  # times before and after the look; bytes so far
@@ -39,8 +40,11 @@ class LinkRate:
         samples, over = [sample(streams)], threading.Event()
 
         def watch() -> None:
-            while not over.wait(SAMPLE_SECONDS):
+            pause = SAMPLE_SECONDS
+            while not over.wait(pause):
                 samples.append(sample(streams))
+                before, after, _ = samples[-1][0]
+                pause = max(SAMPLE_SECONDS, (after - before) * PAUSE_FACTOR)
 
         thread = threading.Thread(target=watch, name="gregale-link-rate", daemon=True)
         thread.start()

@@ -41,7 +41,8 @@ class Call(NamedTuple):
 
 class _Slot:
     def __init__(self, connection: SSLSocket):
-        self.connection, self.ended, self.call = connection, threading.Event(), None
+        self.connection, self.ended = connection, threading.Event()
+        self.call: Call | None = None  # if it was taken
 
 
 class Parking:
