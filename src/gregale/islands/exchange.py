@@ -62,15 +62,9 @@ class PeerProbe:
     """
 
     def __init__(
-        self,
-        peers: Mapping[str, str],
-        token: bytes,
-        seconds: float,
-        drop: Callable[[], None],
-        dial: Dial | None = None,
+        self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None], dial: Dial | None = None
     ):
-        self._peers, self._token, self._quarter, self._drop = peers, token, seconds / 4, drop
-        self._dial = dial
+        self._peers, self._token, self._quarter, self._drop, self._dial = peers, token, seconds / 4, drop, dial
         self._over = Event()
         self.silent: list[str] = []
 

@@ -8,6 +8,7 @@ else.
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +32,8 @@ LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
 MOST_RELAYS = 512
-REACH_SECONDS, REACH_TRIES = 1.0, 2
+REACH_SECONDS, REACH_TRIES, AGAIN_SECONDS = 1.0, 2, 60.0
+REACH_THREADS = 16  # for the hosts of an island
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -149,25 +151,30 @@ class Lighthouse:
 class ReachedHosts:
     """Replaces the addresses of hosts that the coordinator does not reach: these only connect outwards.
 
-    It tries once for each process of an island, which it keeps by the island's name.
+    It tries once for each process of an island, and again after a while if it reached none, as of a busy host.
     """
 
     def __init__(self, token: bytes):
         self._token = token
-        self._known: dict[str, tuple[tuple[str, str], str]] = {}
+        self._known: dict[str, tuple[str, str, str, float]] = {}  # by name: session, addresses, found ones, when
 
     def __call__(self, name: str, session: str, hosts: str) -> str:
         """Return the JSON text of the addresses of an island's hosts, from such a text of its header."""
-        key, found = self._known.get(name, (None, ""))
-        if key != (session, hosts):
-            try:
-                addresses = [str(each) for each in json.loads(hosts)]
-            except (ValueError, TypeError, RecursionError):
-                return hosts  # as members see
-            with ThreadPoolExecutor(len(addresses) or 1) as threads:
-                found = json.dumps(list(threads.map(self._checked, addresses)), separators=(",", ":"))
-            self._known[name] = (session, hosts), found
-        return found
+        known, arguments = self._known.get(name), (name, session, hosts)
+        if known is None or known[:2] != (session, hosts):
+            self._try(*arguments)
+        elif OUTWARDS in known[2] and time.monotonic() - known[3] > AGAIN_SECONDS:
+            self._known[name] = (*known[:3], time.monotonic())
+            threading.Thread(target=self._try, args=arguments, daemon=True).start()
+        return self._known[name][2]
+
+    def _try(self, name: str, session: str, hosts: str) -> None:
+        found = hosts
+        with suppress(ValueError, TypeError, RecursionError):  # members see what it is
+            addresses = [str(each) for each in json.loads(hosts)]
+            with ThreadPoolExecutor(REACH_THREADS) as threads:
+                found = to_texts({"": list(threads.map(self._checked, addresses))})[""]
+        self._known[name] = session, hosts, found, time.monotonic()
 
     def _checked(self, address: str) -> str:
         recipient = address.partition("/")[2]
