@@ -3,7 +3,6 @@
 Nothing here connects to such a host, because its address has no port; `benchmarks.paths` has a NAT.
 """
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -20,7 +19,6 @@ from gregale.islands.transport.client import PeerUnreachable, ask_status
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.transport.group import Group, GroupFailed
 from gregale.islands.transport.lighthouse import Lighthouse
-from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Fetcher
 from tests.islands.transport.conftest import TOKEN
@@ -74,13 +72,12 @@ def test_a_group_exchanges_messages_and_ends_together(sites):
 
 def test_a_state_is_fetched_through_the_relay_and_the_relay_cannot_read_it(sites, monkeypatch):
     _, hosts = sites
-    passed, lock = bytearray(), threading.Lock()
+    passed = bytearray()
 
     def copy(source, target) -> None:
         with suppress(OSError):
             while content := source.recv(1 << 16):
-                with lock:
-                    passed.extend(content)
+                passed.extend(content)
                 target.sendall(content)
         outwards.shut(source)
         outwards.shut(target)
@@ -111,14 +108,10 @@ def test_a_host_that_has_gone_and_a_full_relay_are_unreachable(sites, make_serve
         ask_status(hosts[2].address, TOKEN, SECONDS, joiner.paths.dial)
 
 
-def test_the_coordinator_finds_the_hosts_that_it_does_not_reach():
+def test_the_coordinator_finds_the_hosts_that_it_does_not_reach(make_server):
     timing = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
-    with (
-        closing(Lighthouse("127.0.0.1:0", TOKEN)) as lighthouse,
-        closing(Server("127.0.0.1", TOKEN, dict)) as open_host,
-    ):
-        closed = f"127.0.0.1:{free_port()}/abcd"
-        hosts = [open_host.address, closed, "outwards:ef/ef", "nonsense"]
+    hosts = [make_server().address, f"127.0.0.1:{free_port()}/abcd", "outwards:ef/ef", "a:b/c", "nonsense"]
+    with closing(Lighthouse("127.0.0.1:0", TOKEN)) as lighthouse:
         with closing(CoordinatorClient(lighthouse.address, "a", TOKEN, timing)) as client:
             _, columns = client.ask({"hosts": hosts}, 1)
-        assert unpack(columns, "hosts") == [[open_host.address, "outwards:abcd/abcd", "outwards:ef/ef", "nonsense"]]
+    assert unpack(columns, "hosts") == [[hosts[0], "outwards:abcd/abcd", "outwards:ef/ef", "outwards:c/c", "nonsense"]]

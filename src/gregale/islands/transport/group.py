@@ -204,11 +204,12 @@ class Group:
 
     def _opened(self, peer: int, deadline: float) -> socket | None:
         """Return a stream to a member, whose server has found its group; None if the group has failed meanwhile."""
+        dial = self._server.paths.dial
         while not self.failure:
             # More than is left, so that `connect` is the first to give up.
             seconds = max(deadline - time.monotonic(), 0) + 1.0
             try:
-                with closing(self._client(peer, seconds)) as client:
+                with closing(PeerClient(self._hosts[peer], self._server.token, seconds, dial)) as client:
                     return client.open_stream({"group": self._key, "rank": self.rank, "seconds": seconds}, seconds)
             except (PeerUnreachable, RequestRejected) as error:
                 name, text = self._names[peer], str(error)
@@ -216,9 +217,6 @@ class Group:
             with self._changed:
                 self._changed.wait_for(lambda: self.failure, RETRY_SECONDS)
         return None
-
-    def _client(self, peer: int, seconds: float) -> PeerClient:
-        return PeerClient(self._hosts[peer], self._server.token, seconds, self._server.paths.dial)
 
     def _use(self, stream: socket, name: tuple[str, int], run: Callable[[], None]) -> None:
         """Run `run`, which uses a stream until it ends; then the group has failed."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPException
 from zlib import compress
 
 from gregale.distributed.signing import canonical
@@ -183,7 +184,7 @@ class ReachedHosts:
                 ask_status(address, self._token, REACH_SECONDS)
             except RequestRejected:
                 return address
-            except PeerUnreachable:
+            except (PeerUnreachable, HTTPException):  # the latter: no port is in the address
                 continue
             return address
         return f"{OUTWARDS}{recipient}/{recipient}" if recipient else address

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from http.client import HTTPException
 from ssl import SSLSocket
 from typing import NamedTuple
 
@@ -136,8 +137,10 @@ class Paths:
         """Keep a connection parked at a server while the server is a peer's in the newest view."""
         body = canonical({"recipient": self._recipient})
         while True:
-            client = PeerClient(address, self._token, CONNECT_SECONDS)
-            with suppress(OSError, RequestRejected, PeerUnreachable), closing(client):
+            with (
+                suppress(OSError, HTTPException, RequestRejected, PeerUnreachable),
+                closing(PeerClient(address, self._token, CONNECT_SECONDS)) as client,
+            ):
                 while address in self._parked_at:
                     reply = client.request("POST", PARK_PATH, body, wait_seconds=PARK_SECONDS + CONNECT_SECONDS)
                     if reply.get("called") and address in self._parked_at:

@@ -65,11 +65,7 @@ class Fetcher:
     """
 
     def __init__(
-        self,
-        token: bytes,
-        expected: Expected,
-        held: Mapping[str, np.ndarray] | None = None,
-        dial: Dial | None = None,
+        self, token: bytes, expected: Expected, held: Mapping[str, np.ndarray] | None = None, dial: Dial | None = None
     ):
         self._token, self._expected, self._dial = token, expected, dial
         self._local = LocalArrays(dict(held or {}), {})
