@@ -5,7 +5,6 @@ Nothing here connects to such a host, because its address has no port; `benchmar
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,9 +108,7 @@ def test_a_host_that_has_gone_and_a_full_relay_are_unreachable(sites, make_serve
 
 
 def test_the_coordinator_finds_the_hosts_that_it_does_not_reach(make_server):
-    timing = replace(LAN, heartbeat_seconds=1.0, join_seconds=0.3, retry_seconds=0.1, hold_seconds=0.1)
     hosts = [make_server().address, f"127.0.0.1:{free_port()}/abcd", "outwards:ef/ef", "a:b/c", "nonsense"]
-    with closing(Lighthouse("127.0.0.1:0", TOKEN)) as lighthouse:
-        with closing(CoordinatorClient(lighthouse.address, "a", TOKEN, timing)) as client:
-            _, columns = client.ask({"hosts": hosts}, 1)
+    with closing(Lighthouse("127.0.0.1:0", TOKEN)) as up, closing(CoordinatorClient(up.address, "a", TOKEN, LAN)) as a:
+        _, columns = a.ask({"hosts": hosts}, 1)
     assert unpack(columns, "hosts") == [[hosts[0], "outwards:abcd/abcd", "outwards:ef/ef", "outwards:c/c", "nonsense"]]
