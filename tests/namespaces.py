@@ -31,6 +31,7 @@ BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 BURST_SECONDS = 0.004
 SMALLEST_BURST_BYTES = 64 << 10
 QUEUE = "50ms"
+CLIENT_PORTS = 32768  # the first port that the kernel gives to a client
 NOTHING = ("rate", "8bit", "burst", "1", "limit", "1")  # every packet is larger than the bucket, and vanishes
 
 
@@ -86,6 +87,17 @@ class Network:
             burst = max(BURST_SECONDS * bits_per_second(bandwidth) / 8, SMALLEST_BURST_BYTES)
             bucket = ("root", "tbf", "rate", bandwidth, "burst", str(round(burst)), "latency", QUEUE)
             run(*command, "qdisc", "replace", "dev", device, *bucket)
+
+    def drop_incoming(self, index: int) -> None:
+        """Drops connections to the site, as a NAT does: all packets to ports that are not those of clients.
+
+        What listens there has to listen at a port below `CLIENT_PORTS`. The rule has to precede that of own addresses.
+        """
+        rule = ("ip", "-netns", self._name(index), "rule")
+        run(*rule, "add", "pref", "2", "table", "local")
+        run(*rule, "delete", "pref", "0")
+        ports = f"1-{CLIENT_PORTS - 1}"
+        run(*rule, "add", "pref", "1", "iif", "eth0", "ipproto", "tcp", "dport", ports, "blackhole")
 
     def link(self, name: str) -> None:
         """Makes the devices of a site's link: `name` here, and `eth0` in the namespace of that name."""

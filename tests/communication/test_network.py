@@ -10,7 +10,7 @@ import pytest
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
 from gregale.communication.collective_phases import EXACT
-from gregale.communication.network import NetworkReducer, Reduced
+from gregale.communication.network import NetworkReducer, Reduced, owners
 from gregale.communication.row_layout import RowLayout, rows_of
 from tests.communication.links import ThreadLink, all_together
 
@@ -37,7 +37,7 @@ def messages_of(values: dict[str, np.ndarray], config: ReduceConfig) -> dict[str
     return found
 
 
-def reduced(config: ReduceConfig, weights, errors=None, round_number=0, kind=ThreadLink):
+def reduced(config: ReduceConfig, weights, errors=None, round_number=0, kind=ThreadLink, parts=()):
     """What every member gets, with the links: of members whose values are `values_of`."""
     reducer = NetworkReducer(config, cut(config), BUCKET)
 
@@ -45,7 +45,7 @@ def reduced(config: ReduceConfig, weights, errors=None, round_number=0, kind=Thr
         sends = weights[link.rank] > 0
         messages = messages_of(values_of(link.rank, round_number), config) if sends else None
         error = None if errors is None else errors[link.rank]
-        return reducer.reduce(messages, weights, link, error, timeout_seconds=20), link
+        return reducer.reduce(messages, weights, link, error, timeout_seconds=20, parts=parts), link
 
     return all_together(len(weights), member, kind)
 
@@ -88,6 +88,28 @@ def test_all_members_get_the_same_bits_and_send_what_the_closed_form_says(config
             assert value.shape == (SIZES[key],)
             assert value.tobytes() == result.gradient[key].tobytes()
         assert link.bytes_sent == reducer.bytes_sent(len(weights), rank, weights[rank] > 0)
+
+
+@pytest.mark.parametrize("config", [EXACTLY, FOUR_BITS])
+def test_bits_do_not_depend_on_the_parts_and_a_member_without_part_sends_its_message_alone(config):
+    weights = (2, 5, 1, 3)
+    (equal, _), *_ = reduced(config, weights)
+    everyone = reduced(config, weights, parts=(128, 100, 28, 0))
+    for result, _ in everyone:
+        assert {key: each.tobytes() for key, each in result.gradient.items()} == {
+            key: each.tobytes() for key, each in equal.gradient.items()
+        }
+    message = sum(each.nbytes for each in messages_of(values_of(3), config).values())
+    sent = [link.bytes_sent for _, link in everyone]
+    assert sent[3] == message < sent[2] < sent[1] < sent[0]
+
+
+def test_owners_have_their_parts_from_the_beginning():
+    assert owners([1, 1, 1], 7) == [0, 1, 2, 0, 1, 2, 0]
+    found = owners([128, 100, 28, 0], 64)
+    for count in range(1, 65):
+        for rank, part in enumerate((128, 100, 28, 0)):
+            assert abs(found[:count].count(rank) - count * part / 256) < 2
 
 
 def test_small_fragments_are_shared_among_all_members():

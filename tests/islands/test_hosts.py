@@ -16,6 +16,7 @@ from gregale.islands.host_group import HostGroup, Recovery, joint_digest
 from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, NotFinite, OuterSnapshot, Timeouts
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import Peer, seed
+from gregale.islands.protocol.messages import Reduce
 from gregale.islands.trainer_command import (
     ApplyRound,
     CopyInnerState,
@@ -52,8 +53,8 @@ class Recorded:
     def side(self) -> OuterSnapshot:
         return OuterSnapshot(None, OuterView({}, {0: self.committed}, {}))
 
-    def reduce(self, key, number, members, weights, name) -> str:
-        self.log.append(("reduce", key, number, tuple(members), tuple(weights), name))
+    def reduce(self, action, name) -> str:
+        self.log.append(("reduce", action, name))
         self.count.sent += 5
         if self.fails and (error := self.fails.pop(0)):
             raise error
@@ -115,9 +116,10 @@ def test_a_command_has_the_outer_state_of_its_position_in_the_stream(island):
 
 def test_a_reduce_covers_all_hosts(island):
     hosts, (own, other), _ = island
-    digest = hosts.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    action = Reduce("key", 4, PEERS, (1.0, 2.0), (3, 1))
+    digest = hosts.reduce(action, "a")
     assert digest == OF_ALL
-    assert own.log == other.log == [("reduce", "key", 4, PEERS, (1.0, 2.0), "a")]
+    assert own.log == other.log == [("reduce", action, "a")]
     assert hosts.count.sent == 10, "bytes of all hosts"
 
 
@@ -127,8 +129,8 @@ def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number
     hosts, workers, _ = island
     workers[number].fails = [error]
     with pytest.raises(type(error)):
-        hosts.reduce("key", 4, PEERS, [1.0, 2.0], "a")
-    hosts.reduce("next", 4, PEERS, [1.0, 2.0], "a")  # what was told before is done
+        hosts.reduce(Reduce("key", 4, PEERS, (1.0, 2.0)), "a")
+    hosts.reduce(Reduce("next", 4, PEERS, (1.0, 2.0)), "a")  # what was told before is done
     for worker in workers:
         done = [each[0] for each in worker.log]
         assert ("discard", "key") in worker.log
@@ -147,7 +149,7 @@ def test_a_round_without_a_message_does_not_wait_until_the_device_has_computed_i
 
     late.start()
     follower.message_sent(5, fetch_down, 0)
-    hosts.reduce("key", 4, PEERS, [1.0, 0.0], "b")
+    hosts.reduce(Reduce("key", 4, PEERS, (1.0, 0.0)), "b")
     done = [each[0] for each in other.log]
     computed.set()
     late.cancel()

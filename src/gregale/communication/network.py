@@ -16,6 +16,7 @@ from gregale.communication.row_layout import RowLayout, RowPrograms, no_error, r
 from gregale.communication.shards import host_device
 
 BUCKET_BYTES = 4 << 20
+UNEQUAL_BUCKETS = 16  # for each member, of unequal parts: a slow link waits for the averages of the last wave
 WAVES_AHEAD = 2  # first phases in progress: the one being decoded, and the next
 TIMEOUT_SECONDS = 60.0
 
@@ -73,10 +74,10 @@ class NetworkReducer:
                     g = sum_k w_k decode(m_k) / sum_k w_k               in the order of ranks, float32
         second phase: the owner sends encode2(g + e) to all, and all members decode the same bytes
 
-    Buckets are consecutive rows, of about `bucket_bytes` of message; bucket i belongs to member i mod R. They are
-    pipelined: while one is decoded, the first phases of the next buckets and the second phase of the last are in
-    progress. Bucket and owner of a row depend only on `rows` and R, so a member's second-phase error stays valid while
-    R does.
+    Buckets are consecutive rows, of about `bucket_bytes` of message; bucket i belongs to member i mod R, or to members
+    in turn by the parts that they average. They are pipelined: while one is decoded, the first phases of the next
+    buckets and the second phase of the last are in progress. Bucket and owner of a row depend only on `rows`, R and the
+    parts, so a member's second-phase error stays valid while these do.
 
     - `config`: the codecs of both phases, and the feedback
     - `rows`: how each shard is cut, by its key; the same on every member
@@ -93,6 +94,7 @@ class NetworkReducer:
         link: Link,
         error: OwnError | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        parts: Sequence[int] = (),
     ) -> Reduced:
         """Return the weighted average of the members' messages, the same bits on all of them.
 
@@ -100,13 +102,14 @@ class NetworkReducer:
         - `weights`: w_k by rank, the same on all members; a member with 0 sends nothing of its own, but owns buckets
         - `error`: of the last committed reduce of these rows by the same group; None if there is none
         - `timeout_seconds`: of each wait for the link
+        - `parts`: of the message, that members average, by rank, the same on all members; (): all the same
 
         Raises the link's exceptions; nothing has changed then. Raises `ValueError` if no weight is above 0.
         """
         if not sum(weights) > 0:
             raise ValueError(f"the weights of {link.size} members are {list(weights)}: nobody contributes")
         with jax.default_device(host_device()):
-            return _Reduce(self, messages or {}, weights, link, error, timeout_seconds).run()
+            return _Reduce(self, messages or {}, weights, link, error, timeout_seconds, parts).run()
 
     def compile(self) -> None:
         """Compile the programs of the first `reduce`, so that no member waits for another's compiler."""
@@ -128,10 +131,10 @@ class NetworkReducer:
                 total += sum(self.row_bytes(key)[0] for key, _ in bucket)
         return total
 
-    def buckets(self, members: int) -> list[list[Row]]:
-        """Return the rows of each bucket; every member of a small group has at least one bucket."""
+    def buckets(self, members: int, each: int = 1) -> list[list[Row]]:
+        """Return the rows of each bucket; there are at least `each` for every member of a small group."""
         sizes = {(key, row): self.row_bytes(key)[0] for key, rows in self.rows.items() for row in range(rows.count)}
-        bucket_limit = min(self.bucket_bytes, -(-sum(sizes.values()) // members))
+        bucket_limit = min(self.bucket_bytes, -(-sum(sizes.values()) // (members * each)))
         found, filled = [], bucket_limit
         for row, size in sizes.items():
             if filled + size > bucket_limit and filled:
@@ -163,7 +166,7 @@ class _Incoming(NamedTuple):
 
 
 class _Reduce:
-    """One `reduce`. Wave w is the buckets w R to w R + R - 1: one of each member.
+    """One `reduce`. Wave w is the buckets w R to w R + R - 1: one of each member, unless parts differ.
 
     All members go through the waves in one order, and post all of a wave's messages before they wait for a later wave.
     So no two members wait for each other.
@@ -177,10 +180,12 @@ class _Reduce:
         link: Link,
         error: OwnError | None,
         timeout_seconds: float,
+        parts: Sequence[int],
     ):
         self._reducer, self._messages, self._link, self._timeout = reducer, messages, link, timeout_seconds
         self._weights = np.asarray(weights, np.float32)
-        self._buckets = reducer.buckets(link.size)
+        self._buckets = reducer.buckets(link.size, UNEQUAL_BUCKETS if parts else 1)
+        self._owners = owners(parts or [1] * link.size, len(self._buckets))
         self._waves = -(-len(self._buckets) // link.size)
         self._first: dict[int, dict[int, _Incoming]] = {}  # by own bucket: by peer
         self._second: dict[int, _Incoming | np.ndarray] = {}  # by bucket: in transfer, or this member's own
@@ -201,10 +206,11 @@ class _Reduce:
         joined = {key: rows.reshape(-1)[: self._reducer.rows[key].size] for key, rows in self._gradient.items()}
         return Reduced(joined, OwnError(self._steps, jax.tree.map(np.asarray, self._kept)))
 
-    def _bucket(self, wave: int, owner: int) -> int | None:
-        """Return the index of an owner's bucket in a wave; None if the last wave has none for it."""
-        number = wave * self._link.size + owner
-        return number if number < len(self._buckets) else None
+    def _buckets_of(self, wave: int, owner: int) -> list[int]:
+        """Return the indices of an owner's buckets in a wave."""
+        first = wave * self._link.size
+        wave_owners = self._owners[first : first + self._link.size]
+        return [first + place for place, each in enumerate(wave_owners) if each == owner]
 
     def _peers(self) -> list[int]:
         """Return the other ranks, beginning with the next, so that members send to different peers."""
@@ -214,13 +220,11 @@ class _Reduce:
     def _post_first(self, wave: int) -> None:
         """Send this member's messages to their owners, and receive those of its own bucket."""
         link, sends = self._link, self._sends.setdefault(wave, [])
-        own = self._bucket(wave, link.rank)
-        if own is not None:
+        for own in self._buckets_of(wave, link.rank):
             peers = [peer for peer in self._peers() if self._weights[peer] > 0]
             self._first[own] = {peer: self._receive(peer, own, phase=0) for peer in peers}
         for peer in self._peers() if self._weights[link.rank] > 0 else []:
-            bucket = self._bucket(wave, peer)
-            if bucket is not None:
+            for bucket in self._buckets_of(wave, peer):
                 data = np.concatenate([self._messages[key][row] for key, row in self._buckets[bucket]])
                 sends.append(link.send(peer, data, tag=2 * bucket))
 
@@ -230,14 +234,12 @@ class _Reduce:
         return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + phase))
 
     def _post_second(self, wave: int) -> None:
-        """Average this member's bucket, send the average to all, and receive those of the others' buckets."""
+        """Average this member's buckets, send the averages to all, and receive those of the others' buckets."""
         link = self._link
         for peer in self._peers():
-            bucket = self._bucket(wave, peer)
-            if bucket is not None:
+            for bucket in self._buckets_of(wave, peer):
                 self._second[bucket] = self._receive(peer, bucket, phase=1)
-        own = self._bucket(wave, link.rank)
-        if own is not None:
+        for own in self._buckets_of(wave, link.rank):
             data = self._average(own)
             self._second[own] = data
             self._sends[wave] += [link.send(peer, data, tag=2 * own + 1) for peer in self._peers()]
@@ -268,14 +270,12 @@ class _Reduce:
         """Decode the averages of a wave."""
         link = self._link
         for owner in (link.rank, *self._peers()):
-            bucket = self._bucket(wave, owner)
-            if bucket is None:
-                continue
-            second = self._second.pop(bucket)
-            if isinstance(second, _Incoming):
-                second.handle.wait(self._timeout)
-                second = second.data
-            self._decode(bucket, second)
+            for bucket in self._buckets_of(wave, owner):
+                second = self._second.pop(bucket)
+                if isinstance(second, _Incoming):
+                    second.handle.wait(self._timeout)
+                    second = second.data
+                self._decode(bucket, second)
         for handle in self._sends.pop(wave):
             handle.wait(self._timeout)
 
@@ -287,6 +287,16 @@ class _Reduce:
             start += size
         for key, row, values in decoded:
             self._gradient[key][row] = values
+
+
+def owners(parts: Sequence[int], count: int) -> list[int]:
+    """Return the owners of buckets, in turn by their parts: of each number of first buckets, everyone has its part."""
+    credits, found = [0] * len(parts), []
+    for _ in range(count):
+        credits = [credit + part for credit, part in zip(credits, parts, strict=True)]
+        found.append(max(range(len(parts)), key=lambda rank: (credits[rank], -rank)))
+        credits[found[-1]] -= sum(parts)
+    return found
 
 
 def _to_begin_with(error: OwnError | None, config: ReduceConfig) -> tuple[int, dict[Row, QuantisedArray]]:

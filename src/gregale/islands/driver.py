@@ -20,7 +20,7 @@ from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, View
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.stalls import Stalls
@@ -28,6 +28,7 @@ from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_log import RoundLog
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.coordinator import CoordinatorClient
+from gregale.islands.transport.lighthouse import NAME as LIGHTHOUSE
 from gregale.islands.view_poller import ViewPoller
 
 TICK_SECONDS = 0.1
@@ -73,7 +74,7 @@ class Driver:
         self._copied_step = 0
         self._asking = ViewPoller(
             self.coordinator,
-            seen=lambda view: self.post(protocol.ViewReceived(view)),
+            seen=self._viewed,
             failed=lambda reason: self.post(protocol.ViewFailed(reason)),
             complain=lambda complaint: self.report(complaint, True),
             refused=self._end,
@@ -160,7 +161,9 @@ class Driver:
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
                     self._trainer.copied(self._time())
-                    self.post(protocol.MessageReady(number, found.weight, used, self._leaving, found.norm))
+                    self.post(
+                        protocol.MessageReady(number, found.weight, used, self._leaving, found.norm, self.worker.link)
+                    )
 
         # Not in the thread of reduces: a round without this message does not wait until the device has computed it.
         def down() -> None:
@@ -247,6 +250,11 @@ class Driver:
 
     # Events and actions.
 
+    def _viewed(self, view: View) -> None:
+        addresses = {header.name: header.hosts for header in view.headers}
+        self.worker.meet(self.member.identity.name, addresses, f"{self.coordinator.address}/{LIGHTHOUSE}")
+        self.post(protocol.ViewReceived(view))
+
     def post(self, event: protocol.Event) -> None:
         """Pass an event to the protocol and carry out the resulting actions, in order."""
         with self._changed:
@@ -265,7 +273,7 @@ class Driver:
                 self._asking.ask(header, needed)
             case protocol.AnnounceRound(addresses, number):
                 for address in addresses:
-                    self._announcing.put(address, partial(announce, address, self.token, number))
+                    self._announcing.put(address, partial(announce, address, self.token, number, self.worker.dial))
             case protocol.RequestMessage() | protocol.LeaveDone():
                 pass  # `post` wakes the trainer: its side finds a request in the handover, and `order` the leave
             case protocol.Reduce():

@@ -16,7 +16,7 @@ from gregale.islands.protocol.headers import OuterRecord, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.spread import distances
 from gregale.islands.trainer_command import RoundPacing
-from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
+from gregale.islands.transport.client import OUTWARDS, Dial, PeerUnreachable, RequestRejected, ask_status, call
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -37,6 +37,8 @@ def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
 
 
 def _is_refused(address: str) -> bool:
+    if address.startswith(OUTWARDS):
+        return False
     host, _, port = address.partition("/")[0].rpartition(":")
     try:
         socket.create_connection((host, int(port)), FIND_SECONDS).close()
@@ -56,10 +58,13 @@ class PeerProbe:
 
     - `peers`: addresses by name
     - `silent`: the names of the peers that did not answer
+    - `dial`: as of `PeerClient`
     """
 
-    def __init__(self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None]):
-        self._peers, self._token, self._quarter, self._drop = peers, token, seconds / 4, drop
+    def __init__(
+        self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None], dial: Dial | None = None
+    ):
+        self._peers, self._token, self._quarter, self._drop, self._dial = peers, token, seconds / 4, drop, dial
         self._over = Event()
         self.silent: list[str] = []
 
@@ -82,7 +87,7 @@ class PeerProbe:
             until = silent_at or time.monotonic() + 3 * self._quarter
             try:
                 with suppress(RequestRejected):  # the peer is alive
-                    ask_status(address, self._token, max(until - time.monotonic(), PAUSE_SECONDS))
+                    ask_status(address, self._token, max(until - time.monotonic(), PAUSE_SECONDS), self._dial)
                 silent_at, pause = None, self._quarter
             except PeerUnreachable:
                 silent_at, pause = until, PAUSE_SECONDS
@@ -92,10 +97,10 @@ class PeerProbe:
                     return
 
 
-def announce(address: str, token: bytes, number: int) -> None:
+def announce(address: str, token: bytes, number: int, dial: Dial) -> None:
     """Announce to a peer that a round is due. A lost announcement is not repeated here."""
     with suppress(PeerUnreachable, RequestRejected):
-        call(address, token, {"kind": "due", "round": number}, TELL_SECONDS)
+        call(address, token, {"kind": "due", "round": number}, TELL_SECONDS, dial)
 
 
 class LatestWork(ThreadPoolExecutor):
@@ -134,10 +139,10 @@ def exchanged(
     # A round that has failed is tried again with probes of all members, because the protocol leaves silent ones out.
     probed = range(1, count) if member.header.failures else distances(count)
     others = {peer.name: peer.hosts[0] for peer in (action.members[(place + each) % count] for each in probed)}
-    watch = PeerProbe(others, token, heartbeat, worker.drop_group)
+    watch = PeerProbe(others, token, heartbeat, worker.drop_group, worker.dial)
     try:
         with watch:
-            digest = worker.reduce(action.key, action.round, action.members, action.weights, own)
+            digest = worker.reduce(action, own)
     except NotFinite:
         return protocol.ReduceFailed(action.key, overflowed=True)
     except GroupFailed as error:

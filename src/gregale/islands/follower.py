@@ -16,6 +16,7 @@ from gregale.islands.host_connection import HostConnection
 from gregale.islands.host_worker import HostWorker, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.protocol.messages import Reduce
 from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
@@ -128,6 +129,8 @@ class Follower:
                     self._worker.publish(OuterRecord.from_json(arguments[0]))
                 case "discard":
                     self._worker.discard(arguments[0])
+                case "meet":
+                    self._worker.meet(*arguments)
                 case "drop_group":
                     self._worker.drop_group()
 
@@ -135,8 +138,8 @@ class Follower:
         while (messages := self._link.receive()) is not None:
             yield from messages
 
-    def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
-        return self._worker.reduce(key, number, _peers(members), weights, name)
+    def _reduce(self, key: str, number: int, members: list, weights: list[float], parts: list[int], name: str) -> str:
+        return self._worker.reduce(Reduce(key, number, _peers(members), tuple(weights), tuple(parts)), name)
 
     def _fetch(self, sources: list, settled: bool) -> Any:
         found = self._worker.fetch(_peers(sources), settled)

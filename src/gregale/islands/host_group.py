@@ -7,7 +7,7 @@ command to the same outer state.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
 from typing import Any
@@ -16,8 +16,9 @@ from gregale.islands.host_connection import RemoteHost
 from gregale.islands.host_worker import DigestMismatch, FetchedState, HostWorker, Messages, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.protocol.messages import Reduce
 from gregale.islands.trainer_command import TrainerCommand
-from gregale.islands.transport.client import PeerUnreachable, RequestRejected, call
+from gregale.islands.transport.client import Dial, PeerUnreachable, RequestRejected, call
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -28,7 +29,7 @@ COPY_TRIES = 2  # per source: a request of another joiner may have replaced the 
 
 
 class HostGroup:
-    """All hosts of an island. One thread at a time calls it, except `drop_group`, `ordered` and `granted`.
+    """All hosts of an island. One thread at a time calls it, except `drop_group`, `ordered`, `granted` and `meet`.
 
     - `others`: the other hosts, by number
     - `wants_inner`: this island has no usable inner optimizer of its own
@@ -38,10 +39,28 @@ class HostGroup:
         self.timeouts, self.count = own.timeouts, own.count
         self.wants_inner, self._has_inner = wants_inner, False
         self._own, self._others = own, others
+        self._met: tuple[Any, ...] = ()
 
     @property
     def side(self) -> OuterSnapshot:
         return self._own.side
+
+    @property
+    def link(self) -> int:
+        """Return the level of the rate of host 0's link; 0: unknown. The links of the other hosts count as equal."""
+        return self._own.rate.level
+
+    @property
+    def dial(self) -> Dial:
+        return self._own.server.paths.dial
+
+    def meet(self, name: str, addresses: Mapping[str, tuple[str, ...]], relay: str) -> None:
+        """Follow the addresses of a view, by the names of islands; `name`: of this one; `relay`: of the coordinator."""
+        met = addresses.get(name, ()), [hosts for other, hosts in addresses.items() if other != name], relay
+        if met != self._met and len(met[0]) > len(self._others):
+            self._met = met
+            self._own.meet(*met)
+            self._send("meet", *met)
 
     def ordered(self, order: TrainerCommand | None) -> None:
         """Send a command to the trainers of all hosts (None: take a step)."""
@@ -58,17 +77,18 @@ class HostGroup:
         for host in self._others:
             host.await_messages()
 
-    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
+    def reduce(self, action: Reduce, name: str) -> str:
         """Average a fragment, prepare its outer step, return the digest of all hosts. Raises GroupFailed, NotFinite."""
-        arguments = [key, number, [list(member) for member in members], list(weights), name]
+        members = [list(member) for member in action.members]
+        arguments = [action.key, action.round, members, list(action.weights), list(action.parts), name]
         asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
-        digests = [self._attempt(lambda: self._own.reduce(key, number, members, weights, name), failures)]
+        digests = [self._attempt(lambda: self._own.reduce(action, name), failures)]
         if failures and isinstance(failures[0], GroupFailed):
             self.drop_group()  # otherwise the others would wait for their timeout
         digests += [self._attempt(lambda answer=answer: self._value_of(answer), failures) for answer in asked]
         if failures:
-            self.discard(key)
+            self.discard(action.key)
             raise failures[0]
         return joint_digest(digests)
 
@@ -155,7 +175,7 @@ class HostGroup:
         """Return whether all hosts have the shards of their counterparts, copied after the same step."""
         for _ in range(COPY_TRIES):
             try:
-                call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
+                call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS, self.dial)
                 asked = [host.request("inherit", [source.hosts[host.number]]) for host in self._others]
                 steps = {self._own.inherit(source.hosts[0]), *(self._value_of(answer) for answer in asked)}
             except (PeerUnreachable, RequestRejected, TransferFailed):

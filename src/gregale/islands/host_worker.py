@@ -15,8 +15,10 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.inner_optimizer_state import Expected, InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.protocol.messages import Reduce
 from gregale.islands.trainer_command import TrainerCommand
 from gregale.islands.transport.group import Count, Group, GroupFailed
+from gregale.islands.transport.link_rate import LinkRate
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
 from gregale.islands.transport.transfer import Fetcher, TransferFailed
@@ -80,6 +82,7 @@ class HostWorker:
     host: int = 0  # the index of this host in its island
     inner: Expected = field(default_factory=dict)  # shape and dtype of this host's shards of the inner optimizer
     count: Count = field(default_factory=Count)  # of the bytes of rounds and healing
+    rate: LinkRate = field(default_factory=LinkRate)
     _record: OuterRecord | None = None
     _side: OuterSnapshot | None = None
     _fetcher: Fetcher | None = None
@@ -104,33 +107,38 @@ class HostWorker:
         """Store this host's messages of a round; delete those of another round."""
         self._taken = {self.schedule.round_fragment(number): messages}
 
-    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
+    def reduce(self, action: Reduce, name: str) -> str:
         """Average a fragment, prepare its outer step, and return the new digest. Raises GroupFailed and NotFinite."""
         self.server.outer.expect(self.timeouts.reduce)
         try:
-            digest = self._reduce(key, number, tuple(members), weights, name)
+            digest = self._reduce(action, name)
         except (GroupFailed, NotFinite):
             self.server.outer.expect(0.0)
             raise
         self.server.outer.expect(COMMIT_SECONDS)
         return digest
 
-    def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
-        rank = [member.name for member in members].index(name)
-        fragment = self.schedule.round_fragment(number)
-        messages = self._taken.get(fragment) if weights[rank] > 0 else None
-        link = LocalLink() if len(members) == 1 else self._joined(key, members, rank)
-        group = json.dumps([member.name for member in members])  # without sessions, which change at a restart
+    def _reduce(self, action: Reduce, name: str) -> str:
+        names = [member.name for member in action.members]  # without sessions, which change at a restart
+        rank, fragment = names.index(name), self.schedule.round_fragment(action.round)
+        messages = self._taken.get(fragment) if action.weights[rank] > 0 else None
+        group = json.dumps([*names, *action.parts])  # whose members keep errors of the rows that they average
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
+        arguments = messages, action.weights
         try:
-            reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
+            if len(names) == 1:
+                reduced = reducer.reduce(*arguments, LocalLink(), error, self.timeouts.reduce)
+            else:
+                link = self._joined(action.key, action.members, rank)
+                with self.rate.measured(link.streams):
+                    reduced = reducer.reduce(*arguments, link, error, self.timeouts.reduce, action.parts)
         except GroupFailed:
             self.drop_group()
             raise
         prepared = self.outer.prepare(fragment, reduced, group)
         if not prepared.finite:
-            raise NotFinite(f"the outer step of round {number} is not finite")
-        self._results[key] = prepared, messages is not None
+            raise NotFinite(f"the outer step of round {action.round} is not finite")
+        self._results[action.key] = prepared, messages is not None
         return prepared.digest
 
     def commit(self, key: str, outer: OuterRecord) -> None:
@@ -144,6 +152,11 @@ class HostWorker:
 
     def discard(self, key: str) -> None:
         self._results.pop(key, None)
+
+    def meet(self, own: Sequence[str], others: Sequence[Sequence[str]], relay: str) -> None:
+        """Follow the addresses of a view: of this island's hosts, of the others' hosts, and of the coordinator."""
+        peers = [hosts[self.host] for hosts in others if len(hosts) > self.host]
+        self.server.paths.update(own[self.host], peers, relay)
 
     def drop_group(self) -> None:
         """Drop the group; all its other members notice immediately."""
@@ -163,7 +176,7 @@ class HostWorker:
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
             held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
-            self._fetcher = Fetcher(self.token, expected, held)
+            self._fetcher = Fetcher(self.token, expected, held, self.server.paths.dial)
         addresses = [source.hosts[self.host] for source in sources]
         manifest = "/manifest/settled" if settled else "/manifest"
         fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
@@ -193,7 +206,7 @@ class HostWorker:
     def inherit(self, source: str) -> int:
         """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
-        with closing(Fetcher(self.token, self.inner)) as fetcher:
+        with closing(Fetcher(self.token, self.inner, dial=self.server.paths.dial)) as fetcher:
             fetched = fetcher.fetch([source], self.timeouts.heal, "/manifest/inner")
         self._inner = InnerOptimizerState(fetched.offer.round, fetched.arrays)
         return fetched.offer.round

@@ -27,7 +27,9 @@ class IslandsConfig(Settings):
     )
     bind: str = setting("127.0.0.1", "HOST or HOST:PORT to listen at; no port: any free port")
     address: str | None = setting(
-        None, "HOST:PORT at which other islands reach this host, if another (behind NAT); null: islands.bind"
+        None,
+        "HOST:PORT at which other islands reach this host, if another (behind NAT); outwards: they do not reach it; "
+        "null: islands.bind",
     )
     min_members: int = setting(1, "islands that a round takes; with fewer all train on, apart", range=whole(1))
     min_members_to_start: int = setting(
@@ -80,9 +82,11 @@ class IslandsConfig(Settings):
                 "; it has to be HOST or HOST:PORT, an address at which the other islands reach this host, "
                 "for example 10.8.0.2:29511. If they reach it elsewhere, set islands.address too.",
             )
-        if self.address is not None and not ((address := _BIND.fullmatch(self.address)) and address[1]):
+        if self.address not in (None, "outwards") and not ((found := _BIND.fullmatch(self.address)) and found[1]):
             raise KeyedError(
-                "address", f"is {shown(self.address)}", "; it has to be HOST:PORT, for example oslo.example.org:29511."
+                "address",
+                f"is {shown(self.address)}",
+                "; it has to be HOST:PORT, for example oslo.example.org:29511, or outwards if others do not reach it.",
             )
         if self.token_file is not None:
             check_path("token_file", self.token_file)

@@ -56,7 +56,8 @@ def test_present_members_form_a_group_with_the_weights_of_the_view(header):
     assert isinstance(plan, FormGroup)
     assert [peer.name for peer in plan.members] == ["a", "b", "c"]
     assert plan.weights == (3.0, 0.0, 10.0)
-    assert (plan.ballot, plan.voters, plan.electors) == (1, 3, ABC)
+    assert (plan.ballot, plan.voters, plan.electors, plan.parts) == (1, 3, ABC, ())
+    assert formed(header("c", link=48), header("a"), header("b", link=36)).parts == (0, 0, 256)
     other = formed(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0, asked=2))
     assert other.key != plan.key
 

@@ -44,6 +44,7 @@ from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generatio
 from gregale.islands.protocol.ledger import LeaseReport, digest_of
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
+from gregale.islands.protocol.split import parts
 
 EXCLUDE_AFTER = 2  # failed reduces of a round after which members that do not reach each other are excluded
 SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or fewer continue without the others
@@ -247,6 +248,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
         leaving=frozenset(header.identity for header in group if header.leaving),
         size=outliers.median(counted.values()),
         left_out=left_out,
+        parts=parts([header.link for header in group]),
     )
 
 

@@ -78,7 +78,7 @@ class Header:
     asked: int  # the number of this request in the session
     agreement: str  # settings and text that must be equal in all islands
     version: str  # must be equal too
-    hosts: tuple[str, ...]  # addresses of the servers of the island's hosts, host 0 first
+    hosts: tuple[str, ...]  # addresses of the servers of the island's hosts, host 0 first; the coordinator checks them
     round: int = NO_ROUND  # of its outer state; NO_ROUND: it has only the state of the common seed
     generation: Generation = NO_GENERATION  # of its outer state
     digest: str = ""  # of its outer state: `OuterRecord.fingerprint`
@@ -105,6 +105,7 @@ class Header:
     holder: str = ""  # the session that holds its lease: its own, or the restored one
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
+    link: int = 0  # level of its link's rate (`split`); 0: unknown
 
     @property
     def identity(self) -> str:
@@ -112,7 +113,7 @@ class Header:
 
 
 # The format of requests and views, in which islands and the coordinator must agree; the number counts other changes.
-FORMAT = digest_of(3, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
+FORMAT = digest_of(4, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)

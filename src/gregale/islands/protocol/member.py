@@ -55,7 +55,7 @@ class Member(MemberState):
     def _ping(self) -> None:
         self._ping_at, self._pings = self._now + self.timing.ping_seconds, self._pings + 1
         if len(self._peers) > 1:
-            peers = recipients(self._peers, self.identity.hosts[0], self._pings)
+            peers = recipients(self._peers, self._headers[self._me].hosts[0], self._pings)
             self._do(m.AnnounceRound(peers, self.outer.round))
 
     def _on_round_due(self, event: m.RoundDue) -> None:
@@ -101,6 +101,7 @@ class Member(MemberState):
 
     def _on_message_ready(self, event: m.MessageReady) -> None:
         self._count(event)
+        self._link = event.link
         self.handover.early = self._is_slow()
         if event.round in (self.handover.wanted, self.handover.number):
             self.handover.arrive(event)
@@ -268,7 +269,7 @@ class Member(MemberState):
                 self._do(m.DropGroup())
             self._contributes = self._contributes or plan.weights[plan.ranks[self._me]] > 0
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
-            self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
+            self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights, plan.parts))
         else:
             self._pause_if_excluded()
 

@@ -63,6 +63,7 @@ class MemberState:
         self._asks: dict[str, int] = {}  # the newest request number seen, by identity
         self._peers: tuple[str, ...] = ()  # addresses in the newest view
         self._pings = 0  # announcements so far
+        self._link = 0  # level of the link's rate, at the newest message
         self._fastest = 0.0  # the shortest step in the newest view
         self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
@@ -143,6 +144,7 @@ class MemberState:
             holder=self.holder,
             used=self._used,
             step_seconds=self.handover.step_seconds,
+            link=self._link,
         )
 
     def _count(self, message: m.MessageReady) -> None:

@@ -33,7 +33,8 @@ class MessageReady:
     """The trainer's message for the round after `round` is on the host.
 
     It contains `weight` tokens; `used` examples of its leases were used so far. `final`: the trainer makes no step
-    after it, because the island leaves. `norm`: root mean square of the message; None: it is not finite.
+    after it, because the island leaves. `norm`: root mean square of the message; None: it is not finite. `link`: level
+    of the link's rate (`split`), 0: unknown.
     """
 
     round: int
@@ -41,6 +42,7 @@ class MessageReady:
     used: int
     final: bool = False
     norm: float | None = 0.0
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +167,14 @@ class Reduce:
     """Reduce the fragment of the round after `round` among `members` (rank order) with these weights; prepare its step.
 
     A member with weight 0 sends no message but takes part. A result held from an older key stays until `Discard`.
+    `parts`: of the message, that each member averages (`split`); (): the same.
     """
 
     key: str
     round: int
     members: tuple[Peer, ...]
     weights: tuple[float, ...]
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

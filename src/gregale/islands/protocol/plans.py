@@ -48,7 +48,8 @@ class NewGeneration:
 class FormGroup:
     """A group reduces the next round; its commit brings the next ledger, by `reports`.
 
-    `left_out`: why messages contribute nothing, by name; `size`: the median of the other messages.
+    `left_out`: why messages contribute nothing, by name; `size`: the median of the other messages; `parts`: as of
+    `messages.Reduce`.
     """
 
     key: str
@@ -61,6 +62,7 @@ class FormGroup:
     reports: tuple[LeaseReport, ...]
     size: Size | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    parts: tuple[int, ...] = ()
 
     def ledger_after(self, outer: OuterRecord, rules: Rules) -> Ledger:
         """Return the ledger after this round; it may be the first of a stage, of which no example is used yet."""

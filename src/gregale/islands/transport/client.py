@@ -19,6 +19,8 @@ LARGEST_REPLY_BYTES = 1 << 20
 RECIPIENT = "X-Recipient"
 STATUS_PATH, STREAM_PATH = "/status", "/stream"
 IDLE_SECONDS = 40.0  # less than a server's KEPT_SECONDS
+OUTWARDS = "outwards:"  # begins the address of a host that only connects outwards; then its recipient
+Dial = Callable[[str, float], ssl.SSLSocket]
 
 
 class PeerUnreachable(Exception):
@@ -38,12 +40,14 @@ class PeerClient:
 
     - `address`: HOST:PORT/RECIPIENT, as `Server.address`; only the server with this recipient answers
     - `timeout_seconds`: for connecting, and for each wait for bytes
+    - `dial`: opens connections to hosts that only connect outwards (`Paths.dial`)
     """
 
-    def __init__(self, address: str, token: bytes, timeout_seconds: float):
+    def __init__(self, address: str, token: bytes, timeout_seconds: float, dial: Dial | None = None):
         self.address, _, self._recipient = address.partition("/")
-        self._timeout_seconds = timeout_seconds
-        self._connection = HTTPSConnection(self.address, timeout=timeout_seconds, context=tls_contexts(token).client)
+        self._timeout_seconds, self._dial = timeout_seconds, dial
+        host = OUTWARDS if self.address.startswith(OUTWARDS) else self.address
+        self._connection = HTTPSConnection(host, timeout=timeout_seconds, context=tls_contexts(token).client)
         self._used = time.monotonic()
         self._response: Any = None
 
@@ -102,8 +106,13 @@ class PeerClient:
     def open_stream(self, greeting: dict, wait_seconds: float) -> socket.socket:
         """Return the connection for messages to a group of the peer. Raises PeerUnreachable or RequestRejected."""
         self.request("POST", STREAM_PATH, canonical(greeting), wait_seconds=wait_seconds)
-        stream, self._connection.sock = self._connection.sock, None
+        stream = self.release()
         stream.settimeout(None)
+        return stream
+
+    def release(self) -> ssl.SSLSocket:
+        """Return the open connection, which the caller closes; the next request opens another one."""
+        stream, self._connection.sock = self._connection.sock, None
         return stream
 
     def connect(self) -> None:
@@ -122,7 +131,12 @@ class PeerClient:
         if time.monotonic() - self._used > IDLE_SECONDS:
             self._connection.close()  # a server closes an idle connection
         if self._connection.sock is None:
-            self._connection.connect()
+            if not self.address.startswith(OUTWARDS):
+                self._connection.connect()
+            elif self._dial is not None:
+                self._connection.sock = self._dial(self._recipient, self._timeout_seconds)
+            else:
+                raise OSError("it only connects outwards")
             self._used = time.monotonic()
 
     def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
@@ -159,13 +173,13 @@ def decompressed(content: bytes, largest: int) -> bytes:
     return zlib.decompressobj().decompress(content, largest)
 
 
-def call(address: str, token: bytes, message: dict, timeout_seconds: float, path: str = "/message") -> dict:
+def call(address: str, token: bytes, message: dict, timeout_seconds: float, dial: Dial | None = None) -> dict:
     """Send a small JSON object to a peer; return its reply. Raises PeerUnreachable or RequestRejected."""
-    with closing(PeerClient(address, token, timeout_seconds)) as peer:
-        return peer.request("POST", path, canonical(message))
+    with closing(PeerClient(address, token, timeout_seconds, dial)) as peer:
+        return peer.request("POST", "/message", canonical(message))
 
 
-def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
+def ask_status(address: str, token: bytes, timeout_seconds: float, dial: Dial | None = None) -> dict:
     """Return a peer's `status`. Raises PeerUnreachable or RequestRejected."""
-    with closing(PeerClient(address, token, timeout_seconds)) as peer:
+    with closing(PeerClient(address, token, timeout_seconds, dial)) as peer:
         return peer.request("GET", STATUS_PATH)

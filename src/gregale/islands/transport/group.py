@@ -134,6 +134,13 @@ class Group:
             self._changed.notify_all()
         return work
 
+    def streams(self) -> tuple[list[socket], list[socket]]:
+        """Return the connections on which this member sends, and those on which it receives."""
+        with self._changed:
+            found = dict(self._streams)
+        to, others = ([each for (name, _), each in found.items() if name == kind] for kind in ("to", "from"))
+        return to, others
+
     def drop(self) -> None:
         """Close the streams, so that every other member's waits fail at once. Safe from any thread, and twice.
 
@@ -197,11 +204,12 @@ class Group:
 
     def _opened(self, peer: int, deadline: float) -> socket | None:
         """Return a stream to a member, whose server has found its group; None if the group has failed meanwhile."""
+        dial = self._server.paths.dial
         while not self.failure:
             # More than is left, so that `connect` is the first to give up.
             seconds = max(deadline - time.monotonic(), 0) + 1.0
             try:
-                with closing(PeerClient(self._hosts[peer], self._server.token, seconds)) as client:
+                with closing(PeerClient(self._hosts[peer], self._server.token, seconds, dial)) as client:
                     return client.open_stream({"group": self._key, "rank": self.rank, "seconds": seconds}, seconds)
             except (PeerUnreachable, RequestRejected) as error:
                 name, text = self._names[peer], str(error)

@@ -5,11 +5,14 @@ waits in its thread for its view, or for the time after which the client repeats
 else.
 """
 
+import json
 import secrets
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPException
 from zlib import compress
 
 from gregale.distributed.signing import canonical
@@ -19,7 +22,7 @@ from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.protocol.running_time import RunningTime
 from gregale.islands.protocol.wire import NO_ROUND, pack, to_texts
-from gregale.islands.transport.client import RequestRejected
+from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 
@@ -29,6 +32,9 @@ BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, beca
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
 CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 OTHER_FORMAT = "it has another version of Gregale, with other messages: install the same one everywhere"
+MOST_RELAYS = 512
+REACH_SECONDS, REACH_TRIES, AGAIN_SECONDS = 1.0, 2, 60.0
+REACH_THREADS = 16  # for the hosts of an island
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -52,7 +58,8 @@ class Lighthouse:
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
-        self._server = Server(bind, token, self._take, complain=say, key="bind", recipient=NAME)
+        self._server = Server(bind, token, self._take, complain=say, key="bind", recipient=NAME, relays=MOST_RELAYS)
+        self._reached = ReachedHosts(token)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -99,6 +106,8 @@ class Lighthouse:
             raise RequestRejected("a view request has a number, the needed members and a header")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
+        if "hosts" in header:
+            header["hosts"] = self._reached(name, session, header["hosts"])
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
         ask, answer = Ask(name, session, number, header | to_texts({"name": name}), needed, gather, heartbeat), Future()
         with self._lock:
@@ -138,6 +147,47 @@ class Lighthouse:
             self._asked.clear()
             with self._lock:
                 self._tick()
+
+
+class ReachedHosts:
+    """Replaces the addresses of hosts that the coordinator does not reach: these only connect outwards.
+
+    It tries once for each process of an island, and again after a while if it reached none, as of a busy host.
+    """
+
+    def __init__(self, token: bytes):
+        self._token = token
+        self._known: dict[str, tuple[str, str, str, float]] = {}  # by name: session, addresses, found ones, when
+
+    def __call__(self, name: str, session: str, hosts: str) -> str:
+        """Return the JSON text of the addresses of an island's hosts, from such a text of its header."""
+        known, arguments = self._known.get(name), (name, session, hosts)
+        if known is None or known[:2] != (session, hosts):
+            self._try(*arguments)
+        elif OUTWARDS in known[2] and time.monotonic() - known[3] > AGAIN_SECONDS:
+            self._known[name] = (*known[:3], time.monotonic())
+            threading.Thread(target=self._try, args=arguments, daemon=True).start()
+        return self._known[name][2]
+
+    def _try(self, name: str, session: str, hosts: str) -> None:
+        found = hosts
+        with suppress(ValueError, TypeError, RecursionError):  # members see what it is
+            addresses = [str(each) for each in json.loads(hosts)]
+            with ThreadPoolExecutor(REACH_THREADS) as threads:
+                found = to_texts({"": list(threads.map(self._checked, addresses))})[""]
+        self._known[name] = session, hosts, found, time.monotonic()
+
+    def _checked(self, address: str) -> str:
+        recipient = address.partition("/")[2]
+        for _ in range(REACH_TRIES if recipient else 0):
+            try:
+                ask_status(address, self._token, REACH_SECONDS)
+            except RequestRejected:
+                return address
+            except (PeerUnreachable, HTTPException):  # the latter: no port is in the address
+                continue
+            return address
+        return f"{OUTWARDS}{recipient}/{recipient}" if recipient else address
 
 
 def text_of(message: dict, key: str, longest: int) -> str:

@@ -64,6 +64,7 @@ class Listener(ThreadingHTTPServer):
         self._unidentified: dict[Any, tuple[str, float]] = {}  # address and deadline, the oldest first
         self._ended: set[Any] = set()  # unidentified ones that were ended, with threads that still run
         self._identified: dict[Any, float] = {}  # deadlines
+        self._released: set[Any] = set()  # with threads that still run
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -109,6 +110,12 @@ class Listener(ThreadingHTTPServer):
             self._identified[request] = time.monotonic() + KEPT_SECONDS
             return True
 
+    def release(self, request: Any) -> None:
+        """Leave a connection to another user, who closes it."""
+        with self._lock:
+            self._identified.pop(request, None)
+            self._released.add(request)
+
     def set_deadline(self, request: Any, seconds: float) -> None:
         """Set an identified connection's idle limit; the deadline of an unidentified one stays."""
         with self._lock:
@@ -136,7 +143,10 @@ class Listener(ThreadingHTTPServer):
             self._unidentified.pop(request, None)
             self._identified.pop(request, None)
             self._ended.discard(request)
-        super().shutdown_request(request)
+            is_released = request in self._released
+            self._released.discard(request)
+        if not is_released:
+            super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report a failed handshake or an internal error; any other `OSError` means that the client has gone."""

@@ -20,8 +20,9 @@ from typing import Any
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
-from gregale.islands.transport.client import RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
+from gregale.islands.transport.client import OUTWARDS, RECIPIENT, STATUS_PATH, STREAM_PATH, RequestRejected
 from gregale.islands.transport.listener import IDLE_SECONDS, KEPT_SECONDS, Listener, RateLimitedLines
+from gregale.islands.transport.outwards import PARK_PATH, PARK_SECONDS, RELAY_PATH, Paths, relay
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
 from gregale.islands.transport.tls import tls_contexts
 
@@ -45,7 +46,9 @@ class Server:
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
     - `recipient`: for clients that do not have the whole address; default: a random word
-    - `address`: HOST:PORT at which peers reach the server; default: `bind`
+    - `address`: HOST:PORT at which peers reach the server; `outwards`: at none; default: `bind`
+    - `relays`: how many relays it carries at once
+    - `paths`: to peers, and from them
     """
 
     def __init__(
@@ -58,24 +61,31 @@ class Server:
         key: str = "islands.bind",
         recipient: str | None = None,
         address: str | None = None,
+        relays: int = 0,
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
         self.complain = RateLimitedLines(complain)
         self.recipient = recipient or secrets.token_hex(8)
+        self.relays = threading.Semaphore(relays)
+        self.paths = Paths(
+            token, self.recipient, lambda stream: self._http.process_request(stream, stream.getpeername())
+        )
         handler, tls = partial(Handler, owner=self), tls_contexts(token).server
         try:
             self._http = Listener((self.host, int(port or 0)), handler, tls, self.complain)
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
-        self.address = f"{address or f'{self.host}:{self.port}'}/{self.recipient}"
+        address = OUTWARDS + self.recipient if address == "outwards" else address or f"{self.host}:{self.port}"
+        self.address = f"{address}/{self.recipient}"
         threading.Thread(
             target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
         ).start()
 
     def close(self) -> None:
+        self.paths.close()
         self._http.shutdown()
         self._http.server_close()
         self._http.end_all()
@@ -120,6 +130,8 @@ class Handler(StreamRequestHandler):
             "POST /message": self._message,
             "POST /pieces": self._send_chunks,
             f"POST {STREAM_PATH}": self._hand_over,
+            f"POST {PARK_PATH}": self._park,
+            f"POST {RELAY_PATH}": self._relay,
         }
         try:
             body = self._read_body()
@@ -194,6 +206,32 @@ class Handler(StreamRequestHandler):
         self.server.set_deadline(self.connection, float("inf"))
         self.connection.settimeout(None)
         receive(greeting["rank"], self.connection)
+
+    def _park(self, body: bytes) -> dict | None:
+        """Keep the connection for requests to the host that has opened it."""
+        self.server.set_deadline(self.connection, PARK_SECONDS + IDLE_SECONDS)
+        call = self.owner.paths.parking.wait(str(json.loads(body)["recipient"]), self.connection, PARK_SECONDS)
+        if call is None:
+            return {"called": False}
+        self.close_connection = True
+        self._reply(HTTPStatus.OK, canonical({"called": True, "relayed": call.relayed}))
+        self.server.release(self.connection)
+        call.use(self.connection)
+        return None
+
+    def _relay(self, body: bytes) -> None:
+        request = json.loads(body)
+        if not self.owner.relays.acquire(blocking=False):
+            raise RequestRejected("it relays no more connections")
+        try:
+            seconds = min(float(request["seconds"]), LONGEST_STREAM_WAIT_SECONDS)
+            self.server.set_deadline(self.connection, float("inf"))
+            self.close_connection = True
+            reply, parking = partial(self._reply, HTTPStatus.OK, b"{}"), self.owner.paths.parking
+            if not relay(self.connection, parking, str(request["recipient"]), seconds, reply):
+                raise RequestRejected("the host only connects outwards, and has opened no connection to here")
+        finally:
+            self.owner.relays.release()
 
     def _send_all(self, content: bytes | memoryview) -> None:
         for offset in range(0, len(content), SEND_BYTES):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gregale.distributed.signing import digest
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
+from gregale.islands.transport.client import Dial, PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.snapshot_store import (
     CHUNK_BYTES,
     Expected,
@@ -59,12 +59,15 @@ class Fetcher:
 
     - `expected`: shape and dtype of every array; a manifest that differs is rejected before any byte is allocated
     - `held`: arrays that are here already: chunks with the right hash are not fetched
+    - `dial`: as of `PeerClient`
 
     Connections stay open between two fetches, and a failed fetch keeps its chunks.
     """
 
-    def __init__(self, token: bytes, expected: Expected, held: Mapping[str, np.ndarray] | None = None):
-        self._token, self._expected = token, expected
+    def __init__(
+        self, token: bytes, expected: Expected, held: Mapping[str, np.ndarray] | None = None, dial: Dial | None = None
+    ):
+        self._token, self._expected, self._dial = token, expected, dial
         self._local = LocalArrays(dict(held or {}), {})
         self._links: dict[str, list[PeerClient]] = {}
 
@@ -79,7 +82,7 @@ class Fetcher:
         deadline, received = time.monotonic() + timeout_seconds, 0
         complaints: dict[str, str] = {}
         for source in sources:
-            peers = [PeerClient(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+            peers = [PeerClient(source, self._token, STALL_SECONDS, self._dial) for _ in range(STREAMS)]
             self._links.setdefault(peers[0].address, peers)
         wanted = [source.partition("/")[0] for source in sources]
         while True:

@@ -1,0 +1,45 @@
+"""Parts by the rates of links, against a search for the smallest largest time."""
+
+import numpy as np
+import pytest
+
+from gregale.islands.protocol.split import FASTEST, TOLERANCE, WHOLE, level, parts, rate
+
+
+def largest_time(shares: np.ndarray, rates: np.ndarray) -> float:
+    """Of the members that average something, in units of a message."""
+    return max((1 + (len(rates) - 2) * x) / b for x, b in zip(shares, rates, strict=True) if x > 0)
+
+
+def by_bisection(rates: np.ndarray) -> float:
+    low, high = 0.0, 2 / min(rates)
+    for _ in range(200):
+        time = (low + high) / 2
+        enough = sum(np.maximum(0, time * rates - 1)) >= len(rates) - 2
+        low, high = (low, time) if enough else (time, high)
+    return high
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_parts_are_faster(seed):
+    random = np.random.default_rng(seed)
+    levels = [int(each) for each in random.integers(20, 50, random.integers(3, 12))]
+    found, rates = parts(levels), np.array([rate(each) for each in levels])
+    assert sum(found) == WHOLE
+    assert largest_time(np.array(found) / WHOLE, rates) == pytest.approx(by_bisection(rates), rel=0.2)
+
+
+def test_a_member_of_a_slow_link_averages_nothing():
+    assert parts([level(mbits * 1e6 / 8) for mbits in (100, 100, 50, 10)]) == (128, 128, 0, 0)
+
+
+def test_equal_and_unknown_links_have_equal_parts():
+    assert parts([40, 40 + TOLERANCE, 41]) == parts([0, 0, 0]) == parts([40, 20]) == parts([0, 40, 0]) == ()
+    assert parts([48, 0, 48, 30]) == parts([48, 48, 48, 30]) != ()
+
+
+def test_no_claim_breaks_the_arithmetic():
+    assert parts([10**9, FASTEST, FASTEST]) == ()
+    assert parts([10**9, 1, 1]) == (WHOLE, 0, 0)
+    assert level(0.0) == level(-1.0) == 1
+    assert level(1e30) == FASTEST
