@@ -22,7 +22,7 @@ import numpy as np
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, fill
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import bytes_of
-from gregale.islands.transport.tls import shut
+from gregale.islands.transport.tls import PeerRefused, check_peer, shut
 
 MESSAGE_HEAD = struct.Struct("!IQ")
 RETRY_SECONDS = 0.1
@@ -177,7 +177,12 @@ class Group:
                 self._finish(work)
 
         if peer in self._hosts:
-            self._use(stream, ("from", peer), receive_all)
+            try:
+                check_peer(self._server.token, stream, self._names[peer])
+            except PeerRefused as error:
+                self._server.complain(f"a stream for the messages of {self._names[peer]} was refused: {error}")
+            else:
+                self._use(stream, ("from", peer), receive_all)
 
     def _send_to(self, peer: int, deadline: float) -> None:
         """Open the stream to a member, and send the messages to it until the group ends."""
