@@ -53,7 +53,9 @@ def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
     token = read_credentials(path, "token_file")
     contexts = tls_contexts(token)
     if contexts.name:
-        raise UserError(f"token_file: {path} is the key of {contexts.name}, which signs nothing. Give the fleet's token.")
+        raise UserError(
+            f"token_file: {path} has the key of {contexts.name}. Only the fleet's token can sign: give that."
+        )
     return path, token, contexts.revoked
 
 

@@ -21,6 +21,7 @@ from gregale.islands.transport.revocations import Revocations, list_beside
 
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which the module ssl does not name
 MISSING = "Islands and their lighthouse need the extra `islands`. " + install_hint("islands")
+ANY = ...
 SKEW = timedelta(days=1)  # between the clocks of two hosts
 
 
@@ -116,12 +117,12 @@ def read_credentials(path: Path, key: str) -> bytes:
     return token
 
 
-def check_peer(token: bytes, connection: Any, name: str | None = None) -> None:
-    """Raise PeerRefused unless the peer of a connection may speak for `name` (None: for any)."""
+def check_peer(token: bytes, connection: Any, name: object = ANY) -> None:
+    """Raise PeerRefused unless the peer of a connection may speak for `name`, or for any one."""
     contexts = tls_contexts(token)
     if (shown := connection.getpeercert(binary_form=True)) != contexts.authority:
         found = check_member(shown, contexts.revoked)
-        if name is not None and name != found:
+        if name not in (ANY, found):
             raise PeerRefused(f"it has the key of {found}, not of {name}")
 
 

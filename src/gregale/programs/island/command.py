@@ -105,8 +105,8 @@ def checked_token(config: TrainConfig) -> bytes:
     name = tls_contexts(token).name
     if name and islands.own_name != name:
         raise UserError(
-            f"islands.name is {islands.own_name!r}, but islands.token_file, {islands.token_file}, has the key of {name}, "
-            f"which is for this name alone. Set islands.name to {name}, or give the key of {islands.own_name}."
+            f"islands.name is {islands.own_name!r}, but {islands.token_file}, which is islands.token_file, has the key "
+            f"of {name}. Set islands.name to {name}, or give the key of {islands.own_name}."
         )
     return token
 
