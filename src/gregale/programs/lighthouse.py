@@ -9,7 +9,7 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.transport.lighthouse import NAME, Lighthouse
-from gregale.islands.transport.tls import read_credentials, tls_contexts
+from gregale.islands.transport.tls import read_credentials
 from gregale.programs.command import Command
 from gregale.settings import Settings, setting
 from gregale.streams import say
@@ -28,12 +28,7 @@ def main(options: LighthouseOptions) -> int:
             "Give --token_file and the file that the islands have as islands.token_file. "
             "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    token = read_credentials(Path(expand(options.token_file)), "token_file")
-    if (name := tls_contexts(token).name) not in ("", NAME):
-        raise UserError(
-            f"token_file: {options.token_file} has the key of {name}. A lighthouse takes the fleet's token, or the key "
-            f"that `gregale islands key {NAME}` makes."
-        )
+    token = read_credentials(Path(expand(options.token_file)), "token_file", NAME)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())

@@ -50,13 +50,8 @@ def main(options: KeyOptions) -> int:
 def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
     """Return the path of the fleet's token, the token and the revocations beside it. Raises UserError for a key."""
     path = Path(expand(token_file, "token_file"))
-    token = read_credentials(path, "token_file")
-    contexts = tls_contexts(token)
-    if contexts.name:
-        raise UserError(
-            f"token_file: {path} has the key of {contexts.name}. Only the fleet's token can sign: give that."
-        )
-    return path, token, contexts.revoked
+    token = read_credentials(path, "token_file", "the fleet, which signs")
+    return path, token, tls_contexts(token).revoked
 
 
 COMMAND = Command(main=main, options=KeyOptions, positional=("name",))

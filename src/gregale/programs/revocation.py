@@ -22,11 +22,11 @@ class RevocationOptions(Settings):
 
 def main(options: RevocationOptions) -> int:
     """Add one to the number of revocations of a name, and sign it."""
-    path, token, _ = authority(options.token_file)
+    path, token, revoked = authority(options.token_file)
     with path.open("rb") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # of two commands, the second reads what the first has written
-        _, _, revoked = authority(options.token_file)
+        revoked.reload()
         count = revoked.count(options.name) + 1
         entry = [count, certificates().signed_revocation(token, options.name, count)]
         write_bytes(list_beside(path), canonical({**revoked.to_json(), options.name: entry}), durable=True)

@@ -23,10 +23,11 @@ from gregale.distributed.signing import canonical
 # Against guesses of a weak token; the certificate is the same for all versions of Gregale that have these values.
 SCRYPT = {"salt": b"gregale fleet", "n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
 VALID = datetime(2000, 1, 1), datetime(9999, 1, 1)  # of the authority; no member compares them with its clock
+PLAIN = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
 AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gregale fleet")])
 RANDOM_BITS = 64  # of a member's serial number, after the number of revocations
 PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", re.DOTALL)
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class MemberCertificate(NamedTuple):
@@ -40,15 +41,11 @@ class MemberCertificate(NamedTuple):
 
 @lru_cache
 def key_and_certificate(token: bytes) -> tuple[bytes, bytes]:
-    """Return the authority's Ed25519 key and its self-signed certificate as PEM: the same bytes for the same token."""
+    """Return the authority's key and its self-signed certificate as PEM: the same bytes for the same token."""
     key = signing_key(token)
     builder = x509.CertificateBuilder(AUTHORITY, AUTHORITY, key.public_key(), 1, *VALID)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return pem(key), builder.sign(key, None).public_bytes(Encoding.PEM)
-
-
-def pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return key.private_bytes(*PLAIN), builder.sign(key, None).public_bytes(Encoding.PEM)
 
 
 def signing_key(token: bytes) -> Ed25519PrivateKey:
@@ -64,20 +61,13 @@ def key_file(token: bytes, name: str, revocations: int, days: float, now: dateti
     builder = x509.CertificateBuilder(AUTHORITY, subject, key.public_key(), serial, begins, ends)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     certificate = builder.add_extension(PURPOSES, critical=True).sign(signing_key(token), None)
-    return pem(key) + certificate.public_bytes(Encoding.PEM) + key_and_certificate(token)[1]
+    return key.private_bytes(*PLAIN) + certificate.public_bytes(Encoding.PEM) + key_and_certificate(token)[1]
 
 
 def certificates_of(key: bytes) -> tuple[bytes, bytes]:
-    """Return the member's and the authority's certificate (PEM) of a key file. Raises ValueError if it is damaged."""
-    found = _CERTIFICATE.findall(key)
-    if len(found) != 2:
-        raise ValueError
-    member, authority = map(x509.load_pem_x509_certificate, found)
-    try:
-        member.verify_directly_issued_by(authority)
-    except (InvalidSignature, TypeError):
-        raise ValueError from None
-    return found[0], found[1]
+    """Return the member's and the authority's certificate (DER) of a key file. Raises ValueError if it is damaged."""
+    member, authority = map(x509.load_pem_x509_certificate, _CERTIFICATE.findall(key))
+    return member.public_bytes(Encoding.DER), authority.public_bytes(Encoding.DER)
 
 
 @lru_cache(maxsize=4096)
@@ -95,8 +85,8 @@ def signed_revocation(token: bytes, name: str, count: int) -> str:
 
 
 def is_revocation(authority: bytes, name: str, count: int, signature: str) -> bool:
-    """Return whether the authority with this certificate (PEM) has signed this number of revocations."""
-    key = x509.load_pem_x509_certificate(authority).public_key()
+    """Return whether the authority with this certificate (DER) has signed this number of revocations."""
+    key = x509.load_der_x509_certificate(authority).public_key()
     assert isinstance(key, Ed25519PublicKey)
     try:
         key.verify(bytes.fromhex(signature), revocation_text(name, count))

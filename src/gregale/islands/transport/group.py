@@ -22,7 +22,7 @@ import numpy as np
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, fill
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import bytes_of
-from gregale.islands.transport.tls import PeerRefused, check_peer, shut
+from gregale.islands.transport.tls import check_peer, shut
 
 MESSAGE_HEAD = struct.Struct("!IQ")
 RETRY_SECONDS = 0.1
@@ -162,7 +162,10 @@ class Group:
             work.finish(False)
 
     def receive(self, peer: int, stream: socket) -> None:
-        """Receive a member's messages from the stream that it has opened, until the group ends. The server calls it."""
+        """Receive a member's messages from the stream that it has opened, until the group ends. The server calls it.
+
+        Raises PeerRefused if the stream is not the member's.
+        """
         head = bytearray(MESSAGE_HEAD.size)
 
         def receive_all() -> None:
@@ -177,12 +180,8 @@ class Group:
                 self._finish(work)
 
         if peer in self._hosts:
-            try:
-                check_peer(self._server.token, stream, self._names[peer])
-            except PeerRefused as error:
-                self._server.complain(f"a stream for the messages of {self._names[peer]} was refused: {error}")
-            else:
-                self._use(stream, ("from", peer), receive_all)
+            check_peer(self._server.token, stream, self._names[peer])
+            self._use(stream, ("from", peer), receive_all)
 
     def _send_to(self, peer: int, deadline: float) -> None:
         """Open the stream to a member, and send the messages to it until the group ends."""

@@ -33,18 +33,22 @@ class PeerRevoked(PeerRefused):
     """The peer's key was revoked."""
 
 
+class WrongClock(PeerRefused):
+    """The clock of this host is before the making of the key."""
+
+
 class TlsContexts(NamedTuple):
     """Of a process, for the connections that it accepts, and for those that it opens.
 
     - `authority`: the certificate of the fleet's authority (DER)
-    - `name`: the one for which this process may speak; empty: every name
+    - `member`: the certificate of this process's key (DER); None: it has the token, and may speak for every name
     - `revoked`: the revocations that this process knows
     """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     authority: bytes
-    name: str
+    member: bytes | None
     revoked: Revocations
 
 
@@ -57,21 +61,16 @@ def certificates():
     return certificates
 
 
-def is_key(token: bytes) -> bool:
-    """Return whether the content of a token file is a member's key."""
-    return token.startswith(b"-----BEGIN ")
-
-
 @lru_cache
 def tls_contexts(token: bytes) -> TlsContexts:
-    """Return the contexts of a process with this token, or with this key. Raises UserError if the extra is missing."""
-    module, name = certificates(), ""
-    if is_key(token):
-        member, authority = module.certificates_of(token)
-        shown, name = token, module.member_certificate(ssl.PEM_cert_to_DER_cert(member.decode())).name
+    """Return the contexts of a process with this token or key. Raises UserError without the extra, else ValueError."""
+    module, member = certificates(), None
+    if token.startswith(b"-----BEGIN "):
+        shown, (member, authority) = token, module.certificates_of(token)
     else:
-        key, authority = module.key_and_certificate(token)
-        shown = key + authority
+        key, certificate = module.key_and_certificate(token)
+        shown, authority = key + certificate, ssl.PEM_cert_to_DER_cert(certificate.decode())
+    revoked = Revocations(partial(module.is_revocation, authority))
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # A file in memory: the standard library reads a private key only from a file.
     file = os.memfd_create("gregale-tls")
@@ -79,51 +78,43 @@ def tls_contexts(token: bytes) -> TlsContexts:
         os.write(file, shown)
         for context in (server, client):
             context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-            context.verify_flags |= NO_CHECK_TIME  # the times of keys are checked by `check_peer`, with clear lines
+            context.verify_flags |= NO_CHECK_TIME  # `check_peer` checks the times of keys, with clear lines
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_cert_chain(f"/proc/self/fd/{file}")
-            context.load_verify_locations(cadata=authority.decode())
+            context.load_verify_locations(cadata=authority)
     finally:
         os.close(file)
     server.num_tickets = 0  # so that a side that only writes has nothing to read
-    revoked = Revocations(partial(module.is_revocation, authority))
-    return TlsContexts(server, client, ssl.PEM_cert_to_DER_cert(authority.decode()), name, revoked)
+    return TlsContexts(server, client, authority, member, revoked)
 
 
-def read_credentials(path: Path, key: str) -> bytes:
-    """Return the content of a token file: the fleet's token or a member's key; read the list of revocations beside it.
+def read_credentials(path: Path, key: str, name: str) -> bytes:
+    """Return the content of a token file: the fleet's token, or the key of `name`; read the revocations beside it.
 
-    Raises UserError if it cannot be used: as `read_token`, or a key that is damaged, revoked or expired.
+    - `key`: the configuration key that names the file
+
+    Raises UserError as `read_token`, and for a key that is damaged, revoked, expired, or another one's.
     """
     token = read_token(path, key)
-    if is_key(token):
-        try:
-            member, _ = certificates().certificates_of(token)
-            contexts = tls_contexts(token)
-        except (ValueError, ssl.SSLError):
-            raise UserError(
-                f"{key}: {path} begins as a key of a member, but is damaged. Copy it again from where "
-                "`gregale islands key` has written it."
-            ) from None
-    else:
-        member, contexts = None, tls_contexts(token)
+    try:
+        contexts = tls_contexts(token)
+    except (ValueError, ssl.SSLError):
+        raise UserError(
+            f"{key}: {path} begins as a key of a member, but is damaged. Copy it again from where "
+            "`gregale islands key` has written it."
+        ) from None
     contexts.revoked.follow(list_beside(path))
     try:
-        if member is not None:
-            check_member(ssl.PEM_cert_to_DER_cert(member.decode()), contexts.revoked)
+        check(contexts, contexts.member or contexts.authority, name)
     except PeerRefused as error:
-        advice = "Set the clock." if "clock" in str(error) else "`gregale islands key` makes another."
+        advice = "Set the clock." if isinstance(error, WrongClock) else "`gregale islands key NAME` makes a key."
         raise UserError(f"{key}: {path} cannot be used: {error}. {advice}") from None
     return token
 
 
 def check_peer(token: bytes, connection: Any, name: object = ANY) -> None:
     """Raise PeerRefused unless the peer of a connection may speak for `name`, or for any one."""
-    contexts = tls_contexts(token)
-    if (shown := connection.getpeercert(binary_form=True)) != contexts.authority:
-        found = check_member(shown, contexts.revoked)
-        if name not in (ANY, found):
-            raise PeerRefused(f"it has the key of {found}, not of {name}")
+    check(tls_contexts(token), connection.getpeercert(binary_form=True), name)
 
 
 def is_revoked(token: bytes, connection: Any) -> bool:
@@ -135,22 +126,25 @@ def is_revoked(token: bytes, connection: Any) -> bool:
     return False
 
 
-def check_member(shown: bytes, revoked: Revocations) -> str:
-    """Return the name of a member's certificate (DER). Raises PeerRefused if it is revoked, or not valid now.
+def check(contexts: TlsContexts, shown: bytes, name: object) -> None:
+    """Raise PeerRefused unless a certificate that the authority has signed is valid now, for `name`.
 
     A host whose clock is before the making of a key cannot know whether the key has expired, so it refuses the key.
     """
+    if shown == contexts.authority:
+        return
     found, now = certificates().member_certificate(shown), datetime.now(UTC)
-    if found.revocations < revoked.count(found.name):
+    if found.revocations < contexts.revoked.count(found.name):
         raise PeerRevoked(f"the key of {found.name} was revoked")
     if now < found.begins - SKEW:
-        raise PeerRefused(
+        raise WrongClock(
             f"the clock of the host that checks the key of {found.name} is at {now:%Y-%m-%d}, before the key was made "
             f"({found.begins:%Y-%m-%d})"
         )
     if now > found.ends:
         raise PeerRefused(f"the key of {found.name} expired on {found.ends:%Y-%m-%d}")
-    return found.name
+    if name not in (ANY, found.name):
+        raise PeerRefused(f"it has the key of {found.name}, not of {name}")
 
 
 def shut(connection: socket.socket) -> None:

@@ -33,7 +33,7 @@ from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.server import Server
-from gregale.islands.transport.tls import read_credentials, tls_contexts
+from gregale.islands.transport.tls import read_credentials
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
@@ -101,14 +101,9 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet authenticate one another with a secret in a "
             "file that all of them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    token = read_credentials(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
-    name = tls_contexts(token).name
-    if name and islands.own_name != name:
-        raise UserError(
-            f"islands.name is {islands.own_name!r}, but {islands.token_file}, which is islands.token_file, has the key "
-            f"of {name}. Set islands.name to {name}, or give the key of {islands.own_name}."
-        )
-    return token
+    return read_credentials(
+        Path(expand(islands.token_file, "islands.token_file")), "islands.token_file", islands.own_name
+    )
 
 
 def train(run: PreparedRun, token: bytes) -> int:
