@@ -131,9 +131,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(programs))
         return 0
-    # A command has one word or two.
-    count = 2 if " ".join(arguments[:2]) in programs else 1
-    name, rest = " ".join(arguments[:count]), arguments[count:]
+    name, rest = split_name(arguments, programs)
     if name == "--version":
         print(f"gregale {gregale.__version__}")
         return 0
@@ -153,6 +151,12 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
             print(command_help(name, program.summary, command, topic, rest[:index]), end="")
             return 0
     return invoke(name, command, rest)
+
+
+def split_name(arguments: Sequence[str], programs: Mapping[str, Program] = PROGRAMS) -> tuple[str, list[str]]:
+    """Return the name of a command, of one word or two, and its arguments."""
+    count = 2 if " ".join(arguments[:2]) in programs else 1
+    return " ".join(arguments[:count]), list(arguments[count:])
 
 
 @contextmanager

@@ -18,7 +18,9 @@ from gregale.streams import say
 @dataclass(frozen=True)
 class LighthouseOptions(Settings):
     bind: str = setting("127.0.0.1:29510", "HOST:PORT to listen at; port 0: any free port")
-    token_file: str | None = setting(None, "file with the fleet's secret, as islands.token_file; readable by you alone")
+    token_file: str | None = setting(
+        None, "file with the fleet's token, or the key of `lighthouse`; readable by you alone"
+    )
 
 
 def main(options: LighthouseOptions) -> int:
