@@ -200,6 +200,7 @@ def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_strea
     groups = [Group("key", rank, hosts, servers[rank], names) for rank in range(2)]
     with closing(PeerClient(hosts[0], keys[2], 5.0)) as client:
         stream = client.open_stream({"group": "key", "rank": 1, "seconds": 1.0}, 5.0)
+        stream.settimeout(WAIT_SECONDS)
         assert b" 403 " in stream.recv(100)
         stream.close()
     assert any("was refused: it has the key of rome, not of turin" in each for each in servers[0].complaints)
