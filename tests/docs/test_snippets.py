@@ -12,7 +12,7 @@ from importlib import import_module
 
 import pytest
 
-from gregale.cli import PROGRAMS, main
+from gregale.cli import PROGRAMS, main, split_name
 from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.runs.config import TrainConfig
@@ -56,7 +56,7 @@ def test_a_page_is_carried_out(page, tmp_path, monkeypatch, capsys):
 
 def check_command(line: str) -> None:
     """Parses a command line with its real configuration file, and runs nothing."""
-    name, *rest = shlex.split(line, comments=True)[1:]
+    name, rest = split_name(shlex.split(line, comments=True)[1:])
     if name in ("--help", "--version") or "--help" in rest:
         assert name in (*PROGRAMS, "--help", "--version")
         return

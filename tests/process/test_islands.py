@@ -16,6 +16,7 @@ import pytest
 
 from gregale import storage
 from gregale.axes.mesh import make_mesh
+from gregale.cli import main
 from gregale.data.preparation import prepare
 from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
@@ -180,6 +181,33 @@ def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
         assert checkpoint_steps(fleet.islands["x"].run)
         assert not list(fleet.folder.glob("site-*"))
         assert fleet.check() > 0
+
+
+def test_a_revoked_island_ends_in_one_line_and_the_others_go_on(folder):
+    """Also after a restart of the coordinator, which reads the list beside its token."""
+    with Fleet(folder, "streaming.yaml", QUICK, ["--steps", "100000"], environment=QUICK_TO_COMPILE) as fleet:
+        token = ["--token_file", str(fleet.token)]
+
+        def start(name: str) -> None:
+            fleet.start(name, "--islands.token_file", str(folder / f"{name}.key"))
+
+        for name in ("stays", "goes"):
+            assert main(["islands", "key", name, *token, "--out", str(folder / f"{name}.key")]) == 0
+            start(name)
+        fleet.wait_for_members(["stays", "goes"], PATIENCE_SECONDS)
+        assert main(["islands", "revoke", "goes", *token]) == 0
+        for _ in range(2):
+            assert fleet.islands["goes"].process.wait(PATIENCE_SECONDS) == 2, fleet.tails()
+            fleet.wait_for_members(["stays"], PATIENCE_SECONDS, fleet.newest())
+            fleet.lighthouse.kill()
+            fleet.lighthouse.wait()
+            fleet.start_lighthouse()
+            start("goes")
+        assert fleet.islands["goes"].process.wait(PATIENCE_SECONDS) == 2, fleet.tails()
+        errors = [line for line in fleet.islands["goes"].said().splitlines() if "error" in line]
+        assert len(errors) == 3
+        assert all(": the key of goes was revoked. This island ends, the others go on." in line for line in errors)
+        fleet.check()
 
 
 def one_is_poisoned(fleet: Fleet, name: str) -> None:

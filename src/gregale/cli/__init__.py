@@ -37,6 +37,8 @@ PROGRAMS = {
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
     "island": Program("gregale.programs.island.command", "train as one of several islands, which may join and leave"),
     "islands": Program("gregale.programs.local_fleet", "train as several islands on this machine, in one view"),
+    "islands key": Program("gregale.programs.member_key", "make the key of one island, from the fleet's token"),
+    "islands revoke": Program("gregale.programs.revocation", "end the keys of one island"),
     "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
     "sample": Program(
         "gregale.programs.sample.command", "continue prompts with the model of a run, or converse with it"
@@ -129,7 +131,7 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(programs))
         return 0
-    name, *rest = arguments
+    name, rest = split_name(arguments, programs)
     if name == "--version":
         print(f"gregale {gregale.__version__}")
         return 0
@@ -151,6 +153,12 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
     return invoke(name, command, rest)
 
 
+def split_name(arguments: Sequence[str], programs: Mapping[str, Program] = PROGRAMS) -> tuple[str, list[str]]:
+    """Return the name of a command, of one word or two, and its arguments."""
+    count = 2 if " ".join(arguments[:2]) in programs else 1
+    return " ".join(arguments[:count]), list(arguments[count:])
+
+
 @contextmanager
 def _without_gc() -> Iterator[None]:
     """Disable garbage collection, which takes a fifth of the import time, then freeze the imported objects."""
@@ -168,13 +176,13 @@ def _overview(programs: Mapping[str, Program]) -> str:
         "",
         "usage: gregale COMMAND [ARGUMENTS] [--key value ...]",
         "",
-        *(f"  {name:<11}{program.summary}" for name, program in programs.items()),
+        *(f"  {name:<16}{program.summary}" for name, program in programs.items()),
         "",
         "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
     ]
     width = shutil.get_terminal_size((120, 24)).columns
     return "\n".join(
-        textwrap.fill(line, width, subsequent_indent=" " * 13 if line[:1] == " " else "") for line in lines
+        textwrap.fill(line, width, subsequent_indent=" " * 18 if line[:1] == " " else "") for line in lines
     )
 
 

@@ -356,6 +356,8 @@ class Driver:
                 self.post(protocol.Tick(self._time()) if before is self._heartbeat else self._heartbeat)
                 if text := self.stalls.look(self._time(), self._time.stopped):
                     self._tell_stalled(text, True)
+                if self.coordinator.revoked is not None:
+                    self._end(self.coordinator.revoked)
                 due = self.member.next_tick() - self._time()
             time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, due)))
 

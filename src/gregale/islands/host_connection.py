@@ -14,7 +14,7 @@ from typing import Any
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
 from gregale.islands.host_worker import DigestMismatch, NotFinite
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status, island_at
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -142,7 +142,7 @@ class HostConnection:
             self._sends.close()
 
     def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        body = canonical({"kind": "host", "host": self._number, **message})
+        body = canonical({"kind": "host", "name": island_at(self._address), "host": self._number, **message})
         while not self._is_closed:
             try:
                 return peer.request("POST", "/message", body, LARGEST_REPLY_BYTES, seconds)

@@ -7,6 +7,7 @@ from threading import Lock, Thread, current_thread
 
 from gregale.islands.protocol.headers import Header, View
 from gregale.islands.protocol.wire import Columns, GarbageError, decode_all, unpack
+from gregale.islands.transport.client import island_at
 from gregale.islands.transport.coordinator import (
     LAST_REQUEST_SECONDS,
     CoordinatorClient,
@@ -78,7 +79,7 @@ class ViewPoller:
             return not self._closed and self._threads[-1] is current_thread()
 
     def _answered(self, number: int, columns: Columns) -> None:
-        found = decode_all(Header, columns, "header")
+        found = [with_own_addresses(each) for each in decode_all(Header, columns, "header")]
         named = zip(unpack(columns, "name"), found, strict=True)
         self._tell({name: f"{name}: {error}" for name, error in named if isinstance(error, GarbageError)})
         self._seen(View(number, tuple(each for each in found if isinstance(each, Header))))
@@ -88,3 +89,10 @@ class ViewPoller:
             if kind not in self._complaints:
                 self._complain(complaint)
         self._complaints = set(complaints)
+
+
+def with_own_addresses(header: Header | GarbageError) -> Header | GarbageError:
+    """Return the header, or an error if an address in it is another island's: its messages would go there."""
+    if isinstance(header, Header) and not {island_at(host) for host in header.hosts} <= {"", header.name}:
+        return GarbageError("a header has the address of another island")
+    return header

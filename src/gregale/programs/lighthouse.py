@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.data.sources.base import expand
-from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.transport.lighthouse import Lighthouse
+from gregale.islands.transport.lighthouse import NAME, Lighthouse
+from gregale.islands.transport.tls import read_credentials
 from gregale.programs.command import Command
 from gregale.settings import Settings, setting
 from gregale.streams import say
@@ -18,7 +18,9 @@ from gregale.streams import say
 @dataclass(frozen=True)
 class LighthouseOptions(Settings):
     bind: str = setting("127.0.0.1:29510", "HOST:PORT to listen at; port 0: any free port")
-    token_file: str | None = setting(None, "file with the fleet's secret, as islands.token_file; readable by you alone")
+    token_file: str | None = setting(
+        None, "file with the fleet's token, or the key of `lighthouse`; readable by you alone"
+    )
 
 
 def main(options: LighthouseOptions) -> int:
@@ -28,7 +30,7 @@ def main(options: LighthouseOptions) -> int:
             "Give --token_file and the file that the islands have as islands.token_file. "
             "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    token = read_token(Path(expand(options.token_file)), "token_file")
+    token = read_credentials(Path(expand(options.token_file)), "token_file", NAME)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())

@@ -23,7 +23,7 @@ class IslandsConfig(Settings):
         None, "HOST:PORT of the coordinator (`gregale lighthouse`)", aliases=("coordinator",)
     )
     token_file: str | None = setting(
-        None, "file with the fleet's secret, the same on all islands, readable only by you"
+        None, "file with the fleet's token, or with the key of this island's name; readable only by you"
     )
     bind: str = setting("127.0.0.1", "HOST or HOST:PORT to listen at; no port: any free port")
     address: str | None = setting(

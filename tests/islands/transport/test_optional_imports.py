@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.transport.tls import key_and_certificate
+from gregale.islands.transport.tls import tls_contexts
 from tests.test_layers import MODULES, SOURCE
 
 TRANSPORT = SOURCE / "islands" / "transport"
@@ -20,7 +20,7 @@ def test_no_other_module_imports_it():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             packages = {name.split(".")[0] for name in names}
             assert "torch" not in packages
-            assert "cryptography" not in packages or path == TRANSPORT / "tls.py"
+            assert "cryptography" not in packages or path == TRANSPORT / "certificates.py"
 
 
 def test_the_lighthouse_runs_without_jax():
@@ -37,5 +37,7 @@ def test_the_lighthouse_runs_without_jax():
 
 def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "gregale.islands.transport.certificates", raising=False)
+    monkeypatch.delattr("gregale.islands.transport.certificates", raising=False)
     with pytest.raises(UserError, match=r"need the extra `islands`\. Run `.* '\.\[islands\]'`"):
-        key_and_certificate(b"a token of the fleet")
+        tls_contexts(b"a token of a fleet without it")

@@ -16,12 +16,13 @@ import pytest
 
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.transport import listener, snapshot_store, tls
+from gregale.islands.transport import certificates, listener, snapshot_store
 from gregale.islands.transport import server as module
+from gregale.islands.transport.certificates import key_and_certificate
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer, ask_status, call
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
-from gregale.islands.transport.tls import key_and_certificate, tls_contexts
+from gregale.islands.transport.tls import tls_contexts
 from tests.islands.transport.conftest import TOKEN, received
 
 
@@ -95,7 +96,7 @@ def test_the_certificate_is_the_tokens(make_server):
 @pytest.mark.parametrize("years", [(2090, 2100), (1960, 1970)], ids=["a clock before it", "a clock after it"])
 def test_clocks_do_not_matter(make_server, monkeypatch, years):
     """Otherwise a host whose clock begins in 1970 would be told that it has another token."""
-    monkeypatch.setattr(tls, "VALID", tuple(datetime(year, 1, 1) for year in years))
+    monkeypatch.setattr(certificates, "VALID", tuple(datetime(year, 1, 1) for year in years))
     token = f"a fleet of {years}".encode()  # contexts are kept by token
     assert call(make_server(token).address, token, {}, 5.0) == {}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gregale.atomic_files import os_error_text
 from gregale.distributed.signing import canonical
-from gregale.islands.transport.tls import tls_contexts
+from gregale.islands.transport.tls import PeerRefused, check_peer, tls_contexts
 
 LARGEST_REPLY_BYTES = 1 << 20
 RECIPIENT = "X-Recipient"
@@ -35,16 +35,22 @@ class RequestRejected(Exception):
     """A peer rejected the request, with its reason (unknown message, ...)."""
 
 
+class KeyRevoked(RequestRejected):
+    """A peer rejects this process, because its key was revoked."""
+
+
 class PeerClient:
     """A connection to a peer's server, for one request after the other. Use it in one thread, and close it.
 
-    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; only the server with this recipient answers
+    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; only the server with this recipient answers, and only if it
+      may speak for the name in it (`island_at`)
     - `timeout_seconds`: for connecting, and for each wait for bytes
     - `dial`: opens connections to hosts that only connect outwards (`Paths.dial`)
     """
 
     def __init__(self, address: str, token: bytes, timeout_seconds: float, dial: Dial | None = None):
         self.address, _, self._recipient = address.partition("/")
+        self._name, self._token = island_at(address), token
         self._timeout_seconds, self._dial = timeout_seconds, dial
         host = OUTWARDS if self.address.startswith(OUTWARDS) else self.address
         self._connection = HTTPSConnection(host, timeout=timeout_seconds, context=tls_contexts(token).client)
@@ -71,13 +77,14 @@ class PeerClient:
             content = response.read(length)
             if len(content) < length:
                 raise OSError("the connection ended in the middle")
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, PeerRefused) as error:
             raise self._unreachable(error) from None
         if response.status == HTTPStatus.MISDIRECTED_REQUEST:
             raise WrongServer(f"{self.address} is not the expected server, or has started again")
         reply = json.loads(content if content.startswith(b"{") else decompressed(content, largest_reply_bytes))
         if response.status != 200:
-            raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
+            kind = KeyRevoked if response.status == HTTPStatus.UNAUTHORIZED else RequestRejected
+            raise kind(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
 
     def open_chunks(self, chunks: Sequence[tuple[str, int]], size: int) -> bool:
@@ -92,7 +99,7 @@ class PeerClient:
                 return False
             if response.status != 200 or response.headers.get("Content-Length") != str(size):
                 raise OSError("it sends something other than the requested chunks")
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, PeerRefused) as error:
             raise self._unreachable(error) from None
         return True
 
@@ -100,7 +107,7 @@ class PeerClient:
         """Fill `target` with the next bytes of the requested chunks; check their hash. Raises PeerUnreachable."""
         try:
             fill(target, self._response.readinto)
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, PeerRefused) as error:
             raise self._unreachable(error) from None
 
     def open_stream(self, greeting: dict, wait_seconds: float) -> socket.socket:
@@ -119,7 +126,7 @@ class PeerClient:
         """Open the connection ahead of its next request, if it is not open. Raises PeerUnreachable."""
         try:
             self._open()
-        except OSError as error:
+        except (OSError, PeerRefused) as error:
             raise self._unreachable(error) from None
 
     def close(self) -> None:
@@ -138,6 +145,8 @@ class PeerClient:
             else:
                 raise OSError("it only connects outwards")
             self._used = time.monotonic()
+        # Also of an open connection, because a key may be revoked meanwhile.
+        check_peer(self._token, self._connection.sock, self._name)
 
     def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> HTTPResponse:
         self._open()
@@ -152,12 +161,19 @@ class PeerClient:
 
     def _unreachable(self, error: Exception) -> PeerUnreachable:
         self.close()
+        if isinstance(error, PeerRefused):
+            return WrongServer(f"{self.address} is not accepted: {error}")
         if isinstance(error, ssl.SSLCertVerificationError):
             return WrongServer(f"{self.address} does not have this fleet's certificate: it has another token")
         if isinstance(error, TimeoutError):  # whose texts name functions of the standard library
             return PeerUnreachable(f"{self.address} cannot be reached: timed out")
         reason = "the TLS connection broke" if isinstance(error, ssl.SSLError) else os_error_text(error)
         return PeerUnreachable(f"{self.address} cannot be reached: {reason}")
+
+
+def island_at(address: str) -> str:
+    """Return the name in an address (HOST:PORT/NAME:WORD) of a server; empty if it has none."""
+    return address.partition("/")[2].partition(":")[0]
 
 
 def fill(target: memoryview, read: Callable[[memoryview], int]) -> None:

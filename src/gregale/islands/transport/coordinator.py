@@ -15,8 +15,9 @@ from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
 from gregale.islands.protocol.settings import Timing
 from gregale.islands.protocol.wire import NO_ROUND, Columns, read_texts, to_texts
-from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, WrongServer
+from gregale.islands.transport.client import KeyRevoked, PeerClient, PeerUnreachable, RequestRejected, WrongServer
 from gregale.islands.transport.lighthouse import LONGEST_REASON, NAME
+from gregale.islands.transport.tls import tls_contexts
 
 CONNECT_SECONDS = 2.0
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
@@ -35,6 +36,10 @@ class NotAdmitted(UserError):
     """The coordinator does not admit this member: it has another token, or other messages."""
 
 
+class Revoked(NotAdmitted):
+    """This member's key was revoked."""
+
+
 class NameTaken(NotAdmitted):
     """Another process has the member's name; an earlier one of this island may be about to end."""
 
@@ -50,7 +55,7 @@ def headers_of_fleet(address: str, token: bytes) -> Columns:
 
     The process that asks does not join. Raises NotAdmitted.
     """
-    pool, message = ConnectionPool(address, token), {"format": FORMAT, "kind": "fleet", "name": "", "session": ""}
+    pool, message = ConnectionPool(address, token), {"format": FORMAT, "kind": "fleet"}
     try:
         return read_texts(pool.request(message, CONNECT_SECONDS)["headers"])
     except CoordinatorUnreachable:
@@ -66,10 +71,12 @@ class CoordinatorClient:
     - `timing`: the coordinator takes its seconds from it
     - `session`: of this process; by default a new one
     - `last_heartbeat`: the result of the newest heartbeat
+    - `revoked`: the error that ends this member, if its key was revoked
     """
 
     def __init__(self, address: str, name: str, token: bytes, timing: Timing, session: str | None = None):
         self.address, self.name, self.last_heartbeat = address, name, Heartbeat()
+        self.revoked: Revoked | None = None
         self._session, self._timing = session or secrets.token_hex(8), timing
         self._pool = ConnectionPool(address, token)
         self._numbers = itertools.count()
@@ -126,6 +133,7 @@ class CoordinatorClient:
         try:
             return Heartbeat(held=str(self._send(kind, content, self._timing.network_seconds).get("held", "")))
         except (CoordinatorUnreachable, NotAdmitted) as error:
+            self.revoked = error if isinstance(error, Revoked) else None
             return Heartbeat(str(error))
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
@@ -144,13 +152,15 @@ class ConnectionPool:
 
     def __init__(self, address: str, token: bytes):
         self.has_met = False
-        self._address, self._token = address, token
+        self._address, self._token, self._revoked = address, token, tls_contexts(token).revoked
+        self._more: dict = {}  # with the next request: revocations that the coordinator does not know
         self._kept: deque[PeerClient] = deque()
         self._closings = 0
 
     def request(self, message: dict, wait_seconds: float) -> dict:
         """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
         closings = self._closings
+        message = {**message, **self._more, "revoked": self._revoked.digest()}
         try:
             peer = self._kept.popleft()
         except IndexError:
@@ -161,7 +171,9 @@ class ConnectionPool:
             peer.close()
             self.close()  # the coordinator may have started again, which breaks the others too
             raise self._failure(error) from None
-        self.has_met = True
+        self.has_met, known = True, reply.get("revocations")
+        self._revoked.take(known or {})
+        self._more = {} if known in (None, own := self._revoked.to_json()) else {"revocations": own}
         if closings == self._closings:
             self._kept.append(peer)
         else:
@@ -176,9 +188,14 @@ class ConnectionPool:
                 self._kept.popleft().close()
 
     def _failure(self, error: Exception) -> Exception:
+        if isinstance(error, KeyRevoked):
+            return Revoked(
+                f"islands.token_file: the lighthouse at {error}. This island ends, the others go on. With a new key, "
+                "which `gregale islands key` makes, it comes back."
+            )
         if not isinstance(error, WrongServer | RequestRejected):
             return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
             return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")
-        hint = " See that islands.token_file is the same everywhere." if isinstance(error, WrongServer) else ""
+        hint = " See that islands.token_file is the same everywhere." if "token" in str(error) else ""
         return NotAdmitted(f"islands.lighthouse: the lighthouse at {error}.{hint}")

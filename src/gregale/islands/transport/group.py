@@ -22,7 +22,7 @@ import numpy as np
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, fill
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.snapshot_store import bytes_of
-from gregale.islands.transport.tls import shut
+from gregale.islands.transport.tls import check_peer, shut
 
 MESSAGE_HEAD = struct.Struct("!IQ")
 RETRY_SECONDS = 0.1
@@ -169,7 +169,10 @@ class Group:
             work.finish(False)
 
     def receive(self, peer: int, stream: socket) -> None:
-        """Receive a member's messages from the stream that it has opened, until the group ends. The server calls it."""
+        """Receive a member's messages from the stream that it has opened, until the group ends. The server calls it.
+
+        Raises PeerRefused if the stream is not the member's.
+        """
         head = bytearray(MESSAGE_HEAD.size)
 
         def receive_all() -> None:
@@ -184,6 +187,7 @@ class Group:
                 self._finish(work)
 
         if peer in self._hosts:
+            check_peer(self._server.token, stream, self._names[peer])
             self._use(stream, ("from", peer), receive_all)
 
     def _send_to(self, peer: int, deadline: float) -> None:

@@ -25,8 +25,10 @@ from gregale.islands.protocol.wire import NO_ROUND, pack, to_texts
 from gregale.islands.transport.client import OUTWARDS, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
+from gregale.islands.transport.tls import tls_contexts
 
-NAME = "lighthouse"  # the recipient of requests: any coordinator of the fleet, also one that has started again
+# The recipient of requests, and the name of a coordinator's key: any of the fleet, also one that has started again.
+NAME = "lighthouse"
 TICK_SECONDS = 0.05
 BURST_SECONDS = 0.005  # the requests of this time are handled by one tick, because a tick looks at all islands
 LONGEST_NAME, LONGEST_REASON, LONGEST_SECONDS = 100, 300, 10**6
@@ -54,7 +56,7 @@ class Lighthouse:
         if not (host and port.isascii() and port.isdecimal() and int(port) < 2**16):
             raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
         self._membership, self._time = Membership(1 + secrets.randbelow(FIRST_IDS)), RunningTime()
-        self._news, self._say = News(), say
+        self._news, self._say, self._revoked = News(), say, tls_contexts(token).revoked
         self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed, self._asked = threading.Lock(), threading.Event(), threading.Event()
         self._waiting: dict[Ask, Future[dict | bytes]] = {}
@@ -74,12 +76,15 @@ class Lighthouse:
     def _take(self, message: dict) -> dict | bytes:
         if message.get("format") != FORMAT:
             raise RequestRejected(OTHER_FORMAT)
+        self._revoked.take(message.get("revocations", {}))
+        news = {} if message.get("revoked") == self._revoked.digest() else {"revocations": self._revoked.to_json()}
+        if message.get("kind") == "fleet":
+            with self._lock:
+                return compress(canonical({"headers": pack(self._membership.running), **news}), 1)
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
         if message.get("kind") == "ask":
             return self._ask(name, session, message)
         with self._lock:
-            if message.get("kind") == "fleet":
-                return compress(canonical({"headers": pack(self._membership.running)}), 1)
             if message.get("kind") == "beat":
                 self._beat(name, session, message)
             elif message.get("kind") == "leave":
@@ -90,7 +95,7 @@ class Lighthouse:
                 raise RequestRejected("unknown message")
             if self._membership.has_answers:
                 self._tick()
-            return {"held": self._membership.held(name)}
+            return {"held": self._membership.held(name), **news}
 
     def _beat(self, name: str, session: str, message: dict) -> None:
         round, stalled, now = message.get("round"), text_of(message, "stalled", LONGEST_REASON), self._time()

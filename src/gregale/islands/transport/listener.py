@@ -15,7 +15,7 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from gregale.islands.transport.tls import shut
+from gregale.islands.transport.tls import is_revoked, shut, tls_contexts
 
 IDLE_SECONDS = 10.0
 KEPT_SECONDS = 60.0  # between two requests of the fleet: a new connection costs as much as several requests
@@ -51,7 +51,7 @@ class RateLimitedLines:
 class Listener(ThreadingHTTPServer):
     """A server with a thread for each connection, which closes connections without useful traffic in time.
 
-    - `tls`: of the fleet; the handler makes the handshake, in the thread of the connection
+    - `token`: of the fleet, or a key; the handler makes the handshake, in the thread of the connection
     - `complain`: receives a line for each rejected connection
     """
 
@@ -59,8 +59,10 @@ class Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 512
 
-    def __init__(self, address: tuple[str, int], handler: Any, tls: ssl.SSLContext, complain: Callable[[str], None]):
-        self._tls, self._complain, self._lock = tls, complain, threading.Lock()
+    def __init__(self, address: tuple[str, int], handler: Any, token: bytes, complain: Callable[[str], None]):
+        self._token, self._complain, self._lock = token, complain, threading.Lock()
+        self._tls, _, _, _, self._revoked = tls_contexts(token)
+        self._revocations_seen = 0
         self._unidentified: dict[Any, tuple[str, float]] = {}  # address and deadline, the oldest first
         self._ended: set[Any] = set()  # unidentified ones that were ended, with threads that still run
         self._identified: dict[Any, float] = {}  # deadlines
@@ -123,11 +125,16 @@ class Listener(ThreadingHTTPServer):
                 self._identified[request] = time.monotonic() + seconds
 
     def service_actions(self) -> None:
-        """End late connections; called several times a second, and after each new one."""
-        now = time.monotonic()
+        """End late connections, and those of revoked keys; called several times a second, and after each new one."""
+        if complaint := self._revoked.reload():
+            self._complain(complaint)
+        now, version = time.monotonic(), self._revoked.version
         with self._lock:
             late = [request for request, (_, deadline) in self._unidentified.items() if now > deadline]
             late += [request for request, deadline in self._identified.items() if now > deadline]
+            if version != self._revocations_seen:
+                self._revocations_seen = version
+                late += [request for request in self._identified if is_revoked(self._token, request)]
         for request in late:
             shut(request)
 

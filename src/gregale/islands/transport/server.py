@@ -2,9 +2,10 @@
 
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
 
-Only the fleet's members get through the TLS handshake (`tls`), within `IDLE_SECONDS` (`listener`). A request names its
-recipient: the last part of `address`, a word that every island's server draws at its start. So no server answers in the
-place of another, nor of one that had its port before.
+Only the fleet's members get through the TLS handshake (`tls`), within `IDLE_SECONDS` (`listener`). A message with a
+`name` is taken only from a peer that may speak for it. A request names its recipient: the last part of `address`, which
+is the name of the server's island and a word that the server draws at its start. So no server answers in the place of
+another, nor of one that had its port before.
 """
 
 import json
@@ -24,7 +25,7 @@ from gregale.islands.transport.client import OUTWARDS, RECIPIENT, STATUS_PATH, S
 from gregale.islands.transport.listener import IDLE_SECONDS, KEPT_SECONDS, Listener, RateLimitedLines
 from gregale.islands.transport.outwards import PARK_PATH, PARK_SECONDS, RELAY_PATH, Paths, relay
 from gregale.islands.transport.snapshot_store import SnapshotStore, bytes_of, chunk_span
-from gregale.islands.transport.tls import tls_contexts
+from gregale.islands.transport.tls import PeerRefused, PeerRevoked, check_peer
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two checks whether the server was closed
@@ -45,7 +46,7 @@ class Server:
     - `status`: called for GET /status
     - `complain`: receives a line for a rejected request (at most a few a minute)
     - `key`: the name of the setting `bind`
-    - `recipient`: for clients that do not have the whole address; default: a random word
+    - `recipient`: for clients that do not have the whole address; default: `name` and a random word
     - `address`: HOST:PORT at which peers reach the server; `outwards`: at none; default: `bind`
     - `relays`: how many relays it carries at once
     - `paths`: to peers, and from them
@@ -62,19 +63,20 @@ class Server:
         recipient: str | None = None,
         address: str | None = None,
         relays: int = 0,
+        name: str = "",
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.outer, self.inner, self.groups = SnapshotStore(), SnapshotStore(), Groups()
         self.complain = RateLimitedLines(complain)
-        self.recipient = recipient or secrets.token_hex(8)
+        self.recipient = recipient or f"{name}:{secrets.token_hex(8)}"
         self.relays = threading.Semaphore(relays)
         self.paths = Paths(
             token, self.recipient, lambda stream: self._http.process_request(stream, stream.getpeername())
         )
-        handler, tls = partial(Handler, owner=self), tls_contexts(token).server
+        handler = partial(Handler, owner=self)
         try:
-            self._http = Listener((self.host, int(port or 0)), handler, tls, self.complain)
+            self._http = Listener((self.host, int(port or 0)), handler, token, self.complain)
         except OSError as error:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
@@ -135,15 +137,17 @@ class Handler(StreamRequestHandler):
         }
         try:
             body = self._read_body()
+            check_peer(self.owner.token, self.connection)  # again: its key may be revoked meanwhile
             if self.fields.get(RECIPIENT) != self.owner.recipient:
                 self._reply(HTTPStatus.MISDIRECTED_REQUEST, b"")
                 return
             if (route := routes.get(f"{self.command} {self.path}")) is None:
                 raise RequestRejected("there is nothing at this path")
             reply = route(body)
-        except RequestRejected as refusal:
+        except (RequestRejected, PeerRefused) as refusal:
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
-            self._reply(HTTPStatus.FORBIDDEN, canonical({"refused": str(refusal)}))
+            status = HTTPStatus.UNAUTHORIZED if isinstance(refusal, PeerRevoked) else HTTPStatus.FORBIDDEN
+            self._reply(status, canonical({"refused": str(refusal)}))
         else:
             if reply is not None:  # otherwise the route has replied
                 self._reply(HTTPStatus.OK, reply if isinstance(reply, bytes) else canonical(reply))
@@ -172,6 +176,8 @@ class Handler(StreamRequestHandler):
         message = json.loads(body)
         if not isinstance(message, dict):
             raise RequestRejected("a message is a JSON object")
+        if "name" in message:
+            check_peer(self.owner.token, self.connection, message["name"])
         return self.owner.on_message(message)
 
     def _send_chunks(self, body: bytes) -> None:
@@ -210,7 +216,9 @@ class Handler(StreamRequestHandler):
     def _park(self, body: bytes) -> dict | None:
         """Keep the connection for requests to the host that has opened it."""
         self.server.set_deadline(self.connection, PARK_SECONDS + IDLE_SECONDS)
-        call = self.owner.paths.parking.wait(str(json.loads(body)["recipient"]), self.connection, PARK_SECONDS)
+        recipient = str(json.loads(body)["recipient"])
+        check_peer(self.owner.token, self.connection, recipient.partition(":")[0])
+        call = self.owner.paths.parking.wait(recipient, self.connection, PARK_SECONDS)
         if call is None:
             return {"called": False}
         self.close_connection = True

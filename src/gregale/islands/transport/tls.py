@@ -1,69 +1,150 @@
-"""TLS 1.3 between the members of a fleet. All have one certificate, which each makes from the fleet's token.
+"""TLS 1.3 between the members of a fleet: what each side shows, and whom it accepts.
 
-Both sides of a connection show this certificate and accept no other. So a connection proves that both have the token.
-Names of hosts and clocks do not matter. The keys of a connection are new for each, so a token that leaks later does not
-decrypt recorded traffic.
+The fleet's token gives an authority. A process shows the authority's own certificate, which it makes from the token, or
+that of its key, which the authority has signed for one name. Both sides of a connection show one of these and accept no
+other. Whoever has the token may speak for every name. Names of hosts do not matter. Clocks matter only for keys, which
+expire. The keys of a connection are new for each, so a token that leaks later does not decrypt recorded traffic.
 """
 
-import hashlib
 import os
 import socket
 import ssl
 from contextlib import suppress
-from datetime import datetime
-from functools import lru_cache
-from typing import NamedTuple
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from gregale.distributed.signing import read_token
 from gregale.errors import UserError, install_hint
+from gregale.islands.transport.revocations import Revocations, list_beside
 
-# Against guesses of a weak token; the certificate is the same for all versions of Gregale that have these values.
-SCRYPT = {"salt": b"gregale fleet", "n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
-VALID = datetime(2000, 1, 1), datetime(9999, 1, 1)  # X.509 demands two times; no member compares them with its clock
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which the module ssl does not name
 MISSING = "Islands and their lighthouse need the extra `islands`. " + install_hint("islands")
+ANY = ...
+SKEW = timedelta(days=1)  # between the clocks of two hosts
+
+
+class PeerRefused(Exception):
+    """The peer of a connection may not speak for the name that it claims, or no longer."""
+
+
+class PeerRevoked(PeerRefused):
+    """The peer's key was revoked."""
+
+
+class WrongClock(PeerRefused):
+    """The clock of this host is before the making of the key."""
 
 
 class TlsContexts(NamedTuple):
-    """Of a fleet, for the connections that a host accepts, and for those that it opens."""
+    """Of a process, for the connections that it accepts, and for those that it opens.
+
+    - `authority`: the certificate of the fleet's authority (DER)
+    - `member`: the certificate of this process's key (DER); None: it has the token, and may speak for every name
+    - `revoked`: the revocations that this process knows
+    """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    authority: bytes
+    member: bytes | None
+    revoked: Revocations
+
+
+def certificates():
+    """Return the module that needs `cryptography`. Raises UserError if the extra `islands` is missing."""
+    try:
+        from gregale.islands.transport import certificates
+    except ImportError:
+        raise UserError(MISSING) from None
+    return certificates
 
 
 @lru_cache
 def tls_contexts(token: bytes) -> TlsContexts:
-    """Return the contexts of the fleet with this token. Raises UserError if the extra `islands` is missing."""
-    key, certificate = key_and_certificate(token)
+    """Return the contexts of a process with this token or key. Raises UserError without the extra, else ValueError."""
+    module, member = certificates(), None
+    if token.startswith(b"-----BEGIN "):
+        shown, (member, authority) = token, module.certificates_of(token)
+    else:
+        key, certificate = module.key_and_certificate(token)
+        shown, authority = key + certificate, ssl.PEM_cert_to_DER_cert(certificate.decode())
+    revoked = Revocations(partial(module.is_revocation, authority))
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # A file in memory: the standard library reads a private key only from a file.
     file = os.memfd_create("gregale-tls")
     try:
-        os.write(file, key + certificate)
-        contexts = TlsContexts(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        for context in contexts:
+        os.write(file, shown)
+        for context in (server, client):
             context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-            context.verify_flags |= NO_CHECK_TIME  # the token alone proves membership
+            context.verify_flags |= NO_CHECK_TIME  # `check_peer` checks the times of keys, with clear lines
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_cert_chain(f"/proc/self/fd/{file}")
-            context.load_verify_locations(cadata=certificate.decode())
+            context.load_verify_locations(cadata=authority)
     finally:
         os.close(file)
-    contexts.server.num_tickets = 0  # so that a side that only writes has nothing to read
-    return contexts
+    server.num_tickets = 0  # so that a side that only writes has nothing to read
+    return TlsContexts(server, client, authority, member, revoked)
 
 
-def key_and_certificate(token: bytes) -> tuple[bytes, bytes]:
-    """Return the fleet's Ed25519 key and its self-signed certificate as PEM: the same bytes for the same token."""
+def read_credentials(path: Path, key: str, name: str) -> bytes:
+    """Return the content of a token file: the fleet's token, or the key of `name`; read the revocations beside it.
+
+    - `key`: the configuration key that names the file
+
+    Raises UserError as `read_token`, and for a key that is damaged, revoked, expired, or another one's.
+    """
+    token = read_token(path, key)
     try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-    except ImportError:
-        raise UserError(MISSING) from None
-    key = Ed25519PrivateKey.from_private_bytes(hashlib.scrypt(token, **SCRYPT))
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gregale fleet")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, *VALID)
-    certificate = builder.sign(key, None).public_bytes(Encoding.PEM)
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), certificate
+        contexts = tls_contexts(token)
+    except (ValueError, ssl.SSLError):
+        raise UserError(
+            f"{key}: {path} begins as a key of a member, but is damaged. Copy it again from where "
+            "`gregale islands key` has written it."
+        ) from None
+    contexts.revoked.follow(list_beside(path))
+    try:
+        check(contexts, contexts.member or contexts.authority, name)
+    except PeerRefused as error:
+        advice = "Set the clock." if isinstance(error, WrongClock) else "`gregale islands key NAME` makes a key."
+        raise UserError(f"{key}: {path} cannot be used: {error}. {advice}") from None
+    return token
+
+
+def check_peer(token: bytes, connection: Any, name: object = ANY) -> None:
+    """Raise PeerRefused unless the peer of a connection may speak for `name`, or for any one."""
+    check(tls_contexts(token), connection.getpeercert(binary_form=True), name)
+
+
+def is_revoked(token: bytes, connection: Any) -> bool:
+    """Return whether the key of a connection's peer was revoked."""
+    try:
+        check_peer(token, connection)
+    except PeerRefused as error:
+        return isinstance(error, PeerRevoked)
+    return False
+
+
+def check(contexts: TlsContexts, shown: bytes, name: object) -> None:
+    """Raise PeerRefused unless a certificate that the authority has signed is valid now, for `name`.
+
+    A host whose clock is before the making of a key cannot know whether the key has expired, so it refuses the key.
+    """
+    if shown == contexts.authority:
+        return
+    found, now = certificates().member_certificate(shown), datetime.now(UTC)
+    if found.revocations < contexts.revoked.count(found.name):
+        raise PeerRevoked(f"the key of {found.name} was revoked")
+    if now < found.begins - SKEW:
+        raise WrongClock(
+            f"the clock of the host that checks the key of {found.name} is at {now:%Y-%m-%d}, before the key was made "
+            f"({found.begins:%Y-%m-%d})"
+        )
+    if now > found.ends:
+        raise PeerRefused(f"the key of {found.name} expired on {found.ends:%Y-%m-%d}")
+    if name not in (ANY, found.name):
+        raise PeerRefused(f"it has the key of {found.name}, not of {name}")
 
 
 def shut(connection: socket.socket) -> None:

@@ -14,7 +14,6 @@ import gregale
 from gregale.checkpoint.multihost import by_first_process, first_message, messages_of_all
 from gregale.data.sources.base import expand
 from gregale.distributed.hang_detector import Phase
-from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 from gregale.islands import outer_checkpoint
 from gregale.islands.data_leases import DataLeases
@@ -34,6 +33,7 @@ from gregale.islands.stages import fleet_mixtures, stage_rounds
 from gregale.islands.trainer_command import RoundPacing
 from gregale.islands.transport.coordinator import CoordinatorClient, headers_of_fleet
 from gregale.islands.transport.server import Server
+from gregale.islands.transport.tls import read_credentials
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.command import Command
 from gregale.programs.island.saving import IslandSaving
@@ -89,7 +89,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
 
 
 def checked_token(config: TrainConfig) -> bytes:
-    """Return the fleet's secret; raise `UserError` for missing settings of `islands`."""
+    """Return the fleet's secret or this island's key; raise `UserError` for missing or wrong settings of `islands`."""
     islands = config.islands
     if islands.lighthouse is None:
         raise UserError(
@@ -101,7 +101,9 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet authenticate one another with a secret in a "
             "file that all of them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
+    return read_credentials(
+        Path(expand(islands.token_file, "islands.token_file")), "islands.token_file", islands.own_name
+    )
 
 
 def train(run: PreparedRun, token: bytes) -> int:
@@ -240,6 +242,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
         status.status,
         lambda line: say(f"refused: {line}"),
         address=islands.address,
+        name=first_message(islands.own_name) or "",
     )
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:

@@ -82,7 +82,8 @@ class StatusTracker(Callback):
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
             self._driver.post(RoundDue(message["round"]))
             return {}
-        if message.get("kind") == "host" and self._driver is not None:
+        # The server has checked the name; only this island's own hosts may speak for it.
+        if message.get("kind") == "host" and message.get("name") == self._name and self._driver is not None:
             return self._driver.worker.handle(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()

@@ -1,0 +1,91 @@
+"""The revocations that a process knows: for each name their number, with the authority's signature.
+
+Each entry proves itself, and of two the larger number holds. So a list may be copied, sent and merged in any order, and
+no old list brings a key back. The list is in a file beside the token or the key. Each process reads it again when it
+changes. The coordinator sends it to the islands, and an island keeps it beside its key.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from gregale.atomic_files import write_bytes
+from gregale.distributed.signing import canonical, digest
+from gregale.errors import UserError
+
+Entry = tuple[int, str]
+
+
+def list_beside(path: Path) -> Path:
+    """Return the path of the list for a token or a key."""
+    return path.with_name(f"{path.name}.revoked")
+
+
+class Revocations:
+    """The list of one process.
+
+    - `is_signed(name, count, signature)`: whether the authority has signed an entry
+    - `version`: increases with each change
+    """
+
+    def __init__(self, is_signed: Callable[[str, int, str], bool]):
+        self.version = 0
+        self._is_signed, self._lock = is_signed, Lock()
+        self._entries: dict[str, Entry] = {}
+        self._path: Path | None = None
+        self._stamp: tuple[int, int, int] | None = None
+
+    def count(self, name: str) -> int:
+        return self._entries.get(name, (0, ""))[0]
+
+    def digest(self) -> str:
+        return digest(canonical(self._entries))
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(entry) for name, entry in self._entries.items()}
+
+    def follow(self, path: Path) -> None:
+        """Read the list in a file, and again with each `reload`. Raises UserError if it is damaged."""
+        self._path = path
+        if complaint := self.reload():
+            raise UserError(complaint)
+
+    def reload(self) -> str:
+        """Read the file again if it has changed; return a complaint if that fails."""
+        if self._path is None:
+            return ""
+        try:
+            status = os.stat(self._path)
+            stamp = status.st_mtime_ns, status.st_size, status.st_ino
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._merge(json.loads(self._path.read_bytes()))
+        except FileNotFoundError:  # nothing is revoked; what is known stays so
+            return ""
+        except (OSError, ValueError, TypeError, AttributeError):
+            return (
+                f"{self._path} is no list of revocations of this fleet, or cannot be read. Copy it again from where "
+                "`gregale islands revoke` has written it; without it revoked keys would be accepted."
+            )
+        return ""
+
+    def take(self, entries: Any) -> None:
+        """Take the entries that the coordinator sends, and keep them in the file if it can be written."""
+        with suppress(ValueError, TypeError, AttributeError):
+            if self._merge(entries) and self._path is not None:
+                with suppress(OSError):
+                    write_bytes(self._path, canonical(self.to_json()))
+
+    def _merge(self, entries: Any) -> bool:
+        """Add the entries that are new; return whether there are any. Raises ValueError for one that is not signed."""
+        with self._lock:
+            new = {name: (count, text) for name, (count, text) in entries.items() if count > self.count(name)}
+            if not all(self._is_signed(name, *entry) for name, entry in new.items()):
+                raise ValueError
+            self._entries = dict(sorted({**self._entries, **new}.items()))
+            self.version += bool(new)
+            return bool(new)

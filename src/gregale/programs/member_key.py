@@ -1,0 +1,57 @@
+"""`gregale islands key`: makes the key of one island, signed by the fleet's authority, which the token gives."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gregale.atomic_files import remove, temporary_beside
+from gregale.data.sources.base import expand
+from gregale.errors import UserError
+from gregale.islands.transport.revocations import Revocations
+from gregale.islands.transport.tls import certificates, read_credentials, tls_contexts
+from gregale.programs.command import Command
+from gregale.runs.islands import IslandsConfig
+from gregale.settings import Range, Settings, setting
+from gregale.streams import say
+
+TOKEN_FILE = setting("islands.token", "file with the fleet's token, which signs")
+
+
+@dataclass(frozen=True)
+class KeyOptions(Settings):
+    name: str = field(metadata={"help": "islands.name of the island; `lighthouse`: of a coordinator"})
+    token_file: str = TOKEN_FILE
+    out: str | None = setting(None, "file to write, which must not exist; null: NAME.key")
+    days: float = setting(365.0, "days until the key expires", range=Range(0, 36_500, above=True))
+
+    def __post_init__(self):
+        super().__post_init__()
+        IslandsConfig(name=self.name)  # raises the error of a name that no island can have
+
+
+def main(options: KeyOptions) -> int:
+    """Write a key file that only its owner may read; a file that exists is not overwritten."""
+    path, token, revoked = authority(options.token_file)
+    out = Path(expand(options.out or f"{options.name}.key", "out"))
+    content = certificates().key_file(token, options.name, revoked.count(options.name), options.days)
+    temporary = temporary_beside(out)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        os.link(temporary, out)
+    except FileExistsError:
+        raise UserError(f"out: {out} exists, and a key is not overwritten. Give another path, or move it.") from None
+    finally:
+        remove(temporary)
+    say(f"{out}: the key of {options.name} for {options.days:g} days, for its islands.token_file. Keep {path} here.")
+    return 0
+
+
+def authority(token_file: str) -> tuple[Path, bytes, Revocations]:
+    """Return the path of the fleet's token, the token and the revocations beside it. Raises UserError for a key."""
+    path = Path(expand(token_file, "token_file"))
+    token = read_credentials(path, "token_file", "the fleet, which signs")
+    return path, token, tls_contexts(token).revoked
+
+
+COMMAND = Command(main=main, options=KeyOptions, positional=("name",))

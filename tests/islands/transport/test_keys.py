@@ -1,0 +1,323 @@
+"""Keys of members: whom the ports of a fleet accept for which name, and what a revocation does.
+
+The ports are a coordinator's and an island's server; an island's other hosts have the same server.
+"""
+
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from gregale.cli import main
+from gregale.errors import UserError
+from gregale.islands.protocol.headers import FORMAT, Header
+from gregale.islands.protocol.wire import GarbageError
+from gregale.islands.transport import tls
+from gregale.islands.transport.certificates import PLAIN, certificates_of, key_file, signed_revocation
+from gregale.islands.transport.client import KeyRevoked, PeerClient, RequestRejected, WrongServer, ask_status, call
+from gregale.islands.transport.coordinator import CoordinatorClient, NotAdmitted, Revoked, headers_of_fleet
+from gregale.islands.transport.group import Group, GroupFailed
+from gregale.islands.transport.lighthouse import NAME, Lighthouse
+from gregale.islands.transport.revocations import list_beside
+from gregale.islands.transport.tls import read_credentials, tls_contexts
+from gregale.islands.view_poller import with_own_addresses
+from gregale.programs.island.status import StatusTracker
+from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
+
+BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "heartbeat_seconds": 9.0}
+PORTS = ["coordinator", "island"]
+
+
+@pytest.fixture
+def token() -> bytes:
+    return secrets.token_hex(16).encode()  # what a process knows of revocations is kept by token
+
+
+@pytest.fixture
+def listen(make_server, token) -> Iterator[Callable[..., str]]:
+    """`listen(port, token)`: the address of a server, which a member of the fleet may ask for its own name."""
+    lighthouses = []
+
+    def make(port: str, held: bytes = token) -> str:
+        if port == "island":
+            return make_server(held, name="turin").address
+        lighthouses.append(Lighthouse("127.0.0.1:0", held))
+        return f"{lighthouses[-1].address}/{NAME}"
+
+    yield make
+    for each in lighthouses:
+        each.close()
+
+
+def signed_by(issuer: x509.Certificate, signer: Ed25519PrivateKey | None, name: str) -> bytes:
+    """A key for a name with a certificate that the issuer's key has signed (None: its own), and the issuer's."""
+    key = Ed25519PrivateKey.generate()
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    end = datetime.now(UTC) + timedelta(days=9)
+    issued = issuer.subject if signer else subject
+    builder = x509.CertificateBuilder(issued, subject, key.public_key(), 5, datetime(2020, 1, 1), end)
+    certificate = builder.sign(signer or key, None)
+    return b"".join([key.private_bytes(*PLAIN), *(each.public_bytes(Encoding.PEM) for each in (certificate, issuer))])
+
+
+def foreign(token: bytes) -> dict[str, bytes]:
+    """What strangers show: nothing, and keys for the name oslo that the authority has not signed."""
+    own = key_file(token, "rome", 0, 9.0)
+    member, authority = map(x509.load_der_x509_certificate, certificates_of(own))
+    rome = load_pem_private_key(own, None)
+    assert isinstance(rome, Ed25519PrivateKey)
+    return {
+        "nothing": b"",
+        "another fleet's": key_file(b"another token here", "oslo", 0, 9.0),
+        "its own, with that name": signed_by(authority, None, "oslo"),
+        "its own, with the authority's name": signed_by(authority, None, "gregale fleet"),
+        "signed by a member's key": signed_by(member, rome, "oslo"),
+        "not signed by whom it names": signed_by(authority, Ed25519PrivateKey.generate(), "oslo"),
+    }
+
+
+def context_of(shown: bytes, side: int, folder: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if shown:
+        (folder / "shown").write_bytes(shown)
+        context.load_cert_chain(folder / "shown")
+    return context
+
+
+@contextmanager
+def false_server(context: ssl.SSLContext) -> Iterator[str]:
+    """A server that shows what its context has, to one client."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection, pytest.raises(OSError):
+                context.wrap_socket(connection, server_side=True).recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}/turin"
+        thread.join(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_no_port_and_no_client_accepts_a_certificate_that_the_authority_has_not_signed(listen, token, port, tmp_path):
+    address = listen(port)
+    host, _, number = address.partition("/")[0].partition(":")
+    for shown in foreign(token).values():
+        context = context_of(shown, ssl.PROTOCOL_TLS_CLIENT, tmp_path)
+        with (
+            context.wrap_socket(socket.create_connection((host, int(number)), 5.0)) as connection,
+            pytest.raises(ssl.SSLError, match="ALERT"),
+        ):
+            connection.recv(1)
+        if shown and port == "island":
+            context = context_of(shown, ssl.PROTOCOL_TLS_SERVER, tmp_path)
+            with false_server(context) as false, pytest.raises(WrongServer, match="it has another token"):
+                ask_status(false, key_file(token, "oslo", 0, 9.0), 5.0)
+    assert call(address, key_file(token, "oslo", 0, 9.0), {**BEAT, "name": "oslo"}, 5.0) is not None
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_every_port_refuses_a_name_that_is_not_the_keys_and_an_expired_or_revoked_key(listen, token, port):
+    oslo, long_ago = key_file(token, "oslo", 0, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
+    address, message = listen(port), {**BEAT, "name": "oslo"}
+    for each in (oslo, token):
+        call(address, each, message, 5.0)
+    for kind in ("beat", "ask", "leave", "host"):
+        for name in ("turin", "", None, ["oslo"]):
+            with pytest.raises(RequestRejected, match="it has the key of oslo, not of "):
+                call(address, oslo, {**message, "kind": kind, "name": name}, 5.0)
+    with pytest.raises(RequestRejected, match="the key of oslo expired on 2020-01-10"):
+        call(address, key_file(token, "oslo", 0, 9.0, long_ago), message, 5.0)
+    with closing(PeerClient(address, oslo, 5.0)) as opened:
+        opened.connect()
+        tls_contexts(token).revoked.take({"oslo": [1, signed_revocation(token, "oslo", 1)]})
+        assert opened._connection.sock.recv(1) == b"", "open connections end"
+        for path in ("/status", "/manifest", "/nowhere"):
+            with pytest.raises(KeyRevoked, match="the key of oslo was revoked"):
+                ask_status_at(address, oslo, path)
+    call(address, key_file(token, "oslo", 1, 9.0), message, 5.0)
+
+
+def ask_status_at(address: str, token: bytes, path: str) -> dict:
+    with closing(PeerClient(address, token, 5.0)) as client:
+        return client.request("GET", path)
+
+
+def test_no_member_answers_in_the_place_of_another(make_server, token):
+    rome, long_ago = key_file(token, "rome", 0, 9.0), datetime(2020, 1, 1, tzinfo=UTC)
+    for held, reason in (
+        (key_file(token, "oslo", 0, 9.0), "it has the key of oslo, not of turin"),
+        (key_file(token, "turin", 0, 9.0, long_ago), "the key of turin expired on 2020-01-10"),
+    ):
+        with pytest.raises(WrongServer, match=f"is not accepted: {reason}"):
+            ask_status(make_server(held, name="turin").address, rome, 5.0)
+    address = make_server(key_file(token, "turin", 0, 9.0), name="turin").address
+    assert ask_status(address, rome, 5.0) == {}
+    header = Header("oslo", "s", 1, "", "", ("127.0.0.1:1/oslo:ab", address))
+    assert isinstance(with_own_addresses(header), GarbageError)
+    with closing(PeerClient(address, rome, 5.0)) as opened:  # also on an open connection
+        opened.connect()
+        tls_contexts(rome).revoked.take({"turin": [1, signed_revocation(token, "turin", 1)]})
+        with pytest.raises(WrongServer, match="the key of turin was revoked"):
+            opened.request("GET", "/status")
+
+
+def test_false_coordinators_and_hosts_of_an_island_are_refused(listen, token):
+    oslo = key_file(token, "oslo", 0, 9.0)
+    with pytest.raises(NotAdmitted, match="is not accepted: it has the key of turin, not of lighthouse"):
+        headers_of_fleet(listen("coordinator", key_file(token, "turin", 0, 9.0)).partition("/")[0], oslo)
+    assert headers_of_fleet(listen("coordinator", key_file(token, NAME, 0, 9.0)).partition("/")[0], oslo) == {}
+    tracker = StatusTracker("turin", 1, 0)
+    tracker._driver = NoHosts()  # type: ignore[assignment]
+    for message in ({"kind": "host", "name": "oslo", "host": 1, "have": 0}, {"kind": "host", "host": 1, "have": 0}):
+        with pytest.raises(RequestRejected, match="unknown message"):
+            tracker.on_message(message)
+
+
+class NoHosts:
+    @property
+    def worker(self):
+        pytest.fail("it was taken")
+
+
+def test_a_stream_for_another_member_is_refused_and_a_revocation_ends_open_streams(make_server, token):
+    keys = [key_file(token, name, 0, 9.0) for name in ("oslo", "turin", "rome")]
+    servers = [make_server(key, name=name) for key, name in zip(keys, ("oslo", "turin", "rome"), strict=True)]
+    names, hosts = ["oslo", "turin"], [server.address for server in servers[:2]]
+    groups = [Group("key", rank, hosts, servers[rank], names) for rank in range(2)]
+    with closing(PeerClient(hosts[0], keys[2], 5.0)) as client:
+        stream = client.open_stream({"group": "key", "rank": 1, "seconds": 1.0}, 5.0)
+        stream.settimeout(WAIT_SECONDS)
+        assert b" 403 " in stream.recv(100)
+        stream.close()
+    assert any("was refused: it has the key of rome, not of turin" in each for each in servers[0].complaints)
+    thread = threading.Thread(target=groups[0].connect, args=(WAIT_SECONDS,))
+    thread.start()
+    groups[1].connect(WAIT_SECONDS)
+    thread.join()
+    work = groups[0].recv(1, np.zeros(5, np.uint8))
+    tls_contexts(keys[0]).revoked.take({"turin": [1, signed_revocation(token, "turin", 1)]})
+    with pytest.raises(GroupFailed, match="the connection to turin has ended"):
+        work.wait(WAIT_SECONDS)
+    for group in groups:
+        group.drop()
+
+
+def commanded(capsys, *words: str) -> str:
+    """What `gregale islands` prints, or its error."""
+    code, captured = main(["islands", *words]), capsys.readouterr()
+    assert code == (2 if captured.err else 0)
+    return captured.out + captured.err
+
+
+def written(token: bytes, path: Path) -> Path:
+    path.write_bytes(token)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path, other = (written(token, tmp_path / name) for name in ("islands.token", "elsewhere.token"))
+    for name in ("oslo", "turin", NAME):
+        commanded(capsys, "key", name)
+    oslo, turin, coordinator = (read_credentials(Path(f"{name}.key"), "k", name) for name in ("oslo", "turin", NAME))
+    first = Lighthouse("127.0.0.1:0", coordinator)
+    members = [CoordinatorClient(first.address, name, key, TIMING) for name, key in (("oslo", oslo), ("turin", turin))]
+    assert "are revoked, in islands.token.revoked" in commanded(capsys, "revoke", "oslo")
+    Path("lighthouse.key.revoked").write_bytes(list_beside(path).read_bytes())
+    wait_until(lambda: members[0].revoked is not None and list_beside(Path("turin.key")).exists())
+    with pytest.raises(
+        Revoked, match=r"islands\.token_file: .* refuses: the key of oslo was revoked\. This island ends"
+    ):
+        members[0].ask({"x": 0}, 1)
+    first.close()
+    # A coordinator that has lost its list learns it from an island, and writes it beside its token.
+    tls_contexts.cache_clear()
+    second = Lighthouse("127.0.0.1:0", read_credentials(other, "k", "any"))
+    turin_again = read_credentials(Path("turin.key"), "k", "turin")
+    with closing(CoordinatorClient(second.address, "turin", turin_again, TIMING)):
+        wait_until(list_beside(other).exists)
+    with pytest.raises(Revoked, match="the key of oslo was revoked"):
+        headers_of_fleet(second.address, oslo)
+    commanded(capsys, "key", "oslo", "--out", "new.key")
+    assert headers_of_fleet(second.address, read_credentials(Path("new.key"), "k", "oslo")) == {}
+    for each in (*members, second):
+        each.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = threading.Event()
+    for _ in range(int(WAIT_SECONDS / 0.05)):
+        if true():
+            return
+        until.wait(0.05)
+    pytest.fail("not in time")
+
+
+def test_a_list_counts_signed_entries_alone_and_never_goes_back(token, tmp_path):
+    known = tls_contexts(token).revoked
+    second, first = ([count, signed_revocation(token, "oslo", count)] for count in (2, 1))
+    for entries in ({"oslo": [9, second[1]]}, {"rome": first}, {"oslo": [1, "zz"]}, {"oslo": 1}, [1], "x", None):
+        known.take(entries)
+        assert known.to_json() == {}
+    known.take({"oslo": second})
+    known.take({"oslo": first})
+    assert known.to_json() == {"oslo": second}
+    path = written(token, tmp_path / "token")
+    list_beside(path).write_text('{"oslo": [3, "00"]}')
+    with pytest.raises(UserError, match=r"token\.revoked is no list of revocations of this fleet"):
+        read_credentials(path, "token_file", "x")
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_clock_of_1970_accepts_no_key_and_says_so(listen, token, port, tmp_path, monkeypatch):
+    oslo, message = key_file(token, "oslo", 0, 9.0), {**BEAT, "name": "oslo"}
+    address = listen(port)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(1970, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(tls, "datetime", Clock)
+    with pytest.raises(RequestRejected, match="clock of the host that checks the key of oslo is at 1970-01-01, before"):
+        call(address, oslo, message, 5.0)
+    call(address, token, message, 5.0)  # the fleet's token has no times
+    with pytest.raises(UserError, match=r"k: .*oslo.key cannot be used: the clock .* 1970-01-01.*\. Set the clock\."):
+        read_credentials(written(oslo, tmp_path / "oslo.key"), "k", "oslo")
+
+
+def test_what_the_commands_refuse(token, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(token, tmp_path / "islands.token")
+    commanded(capsys, "key", "oslo", "--days", "0.000001")
+    assert Path("oslo.key").stat().st_mode & 0o777 == 0o600
+    assert "oslo.key exists, and a key is not overwritten" in commanded(capsys, "key", "oslo")
+    assert "name is 'a b'" in commanded(capsys, "key", "a b")
+    assert "oslo.key cannot be used: the key of oslo expired" in commanded(
+        capsys, "key", "x", "--token_file", "oslo.key"
+    )
+    commanded(capsys, "key", "rome")
+    assert "has the key of rome, not of the fleet, which signs" in commanded(
+        capsys, "revoke", "x", "--token_file", "rome.key"
+    )
+    assert main(["lighthouse", "--token_file", "rome.key"]) == 2
+    assert "token_file: rome.key cannot be used: it has the key of rome, not of lighthouse" in capsys.readouterr().err
+    Path("rome.key").write_bytes(Path("rome.key").read_bytes()[:-300])
+    assert "rome.key begins as a key of a member, but is damaged" in commanded(
+        capsys, "key", "x", "--token_file", "rome.key"
+    )
