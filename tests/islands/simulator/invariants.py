@@ -19,6 +19,8 @@ class Invariants:
     lines: dict[Generation, tuple[Generation | None, bool]] = field(default_factory=dict)  # parent; may others live on
     consumed: dict[int, str] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)  # examples by the name of the island, in order
+    is_strict: bool = False  # with several coordinators each state has one successor
+    successors: dict[tuple[Generation, int], tuple[Generation, int]] = field(default_factory=dict)
     forked: bool = False  # a generation began whose members could not know of all others
     rounds: int = 0
 
@@ -48,6 +50,15 @@ class Invariants:
         """A generation begins; `unsure`: members of the old one may live on elsewhere."""
         self.lines[new] = (old, unsure)
         self.forked |= unsure
+
+    def follow(self, old: OuterRecord, new: OuterRecord) -> None:
+        """A member makes the state `new` from `old`: nobody makes another one."""
+        begun, before = (new.generation, new.round), (old.generation, old.round)
+        parent, unsure = self.lines.get(new.generation, (None, False))
+        if not self.is_strict or unsure or old.round < 0 or old.generation not in (new.generation, parent):
+            return
+        if self.successors.setdefault(before, begun) != begun:
+            raise BrokenError(f"two histories: {self.successors[before]} and {begun} follow from {before}")
 
     def install(self, old: OuterRecord, new: OuterRecord) -> None:
         """A member gives up its state `old` for `new`: the new one's history has the old one in it."""

@@ -65,6 +65,7 @@ class Rules:
     minimum: int = 1  # the smallest number of members in a view that make a round
     lease_policy: LeasePolicy = field(default_factory=LeasePolicy)  # the size of data leases
     start: int = 1  # the smallest number of members with which a fleet begins, anew or from checkpoints
+    majority: bool = False  # there are several coordinators: only more than half of the voters continue
     lockstep: bool = False  # a round waits until all live members have their messages
     outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing
     stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
