@@ -98,7 +98,8 @@ class Coordinator:
             node = self.world.nodes[answer.ask.name]
             if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
                 raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
-            if view or self.membership.healthy.get(answer.ask.name) != answer.ask.session or answer.ask.term:
+            is_of_another_term = answer.ask.term not in (0, self.membership.term)
+            if view or self.membership.healthy.get(answer.ask.name) != answer.ask.session or is_of_another_term:
                 self._answer(answer.ask.header, view)  # else it was repeated
         if self.membership.pending and not self._polling:
             self._polling = True

@@ -20,7 +20,7 @@ class Invariants:
     consumed: dict[int, str] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)  # examples by the name of the island, in order
     is_strict: bool = False  # with several coordinators each state has one successor
-    successors: dict[tuple[Generation, int], tuple[Generation, int]] = field(default_factory=dict)
+    successors: dict[tuple[Generation, int], tuple[int, str]] = field(default_factory=dict)
     forked: bool = False  # a generation began whose members could not know of all others
     rounds: int = 0
 
@@ -53,7 +53,7 @@ class Invariants:
 
     def follow(self, old: OuterRecord, new: OuterRecord) -> None:
         """A member makes the state `new` from `old`: nobody makes another one."""
-        begun, before = (new.generation, new.round), (old.generation, old.round)
+        begun, before = (new.round, new.fingerprint()), (old.generation, old.round)
         parent, unsure = self.lines.get(new.generation, (None, False))
         if not self.is_strict or unsure or old.round < 0 or old.generation not in (new.generation, parent):
             return

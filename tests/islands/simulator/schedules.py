@@ -229,8 +229,10 @@ def _calm(world: World, names: list[str]) -> None:
         node.doom, node.reachable_since = None, world.now
     if world.rules.majority:  # a fleet that has lost too many of its members waits for them
         world.bad.clear()
-        for name in [name for name, node in world.nodes.items() if not node.alive]:
-            world.start(name)
+        for name, node in list(world.nodes.items()):
+            if not node.alive or node.member.leaving:
+                node.alive = False
+                world.start(name)
     # Who made the last round has to be asked: nobody may go on without one of them while they are there.
     voters = [node.name for node in staying(world) if node.member.header.voter]
     if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:

@@ -318,7 +318,7 @@ class World:
             raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
         if isinstance(plan, NewGeneration) and decision.top:
             if self.rules.majority and plan.waited:
-                self._check_survivors(decision.top)
+                self._check_survivors(decision.top, decision.current)
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
         elif isinstance(plan, Adopt) and plan.renewal and decision.top:
             self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
@@ -326,12 +326,14 @@ class World:
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
             self.invariants.begin(plan.generation, living or bool(self.disks))
 
-    def _check_survivors(self, top: Header) -> None:
+    def _check_survivors(self, top: Header, here: frozenset[str]) -> None:
         """A generation may begin without most of the voters only if these are dead."""
-        living = {node.identity for node in self.nodes.values() if node.alive}
+        living = {node.identity for node in self.nodes.values() if node.alive} - here
         left = [each for each in self.electors.get((top.generation, top.round), ()) if each in living]
         if 2 * len(left) > top.voters:
-            raise BrokenError(f"a generation begins while more than half of the voters live: {left} of {top.voters}")
+            raise BrokenError(
+                f"a generation begins while more than half of the voters live elsewhere: {left} of {top.voters}"
+            )
 
     def leave(self, node: Node) -> None:
         for each in self.coordinators:

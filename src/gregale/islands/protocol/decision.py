@@ -191,6 +191,8 @@ def _by_majority(view: View, headers: list[Header], current: list[Header], rules
         return _survivors(view, headers, current, rules)
     if best is None:
         return None
+    if not any(_has_data(header, best) for header in current) and best.ballot:
+        return _survivors(view, headers, current, rules)
     if 2 * sum(header.held == best for header in present) > voters:
         return CommitAccepted(best.key, best.digest)
     if 2 * sum(not _holds(header, best) for header in present) >= voters:
@@ -205,17 +207,20 @@ def _survivors(view: View, headers: list[Header], current: list[Header], rules: 
     held = [each.held for each in current if each.held and each.held.ballot]
     best = max(held, key=lambda held: held.stamp, default=None)
     identities, names = {header.identity for header in current}, {header.name for header in headers}
-    electors = {identity for header in current for identity in header.electors} - identities
+    voters = {identity for header in current for identity in header.electors}
+    electors = voters - identities
     dead = {identity for header in current for identity in header.dead}
     # A name belongs to one process: one that has started again is not the voter.
     here = {header.identity for header in headers}
     dead |= {each for each in electors - here if each.rpartition("/")[0] in names}
-    is_alone = electors <= dead if present else any(header.wait_expired for header in current)
+    is_alone = electors <= dead if voters else any(header.wait_expired for header in current)
     is_half = bool(present) and 2 * len(present) == current[0].voters
     others = {name for header in current for name in header.known} - names
-    holders = [each for each in current if best is None or (each.prepared and _holds(each, best))]
+    holders = [each for each in current if best is None or _has_data(each, best)]
+    if not holders:  # it is lost with the dead
+        best, holders, is_half = None, current, False
     members = [each for each in holders if each.voter] or holders
-    if not (is_alone and (is_half or len(others) < rules.minimum) and members):
+    if not (is_alone and (is_half or len(others) < rules.minimum)):
         missing = _names_of(electors - dead) or tuple(sorted(others))
         return Wait("more than half of the islands that made the last round have to be here", missing, missing=True)
     reason = "the other half of the islands is dead" if is_half else "the islands that made the last round are dead"
@@ -242,6 +247,10 @@ def _newest_held(current: list[Header]) -> AcceptedResult | None:
 
 def _holds(header: Header, best: AcceptedResult) -> bool:
     return header.held is not None and (header.held.key, header.held.digest) == (best.key, best.digest)
+
+
+def _has_data(header: Header, best: AcceptedResult) -> bool:
+    return header.prepared and _holds(header, best)
 
 
 def _verdict(current: list[Header], best: AcceptedResult | None) -> str:

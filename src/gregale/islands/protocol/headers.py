@@ -118,7 +118,7 @@ class Header:
 
 
 # The format of requests and views, in which islands and the coordinator must agree; the number counts other changes.
-FORMAT = digest_of(3, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
+FORMAT = digest_of(4, [each.name for kind in (Header, AcceptedResult) for each in fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,8 @@ class Member(MemberState):
             self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             if self.rules.majority:
                 self._electors, self._voter = decision.electors, self._me in decision.electors
+                if not self._voter and decision.headers.keys() >= set(self._electors):
+                    self._group = tuple(peer for peer in decision.sources if peer.identity in self._electors)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -238,7 +240,8 @@ class Member(MemberState):
             elif self._accepted and self._accepted[0].key == plan.key and (outer := self._accepted[1]):
                 self._renew(view, outer)
             else:
-                self._retry_at = self._now + self.timing.retry_seconds * self.rules.majority
+                if self.rules.majority:
+                    self._retry_at = self._now + self.timing.retry_seconds
                 self._seen = 0  # it lacks the committed result: the next view names the sources for healing
         elif isinstance(plan, NewGeneration):
             self._begin_generation(view, plan)
@@ -262,7 +265,7 @@ class Member(MemberState):
             self._waiting_since = self._now
             seconds = "" if self.rules.majority else f" {self.timing.turnover_seconds:g} s"
             self._do(m.LogLine(f"{plan.reason}: waiting{seconds} for them", loud=True))
-        if plan.missing and self._voter:
+        if plan.missing and (self._voter or self.rules.majority):
             missing = decision.missing(self._group)
             self._missing = frozenset(peer.identity for peer in missing)
             self._do(m.ProbePeers(missing))

@@ -65,11 +65,11 @@ class Rules:
     minimum: int = 1  # the smallest number of members in a view that make a round
     lease_policy: LeasePolicy = field(default_factory=LeasePolicy)  # the size of data leases
     start: int = 1  # the smallest number of members with which a fleet begins, anew or from checkpoints
-    majority: bool = False  # there are several coordinators: only more than half of the voters continue
     lockstep: bool = False  # a round waits until all live members have their messages
     outlier: float = 10.0  # a message with a norm above this multiple of the expected norm contributes nothing
     stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
     fragments: tuple[int, ...] = (1,)  # of each stage: a round changes one
+    majority: bool = False  # there are several coordinators: only more than half of the voters continue
 
     def fragments_at(self, round: int) -> int:
         """Return the number of fragments in the stage that the fleet is in after so many rounds."""
