@@ -20,6 +20,7 @@ from gregale.data.preparation import prepare
 from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
 from gregale.methods.island import Island
+from gregale.programs.local_fleet import end
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
@@ -179,6 +180,23 @@ def test_a_fleet_goes_on_whatever_becomes_of_its_islands(folder, stores):
         assert checkpoint_steps(fleet.islands["x"].run)
         assert not list(fleet.folder.glob("site-*"))
         assert fleet.check() > 0
+
+
+def test_rounds_go_on_without_the_first_coordinator_which_is_found_again(folder):
+    options = ["--steps", "100000", "--islands.min_members_to_start", "3", "--islands.min_members", "2"]
+    how = {"doomed": True, "pace": 0.1, "environment": QUICK_TO_COMPILE, "coordinators": 2}
+    with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
+        for name in TRIO:
+            fleet.start(name)
+        fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
+        for change in (lambda: end([fleet.lighthouse], signal.SIGKILL), fleet.start_lighthouse):
+            change()
+            address = fleet.addresses[change != fleet.start_lighthouse]
+            line, turned = f"requests go to the lighthouse at {address} now", fleet.islands.values()
+            fleet.wait(lambda line=line: all(line in each.said() for each in turned), PATIENCE_SECONDS, line)
+            fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest() + 2)
+        assert fleet.check() > 0
+        assert not any(each.healed for each in fleet.observe())
 
 
 def one_is_poisoned(fleet: Fleet, name: str) -> None:

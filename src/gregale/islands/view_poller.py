@@ -53,9 +53,10 @@ class ViewPoller:
 
     def look(self) -> None:
         """Give up the request that waits for an answer, if another coordinator is chosen now."""
-        if self._coordinator.turns():
+        if address := self._coordinator.turned_to():
             with self._lock:
                 self._newest = None
+            self._complain(f"requests go to the lighthouse at {address} now")
             self._failed("another coordinator is chosen")
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
@@ -55,7 +56,7 @@ class Node:
         self.alive, self.paused, self.paused_at = True, False, 0.0
         self.reachable_since = world.now  # when it was last paused, cut off, or started
         self.asking: m.RequestView | None = None
-        self.choice = world.choice_class(len(world.coordinators), world.timing.heartbeat_seconds)
+        self.choice = Choice(len(world.coordinators), world.timing.heartbeat_seconds)
         self._choice = 0, 0, 0  # of the newest request
         self._sends = self.beats = 0
         self.doom: str | None = None  # the kind of action at which it dies

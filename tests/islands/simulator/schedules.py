@@ -69,6 +69,35 @@ def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tup
     return world.now - last if _has_begun(world, islands) else math.inf, limit
 
 
+def fail_over(number: int, timing: Timing, with_island: bool) -> tuple[float, float]:
+    """Kill the first of two coordinators of three islands, and an island at once; start it again later.
+
+    Returns the seconds from one round to the next around its death, and those until all have found it again.
+    """
+    world = World(number, coordinators=2)
+    rng = world.rng
+    world.timing, world.rules = timing, replace(world.rules, minimum=2, start=3, stages=())
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
+    world.speeds, first = (0.3,), world.coordinators[0]
+    for index in range(3):
+        world.start(f"i{index}")
+    world.run_until(30 * timing.heartbeat_seconds + rng.uniform(0, 3))
+    before = world.committed_at
+    first.stop()
+    if with_island:
+        world.kill("i0")
+    world.run_until(world.now + 0.01)
+    died = world.now
+    while world.committed_at < died + timing.network_seconds and world.now < died + 120:  # answers may be on their way
+        world.run_until(world.now + 0.1)
+    seconds = world.committed_at - before
+    first.start()
+    began = world.now
+    while any(node.alive and node.choice.current for node in world.nodes.values()) and world.now < began + 120:
+        world.run_until(world.now + 0.1)
+    return seconds, world.now - began
+
+
 def _has_begun(world: World, islands: int) -> bool:
     return sum(state.round > NO_ROUND for state in world.states.values()) >= islands
 

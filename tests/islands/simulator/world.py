@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, OuterRecord, Peer, View, seed
 from gregale.islands.protocol.ledger import LeasePolicy
@@ -86,7 +85,6 @@ class World:
         self.now, self._count = 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
-        self.choice_class: type[Choice] = Choice
         self.member_class, self.trainer_class, self.trace = member_class, Trainer, trace
         rng = self.rng
         self.timing = TIMING if rng.random() < 0.5 else some_timing(rng)

@@ -32,6 +32,27 @@ with an id that no member has seen, so no earlier id makes a witness.
 The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more
 rounds wins, and the others heal from it. Every generation still has one state for each round; only such a wait can lose
 a round.
+
+**Several coordinators** (`Rules.majority`). All their views have one order, and the requests of each member have it too
+(`choice`). So whatever a view does, it knows all that its members have accepted before, and they accept nothing of an
+earlier view after it. No witness and no wait is used. The successor of a state is one decree; its proposals are the
+reduces and the new generations without a result, and each has the stamp of its view as its number:
+
+- The voters are listed by identity (`Header.electors`). A member that heals to a state of which it is a voter votes: it
+  cannot have accepted anything there. With half of them or fewer a view does nothing.
+- A result is committed if more than half of the voters hold it with the same stamp. So any later view with more than
+  half of them has one that holds it, or a newer acceptance of it.
+- Such a view takes the held result with the newest stamp. If half of the voters or more do not hold it, it is not
+  committed and never will be, as these accept no older view: a new reduce may begin. Otherwise all voters in the view
+  adopt it with the view's stamp (`Adopt`), with or without its data. So no other result gets a higher stamp than one
+  that may be committed. Those without data heal from those that have it.
+- A new generation of the same state, for new leases, is adopted and committed in the same way.
+
+Half of the voters or fewer begin a new generation only if the processes of all others are dead, and in one case more:
+if they are exactly half, for then nothing was committed without one of them; or if fewer islands than `minimum` are
+missing, for then no others continue. That also holds if no voter is left, as after a restart from checkpoints, or if a
+result is lost with its last holder. Only these cases, where half of the voters or more have lost their memory, can lose
+a round (`NewGeneration.waited`).
 """
 
 from collections import Counter

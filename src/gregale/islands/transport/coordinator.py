@@ -93,10 +93,10 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.start()
 
-    def turns(self) -> bool:
-        """Return whether requests go to another coordinator from now on: one that waits for an answer has failed."""
+    def turned_to(self) -> str | None:
+        """Return the address of the coordinator if requests go to another one from now on: the last one has failed."""
         with self._lock:
-            return self._choice.look(time.monotonic())
+            return self.addresses[self._choice.current] if self._choice.look(time.monotonic()) else None
 
     def ask(self, header: dict, needed: int) -> tuple[int, Columns, int]:
         """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
