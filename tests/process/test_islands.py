@@ -20,7 +20,6 @@ from gregale.data.preparation import prepare
 from gregale.data.staged import staged_examples, with_mixture
 from gregale.islands import outer_checkpoint
 from gregale.methods.island import Island
-from gregale.programs.local_fleet import end
 from gregale.programs.runtime.batches import Placement
 from gregale.programs.runtime.setup import set_up
 from gregale.runs.config import TrainConfig
@@ -189,11 +188,14 @@ def test_rounds_go_on_without_the_first_coordinator_which_is_found_again(folder)
         for name in TRIO:
             fleet.start(name)
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
-        for change in (lambda: end([fleet.lighthouse], signal.SIGKILL), fleet.start_lighthouse):
+        for change, address in (
+            (fleet.lighthouse.kill, fleet.addresses[1]),
+            (fleet.start_lighthouse, fleet.addresses[0]),
+        ):
             change()
-            address = fleet.addresses[change != fleet.start_lighthouse]
-            line, turned = f"requests go to the lighthouse at {address} now", fleet.islands.values()
-            fleet.wait(lambda line=line: all(line in each.said() for each in turned), PATIENCE_SECONDS, line)
+            line = f"requests go to the lighthouse at {address} now"
+            for island in fleet.islands.values():
+                fleet.wait(lambda island=island, line=line: line in island.said(), PATIENCE_SECONDS, line)
             fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest() + 2)
         assert fleet.check() > 0
         assert not any(each.healed for each in fleet.observe())

@@ -74,7 +74,7 @@ class IslandsConfig(Settings):
         if self.lighthouse is not None and (is_wrong or not all(map(_ADDRESS.fullmatch, addresses))):
             raise KeyedError(
                 "lighthouse",
-                f"is {shown(self.lighthouse)}",
+                f"is {shown(self.lighthouse if isinstance(self.lighthouse, str) else ', '.join(addresses))}",
                 "; it has to be HOST:PORT, for example 10.0.0.2:29510, or a list of different ones.",
             )
         is_unknown = self.bind.startswith("0.0.0.0") and self.address is None

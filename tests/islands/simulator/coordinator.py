@@ -111,6 +111,8 @@ class Coordinator:
         if formed not in self.views:
             view = self.views[formed] = View(formed.id, tuple(ask.header for ask in formed.asks), formed.stamp)
             world.log(f"view {view.id} of {self.name}: {', '.join(header.identity for header in view.headers)}")
+            if world.rules.majority:
+                world.invariants.form(view.stamp, {header.identity: header.asked for header in view.headers})
             if isinstance(decide(view, world.rules).plan, StartFleet) and (heard := self._heard()):
                 raise BrokenError(f"a fleet begins beside {heard}, which the coordinator hears")
         return self.views[formed]

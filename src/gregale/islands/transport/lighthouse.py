@@ -90,17 +90,18 @@ class Lighthouse:
         round, stalled, now = message.get("round"), text_of(message, "stalled", LONGEST_REASON), self._time()
         if type(round) is not int:
             raise RequestRejected("a heartbeat has a round")
-        seconds, choice = seconds_of(message, "heartbeat_seconds"), (message.get("here"), message.get("met"))
-        if not all(isinstance(each, bool) for each in choice):
+        seconds, here, met = seconds_of(message, "heartbeat_seconds"), message.get("here"), message.get("met")
+        if not (isinstance(here, bool) and isinstance(met, bool)):
             raise RequestRejected("a heartbeat says whether this coordinator is chosen, and heard")
-        self._membership.beat(name, session, seconds, round > NO_ROUND, now, *choice)
+        self._membership.beat(name, session, seconds, round > NO_ROUND, now, here, met)
         if self._membership.healthy.get(name) == session:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         term = message.get("term")
-        if not (all(isinstance(each, int) for each in (number, needed, term)) and isinstance(header, dict)):
+        is_counted = isinstance(number, int) and isinstance(needed, int) and isinstance(term, int)
+        if not (is_counted and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members, a term and a header")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
