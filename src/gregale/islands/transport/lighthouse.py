@@ -100,16 +100,15 @@ class Lighthouse:
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
         term = message.get("term")
-        is_counted = isinstance(number, int) and isinstance(needed, int) and isinstance(term, int)
-        if not (is_counted and isinstance(header, dict)):
-            raise RequestRejected("a view request has a number, the needed members, a term and a header")
+        if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
+            raise RequestRejected("a view request has a number, the needed members and a header")
+        if not isinstance(term, int):
+            raise RequestRejected("a view request has a term")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
-        ask, answer = (
-            Ask(name, session, number, header | to_texts({"name": name}), needed, gather, heartbeat, term),
-            Future(),
-        )
+        header |= to_texts({"name": name})
+        ask, answer = Ask(name, session, number, header, needed, gather, heartbeat, term), Future()
         with self._lock:
             self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
