@@ -40,6 +40,9 @@ def run(
     names = [f"i{index}" for index in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
     for name in names:
         world.later(rng.choice((0.0, rng.random() * 5)), lambda name=name: world.start(name))
+    if coordinators > 1 and number % 2:
+        most = len(names) // 2 + 1
+        world.rules = replace(world.rules, minimum=most, start=most)
     for _ in range(rng.choice((0, 1, 2, 3, 5, 8))):
         world.later(rng.uniform(0.5, FAULT_SECONDS), lambda: _fault(world, rng, names))
     world.run_until(FAULT_SECONDS)
