@@ -66,8 +66,8 @@ class Fleet:
         self.member_seconds = 0.0
 
     def _member(self, name: str, agreement: str) -> Member:
-        session = os.urandom(8).hex()
-        identity = Identity(name, session, agreement, "1.0", (f"10.8.0.{name[-3:]}:29511/{os.urandom(8).hex()}",))
+        session, address = os.urandom(8).hex(), f"10.8.0.{name[-3:]}:29511/{name}:{os.urandom(8).hex()}"
+        identity = Identity(name, session, agreement, "1.0", (address,))
         return Member(identity, seed("digest of the seed"), TIMING, self._rules)
 
     def _poller(self, number: int, coordinator: CoordinatorClient) -> ViewPoller:

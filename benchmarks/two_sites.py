@@ -52,7 +52,7 @@ class Sites(Fleet):
     def start_lighthouse(self) -> subprocess.Popen:
         assert self.network
         site = self.network.sites[0]
-        self.address = f"{site.address}:{LIGHTHOUSE_PORT}"
+        self.addresses = [f"{site.address}:{LIGHTHOUSE_PORT}"]
         command = [*site.command, *GREGALE, "lighthouse", "--bind", f"0.0.0.0:{LIGHTHOUSE_PORT}"]
         command += ["--token_file", str(self.token)]
         self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})

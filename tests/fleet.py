@@ -112,6 +112,7 @@ class Fleet:
     - `options`: of all islands
     - `doomed`: islands can be told when to die (`Island.doom`) and how long a step takes
     - `network`: islands are put into its sites, in the order of their first start; None: all share the loopback
+    - `coordinators`: how many there are
     - `stores`: by the names of islands, the URLs below which they have their runs; others: `runs` in the folder
     """
 
@@ -126,6 +127,7 @@ class Fleet:
         pace: float = 0.0,
         environment: Mapping[str, str] | None = None,
         stores: Mapping[str, str] | None = None,
+        coordinators: int = 1,
     ):
         self.folder, self.seconds = folder, seconds
         self.islands: dict[str, Island] = {}
@@ -137,14 +139,18 @@ class Fleet:
         self.sites: dict[str, Site] = {}
         self._stores, self._read = dict(stores or {}), defaultdict[str, float](float)
         bind = network.coordinator if network else "127.0.0.1"
-        self.address = f"{bind}:{free_port(bind)}"
+        self.addresses = [f"{bind}:{free_port(bind)}" for _ in range(coordinators)]
+        self._others = [self._coordinator(address) for address in self.addresses[1:]]
         self.lighthouse = self.start_lighthouse()
 
     def start_lighthouse(self) -> subprocess.Popen:
-        """Starts the coordinator, at the address that it had."""
-        command = [*GREGALE, "lighthouse", "--bind", self.address, "--token_file", str(self.token)]
-        self.lighthouse = self._process(command, self.folder / "lighthouse.log", {})
+        """Starts the first coordinator, at the address that it had."""
+        self.lighthouse = self._coordinator(self.addresses[0])
         return self.lighthouse
+
+    def _coordinator(self, address: str) -> subprocess.Popen:
+        command = [*GREGALE, "lighthouse", "--bind", address, "--token_file", str(self.token)]
+        return self._process(command, self.folder / "lighthouse.log", {})
 
     def start(self, name: str, *options: str, pace: float | None = None, log: str = "") -> Island:
         """Starts an island, or one that has ended again; `pace`: see `doomed.py`; `log`: of one of its processes."""
@@ -154,7 +160,7 @@ class Fleet:
         command = [*site.command, *(DOOMED if self._doomed else GREGALE), "island", self._config, "--name", name]
         given = {
             "name": name,
-            "lighthouse": self.address,
+            "lighthouse": ",".join(self.addresses),
             "token_file": str(self.token),
             "bind": site.address,
             "heartbeat_seconds": str(self.seconds.heartbeat),
@@ -251,7 +257,8 @@ class Fleet:
         for island in self.islands.values():
             if island.lives:
                 island.signal(signal.SIGCONT)
-        end([*(island.process for island in self.islands.values()), self.lighthouse], signal.SIGKILL)
+        coordinators = [self.lighthouse, *self._others]
+        end([*(island.process for island in self.islands.values()), *coordinators], signal.SIGKILL)
 
     def __enter__(self) -> Fleet:
         return self

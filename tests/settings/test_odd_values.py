@@ -122,6 +122,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path):
         ("optimizer.epsilon", "1e22", r"optimizer.epsilon is 1e\+22.*; it has to be above 0 and at most 1"),
         ("distributed.coordinator", "a:\u0663", "distributed.coordinator is .* it has to be HOST:PORT"),
         ("islands.lighthouse", "'3'", "islands.lighthouse is .* it has to be HOST:PORT"),
+        ("islands.lighthouse", "[a:1, a:1]", "islands.lighthouse is .* a list of different ones"),
         ("data.sources.x", "{type: csv, header: false, column: '\u0663'}", "give its number, from 1"),
     ],
 )

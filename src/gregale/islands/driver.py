@@ -351,6 +351,7 @@ class Driver:
 
     def _tick(self) -> None:
         while not self._closed:
+            self._asking.look()
             with self._lock:
                 before, self._heartbeat = self._heartbeat, self.coordinator.last_heartbeat
                 self.post(protocol.Tick(self._time()) if before is self._heartbeat else self._heartbeat)

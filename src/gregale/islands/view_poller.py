@@ -39,7 +39,8 @@ class ViewPoller:
         self._coordinator = coordinator
         self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
         self._complaints: set[str] = set()  # of the last answer
-        self._threads: list[Thread] = []  # the newest is the last
+        self._threads: list[Thread] = []
+        self._newest: Thread | None = None  # None: its answer does not count any more
         self._lock, self._closed = Lock(), False
 
     def ask(self, header: Header, needed: int) -> None:
@@ -48,7 +49,16 @@ class ViewPoller:
                 return
             thread = Thread(target=self._request, args=(header, needed), daemon=True, name="asking")
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            self._newest = thread
             thread.start()
+
+    def look(self) -> None:
+        """Give up the request that waits for an answer, if another coordinator is chosen now."""
+        if address := self._coordinator.turned_to():
+            with self._lock:
+                self._newest = None
+            self._complain(f"requests go to the lighthouse at {address} now")
+            self._failed("another coordinator is chosen")
 
     def close(self) -> None:
         """Stop requesting; the coordinator notices the silence. Wait briefly for requests in progress."""
@@ -62,7 +72,7 @@ class ViewPoller:
 
     def _request(self, header: Header, needed: int) -> None:
         try:
-            number, columns = self._coordinator.ask(asdict(header), needed)
+            reply = self._coordinator.ask(asdict(header), needed)
         except NotAdmitted as error:
             self._refused(error)
         except (CoordinatorUnreachable, RequestDropped) as error:
@@ -71,18 +81,18 @@ class ViewPoller:
                 self._failed(str(error))
         else:
             if self._is_newest():
-                self._answered(number, columns)
+                self._answered(*reply)
 
     def _is_newest(self) -> bool:
         """Return whether the current thread has sent the newest request."""
         with self._lock:
-            return not self._closed and self._threads[-1] is current_thread()
+            return not self._closed and self._newest is current_thread()
 
-    def _answered(self, number: int, columns: Columns) -> None:
+    def _answered(self, number: int, columns: Columns, stamp: int) -> None:
         found = [with_own_addresses(each) for each in decode_all(Header, columns, "header")]
         named = zip(unpack(columns, "name"), found, strict=True)
         self._tell({name: f"{name}: {error}" for name, error in named if isinstance(error, GarbageError)})
-        self._seen(View(number, tuple(each for each in found if isinstance(each, Header))))
+        self._seen(View(number, tuple(each for each in found if isinstance(each, Header)), stamp))
 
     def _tell(self, complaints: dict[str, str]) -> None:
         for kind, complaint in complaints.items():

@@ -11,6 +11,7 @@ NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
 MAX_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_ADDRESS = re.compile(".+:[0-9]+")
 _BIND = re.compile(r"[^\s:/]+(?::([0-9]{1,5}))?")
 
 
@@ -19,8 +20,8 @@ class IslandsConfig(Settings):
     """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
 
     name: str | None = setting(None, "this island's unique name; null: the name of its host")
-    lighthouse: str | None = setting(
-        None, "HOST:PORT of the coordinator (`gregale lighthouse`)", aliases=("coordinator",)
+    lighthouse: str | list[str] | None = setting(
+        None, "HOST:PORT of the coordinator (`gregale lighthouse`), or a list of several", aliases=("coordinator",)
     )
     token_file: str | None = setting(
         None, "file with the fleet's token, or with the key of this island's name; readable only by you"
@@ -70,9 +71,13 @@ class IslandsConfig(Settings):
                 f"is {shown(self.name)}",
                 f"; it has at most {MAX_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
-        if self.lighthouse is not None and not re.fullmatch(".+:[0-9]+", self.lighthouse):
+        addresses = self.coordinators
+        is_wrong = not addresses or len(set(addresses)) < len(addresses)
+        if self.lighthouse is not None and (is_wrong or not all(map(_ADDRESS.fullmatch, addresses))):
             raise KeyedError(
-                "lighthouse", f"is {shown(self.lighthouse)}", "; it has to be HOST:PORT, for example 10.0.0.2:29510."
+                "lighthouse",
+                f"is {shown(self.lighthouse if isinstance(self.lighthouse, str) else ', '.join(addresses))}",
+                "; it has to be HOST:PORT, for example 10.0.0.2:29510, or a list of different ones.",
             )
         is_unknown = self.bind.startswith("0.0.0.0") and self.address is None
         if not (bind := _BIND.fullmatch(self.bind)) or int(bind[1] or 0) >= 2**16 or is_unknown:
@@ -90,6 +95,13 @@ class IslandsConfig(Settings):
             )
         if self.token_file is not None:
             check_path("token_file", self.token_file)
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """The addresses in `lighthouse`; on the command line a text with commas."""
+        given = self.lighthouse or []
+        addresses = given.strip("[]").split(",") if isinstance(given, str) else given
+        return tuple(each.strip() for each in addresses)
 
     @property
     def own_name(self) -> str:

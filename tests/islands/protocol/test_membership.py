@@ -1,6 +1,6 @@
 """The coordinator's rules: the table of `membership`, event by event, in a time of our own."""
 
-from gregale.islands.protocol.membership import Answer, Ask, Membership
+from gregale.islands.protocol.membership import NEVER, Answer, Ask, Membership
 
 GATHER_SECONDS, HEARTBEAT_SECONDS = 1.0, 5.0
 EARLY_SECONDS = 2.0  # after the start, two heartbeats long, no fleet begins
@@ -256,3 +256,33 @@ def test_a_process_that_dies_while_it_claims_its_name_does_not_get_it():
     fleet.ask("b", 2)
     assert seen(fleet.at(8.0)) == ["b2s"]
     assert fleet.membership.healthy == {"b": "s"}
+
+
+def test_a_request_of_a_higher_term_begins_a_term_above_it_and_ends_the_requests_that_are_held():
+    """Otherwise a member could be in a later view with a request that is older than one at another coordinator."""
+    fleet = Fleet("a", "b", first_id=7)
+    for name, term in (("a", 7), ("b", 3)):
+        fleet.membership.ask(Ask(name, "s", 1, name, 2, GATHER_SECONDS, HEARTBEAT_SECONDS, term), fleet.now)
+    assert [answer.ask.name for answer in fleet.at(0.1)] == ["b"], "its term is too low"
+    other = 5 * 2**48 + 9
+    fleet.membership.ask(Ask("b", "s", 2, "b", 2, GATHER_SECONDS, HEARTBEAT_SECONDS, other), fleet.now)
+    assert fleet.membership.term == 6 * 2**48 + 7
+    assert {answer.ask.name for answer in fleet.at(0.2) if not answer.view} == {"a", "b"}
+    for name in "ab":
+        fleet.membership.ask(Ask(name, "s", 3, name, 2, GATHER_SECONDS, HEARTBEAT_SECONDS, 6 * 2**48 + 7), fleet.now)
+    [view] = {answer.view for answer in fleet.at(0.3)}
+    assert view
+    assert view.stamp > (other + 1) * 2**32
+
+
+def test_a_member_that_asks_elsewhere_is_not_waited_for_and_may_begin_no_fleet():
+    fleet = Fleet("a", "b")
+    fleet.ask("b")
+    for here in (True, False):
+        fleet.membership.beat("b", "s", HEARTBEAT_SECONDS, False, fleet.now, here)
+    fleet.beating.pop("b")
+    assert seen(fleet.ask("a")) == ["a1s"]
+    assert (
+        "a fleet begins at the first coordinator only"
+        in (fleet.ask("a", 2, needed=NEVER), fleet.membership.held("a"))[1]
+    )

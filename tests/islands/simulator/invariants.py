@@ -19,6 +19,9 @@ class Invariants:
     lines: dict[Generation, tuple[Generation | None, bool]] = field(default_factory=dict)  # parent; may others live on
     consumed: dict[int, str] = field(default_factory=dict)
     taken: dict[str, list[int]] = field(default_factory=dict)  # examples by the name of the island, in order
+    is_strict: bool = False  # with several coordinators each state has one successor
+    successors: dict[tuple[Generation, int], tuple[int, str]] = field(default_factory=dict)
+    views: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # stamp and number of requests, by identity
     forked: bool = False  # a generation began whose members could not know of all others
     rounds: int = 0
 
@@ -48,6 +51,23 @@ class Invariants:
         """A generation begins; `unsure`: members of the old one may live on elsewhere."""
         self.lines[new] = (old, unsure)
         self.forked |= unsure
+
+    def form(self, stamp: int, requests: dict[str, int]) -> None:
+        """A coordinator forms a view of these requests: views have the order that the requests of each member have."""
+        for identity, number in requests.items():
+            others = self.views.setdefault(identity, [])
+            if any((stamp > other) != (number > before) for other, before in others):
+                raise BrokenError(f"views have no order: request {number} of {identity} is in {stamp}, others {others}")
+            others.append((stamp, number))
+
+    def follow(self, old: OuterRecord, new: OuterRecord) -> None:
+        """A member makes the state `new` from `old`: nobody makes another one."""
+        begun, before = (new.round, new.fingerprint()), (old.generation, old.round)
+        parent, unsure = self.lines.get(new.generation, (None, False))
+        if not self.is_strict or unsure or old.round < 0 or old.generation not in (new.generation, parent):
+            return
+        if self.successors.setdefault(before, begun) != begun:
+            raise BrokenError(f"two histories: {self.successors[before]} and {begun} follow from {before}")
 
     def install(self, old: OuterRecord, new: OuterRecord) -> None:
         """A member gives up its state `old` for `new`: the new one's history has the old one in it."""

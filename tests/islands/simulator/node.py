@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import OuterRecord, seed
+from gregale.islands.protocol.choice import Choice
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
@@ -55,6 +56,8 @@ class Node:
         self.alive, self.paused, self.paused_at = True, False, 0.0
         self.reachable_since = world.now  # when it was last paused, cut off, or started
         self.asking: m.RequestView | None = None
+        self.choice = Choice(len(world.coordinators), world.timing.heartbeat_seconds)
+        self._choice = 0, 0, 0  # of the newest request
         self._sends = self.beats = 0
         self.doom: str | None = None  # the kind of action at which it dies
         self.kept: list[Callable[[], None]] = []  # what happened while it was paused
@@ -118,21 +121,25 @@ class Node:
 
     def _do_request_view(self, action: m.RequestView) -> None:
         self.promised = action.header.weight, self.trainer.message
+        self._choice = self.choice.request(action.needed, action.header.round == NO_ROUND)
         self._send(action)
 
     def _send(self, request: m.RequestView) -> None:
         self.asking = request
         self._sends += 1
         sends = self._sends
-        self.world.ask(self, request)
+        index, term, needed = self._choice
+        self.world.coordinators[index].ask(self, request, term, needed)
         self.world.later(self.member.timing.ask_seconds, lambda: self._give_up(request, sends))
 
     def _give_up(self, request: m.RequestView, sends: int) -> None:
         if self.asking is request and self._sends == sends and self.alive:
             self.answer(request.header.asked, m.ViewFailed("no answer"))
 
-    def answer(self, number: int, event: m.ViewReceived | m.ViewFailed) -> None:
+    def answer(self, number: int, event: m.ViewReceived | m.ViewFailed, index: int = 0, term: int = 0) -> None:
         """The answer to a request arrives, or the process gives it up; one that is paused hears it later."""
+        if term:
+            self.choice.told(index, term)
         if self.paused:
             self.kept.append(lambda: self.answer(number, event))
         elif self.asking and self.asking.header.asked == number:
@@ -152,7 +159,11 @@ class Node:
         if not self.paused:
             self.beats += 1
             beats = self.beats
-            self.world.beat(self, self.in_fleet_since <= self.world.now)
+            for each in self.world.coordinators:
+                is_met = self.choice.is_heard(each.index, self.clock)
+                each.beat(self, self.in_fleet_since <= self.world.now, each.index == self.choice.current, is_met)
+            if self.choice.look(self.clock) and self.asking:
+                self.answer(self.asking.header.asked, m.ViewFailed("another coordinator is chosen"))
             if beats % BEATS_PER_TIMEOUT == 0:
                 self.world.later(self.member.timing.network_seconds, lambda: self._missed(beats))
         self.world.later(self.member.timing.heartbeat_seconds / BEATS_PER_TIMEOUT, self._beat)
@@ -161,8 +172,13 @@ class Node:
         if self._answered < beats:
             self.heartbeat(self._answered, m.Heartbeat("no answer"))
 
-    def heartbeat(self, beats: int, event: m.Heartbeat) -> None:
-        """The result of a heartbeat; only a new one matters."""
+    def heartbeat(self, beats: int, event: m.Heartbeat, index: int = 0, hears: int = 0, term: int = 0) -> None:
+        """The result of a heartbeat; only a new one of the chosen coordinator matters."""
+        if not event.error:
+            self.choice.answered(index, hears, self.clock)
+            self.choice.told(index, term)
+            if index != self.choice.current:
+                return
         self._answered = max(self._answered, beats)
         if event != self._heartbeat:
             self._heartbeat = event

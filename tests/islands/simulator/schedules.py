@@ -10,9 +10,10 @@ from gregale.islands.protocol.decision import SPLIT_AFTER
 from gregale.islands.protocol.headers import NO_ROUND
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Timing
+from tests.islands.simulator.coordinator import POLL_SECONDS, Coordinator
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
-from tests.islands.simulator.world import COORDINATOR, POLL_SECONDS, Weather, World, some_timing
+from tests.islands.simulator.world import Weather, World, some_timing
 
 FAULT_SECONDS = 10.0
 CALM = 4.0  # limits of a wait after the last fault: some more rounds by then, and all that live have the same state
@@ -26,17 +27,22 @@ class Outcome:
     longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`
 
 
-def run(number: int, member_class: type[Member] = Member, trace: list[str] | None = None) -> Outcome:
+def run(
+    number: int, member_class: type[Member] = Member, trace: list[str] | None = None, coordinators: int = 1
+) -> Outcome:
     """Runs schedule `number`.
 
     Raises:
         BrokenError: an invariant does not hold; `trace`, a list, has what happened.
     """
-    world = World(number, member_class, trace)
+    world = World(number, member_class, trace, coordinators)
     rng = world.rng
     names = [f"i{index}" for index in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
     for name in names:
         world.later(rng.choice((0.0, rng.random() * 5)), lambda name=name: world.start(name))
+    if coordinators > 1 and number % 2:
+        most = len(names) // 2 + 1
+        world.rules = replace(world.rules, minimum=most, start=most)
     for _ in range(rng.choice((0, 1, 2, 3, 5, 8))):
         world.later(rng.uniform(0.5, FAULT_SECONDS), lambda: _fault(world, rng, names))
     world.run_until(FAULT_SECONDS)
@@ -57,13 +63,42 @@ def begin(number: int, islands: int, timing: Timing | None, delay: float) -> tup
     last = rng.uniform(0.0, 30.0)
     for name in range(islands):
         world.later(last if name == 0 else rng.uniform(0.0, last), lambda name=name: world.start(f"i{name}"))
-    heartbeat_seconds = timing.heartbeat_seconds
+    heartbeat_seconds, first = timing.heartbeat_seconds, world.coordinators[0]
     dead = [(f"dead{name}", "s", heartbeat_seconds, False) for name in range(2 * islands)]
-    world.later(last, lambda: [world.coordinator.beat(*each, world.clock) for each in dead])
+    world.later(last, lambda: [first.membership.beat(*each, first.clock) for each in dead])
     limit = heartbeat_seconds + timing.gather_seconds + 4 * delay + POLL_SECONDS
     while world.now < last + limit and not _has_begun(world, islands):
         world.run_until(world.now + 0.01)
     return world.now - last if _has_begun(world, islands) else math.inf, limit
+
+
+def fail_over(number: int, timing: Timing, with_island: bool) -> tuple[float, float]:
+    """Kill the first of two coordinators of three islands, and an island at once; start it again later.
+
+    Returns the seconds from one round to the next around its death, and those until all have found it again.
+    """
+    world = World(number, coordinators=2)
+    rng = world.rng
+    world.timing, world.rules = timing, replace(world.rules, minimum=2, start=3, stages=())
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
+    world.speeds, first = (0.3,), world.coordinators[0]
+    for index in range(3):
+        world.start(f"i{index}")
+    world.run_until(30 * timing.heartbeat_seconds + rng.uniform(0, 3))
+    before = world.committed_at
+    first.stop()
+    if with_island:
+        world.kill("i0")
+    world.run_until(world.now + 0.01)
+    died = world.now
+    while world.committed_at < died + timing.network_seconds and world.now < died + 120:  # answers may be on their way
+        world.run_until(world.now + 0.1)
+    seconds = world.committed_at - before
+    first.start()
+    began = world.now
+    while any(node.alive and node.choice.current for node in world.nodes.values()) and world.now < began + 120:
+        world.run_until(world.now + 0.1)
+    return seconds, world.now - began
 
 
 def _has_begun(world: World, islands: int) -> bool:
@@ -72,7 +107,7 @@ def _has_begun(world: World, islands: int) -> bool:
 
 def _fault(world: World, rng: random.Random, names: list[str]) -> None:
     living = [name for name, node in world.nodes.items() if node.alive and not node.paused]
-    kind = rng.choice(FAULTS)
+    kind = rng.choice(FAULTS + SPLITS * (len(world.coordinators) > 1))
     if living or kind in (_coordinator, _freeze, _jump, _restart_all):
         kind(world, rng, rng.choice(living) if living else "", names)
 
@@ -107,29 +142,56 @@ def _jump(world: World, rng: random.Random, name: str, names: list[str]) -> None
     if name and rng.random() < 0.7:
         world.nodes[name].behind -= seconds
     else:
-        world.behind -= seconds
+        _some_coordinator(world).behind -= seconds
         for node in world.nodes.values():
             node.reachable_since = world.now  # the coordinator takes all for silent
 
 
 def _freeze(world: World, rng: random.Random, name: str, names: list[str]) -> None:
-    world.freeze_coordinator()
-    world.later(rng.uniform(0.1, 10), world.thaw_coordinator)
+    coordinator = _some_coordinator(world)
+    coordinator.freeze()
+    world.later(rng.uniform(0.1, 10), coordinator.thaw)
 
 
 def _coordinator(world: World, rng: random.Random, name: str, names: list[str]) -> None:
-    world.stop_coordinator()
-    world.later(rng.uniform(0.01, 4), world.start_coordinator)
+    coordinator = _some_coordinator(world)
+    coordinator.stop()
+    world.later(rng.uniform(0.01, 4), coordinator.start)
+
+
+def _some_coordinator(world: World) -> Coordinator:
+    return world.rng.choice(world.coordinators) if len(world.coordinators) > 1 else world.coordinators[0]
+
+
+def _machine(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """An island and a coordinator die at once; perhaps for a long time."""
+    coordinator = _some_coordinator(world)
+    world.kill(name)
+    coordinator.stop()
+    world.later(rng.choice((1, 10)) * rng.uniform(0.1, 4), coordinator.start)
+    world.later(rng.choice((1, 10)) * rng.uniform(0.1, 4), lambda: _restart(world, name))
+
+
+def _split(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """Two sides with coordinators do not reach one another, or only in one direction; some are at both sides."""
+    places = [*names, *(each.name for each in world.coordinators)]
+    sides = {place: rng.choice(("a", "b", "ab" if rng.random() < 0.3 else "a")) for place in places}
+    apart = [(one, other) for one in places for other in places if not set(sides[one]) & set(sides[other])]
+    _cut_ways(world, rng, {way for way in apart if rng.random() < rng.choice((0.8, 1.0))})
+
+
+def _cut_ways(world: World, rng: random.Random, cuts: set[tuple[str, str]]) -> None:
+    world.log(f"links cut: {sorted(cuts)}")
+    world.cuts |= cuts
+    world.later(rng.choice((1.0, 3.0)) * rng.uniform(0.1, 6), lambda: _mend(world, cuts))
 
 
 def _cut(world: World, rng: random.Random, name: str, names: list[str]) -> None:
     """Links of an island are cut, some of them in one direction."""
-    others = [COORDINATOR, *(other for other in names if other != name)]
+    others = [*(each.name for each in world.coordinators), *(other for other in names if other != name)]
     cut = [other for other in others if rng.random() < rng.choice((0.3, 1.0))]
     cuts = {way for other in cut for way in rng.choice((((name, other),), ((other, name),), *4 * [both(name, other)]))}
-    world.log(f"links cut: {sorted(cuts)}")
-    world.cuts |= cuts
-    world.later(rng.choice((1.0, 3.0)) * rng.uniform(0.1, 6), lambda: _mend(world, cuts))
+    _cut_ways(world, rng, cuts)
 
 
 def both(one: str, other: str) -> tuple[tuple[str, str], ...]:
@@ -140,7 +202,7 @@ def _mend(world: World, cuts: set[tuple[str, str]]) -> None:
     world.log(f"links mended: {sorted(cuts)}")
     world.cuts -= cuts
     for node in world.nodes.values():
-        if (node.name, COORDINATOR) in cuts:
+        if any((node.name, each.name) in cuts for each in world.coordinators):
             node.reachable_since = world.now
 
 
@@ -182,19 +244,27 @@ FAULTS: list[Callable[[World, random.Random, str, list[str]], None]] = [
     _kill, _kill, _doom, _doom, _pause, _pause, _coordinator, _cut, _cut, _lose_data_path, _diverge, _join, _leave,
     _restart_all, _jump, _freeze,
 ]  # fmt: skip
+SPLITS = [_split, _split, _split, _machine, _machine, _coordinator]
 
 
 def _calm(world: World, names: list[str]) -> None:
     """All faults end; there are at least two islands."""
     world.log("all faults end")
     world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
-    world.start_coordinator()
-    world.thaw_coordinator()
+    for each in world.coordinators:
+        each.start()
+        each.thaw()
     _mend(world, set(world.cuts))
     for name in list(world.nodes):
         world.resume(name)
     for node in world.nodes.values():
         node.doom, node.reachable_since = None, world.now
+    if world.rules.majority:  # a fleet that has lost too many of its members waits for them
+        world.bad.clear()
+        for name, node in list(world.nodes.items()):
+            if not node.alive or node.member.leaving:
+                node.alive = False
+                world.start(name)
     # Who made the last round has to be asked: nobody may go on without one of them while they are there.
     voters = [node.name for node in staying(world) if node.member.header.voter]
     if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:

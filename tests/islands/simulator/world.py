@@ -1,7 +1,5 @@
 """The simulated world: a clock, a network that loses, delays and repeats, and nodes that come and go.
 
-The coordinator is the real one (`protocol.membership`), without the sockets around it.
-
 `schedules.run` makes a random schedule of faults in it. Nothing depends on anything but the seed; `trace` gets a line
 for everything that happens.
 """
@@ -14,15 +12,15 @@ from dataclasses import dataclass, replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View, seed
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, OuterRecord, Peer, View, seed
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.membership import Ask, Formed, Membership
-from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
+from gregale.islands.protocol.plans import Adopt, FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import REDUCES
 from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
+from tests.islands.simulator.coordinator import Coordinator
 from tests.islands.simulator.invariants import BrokenError, Invariants
 from tests.islands.simulator.node import SEED, Checkpoint, Node, hashed
 from tests.islands.simulator.trainer import Trainer
@@ -38,10 +36,7 @@ TIMING = Timing(
     hold_seconds=0.5,
     network_seconds=1.0,
 )
-COORDINATOR = "coordinator"
-IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
 UNEQUAL = (0.1, 0.3, 2.0, 5.0)  # seconds of a step in some schedules
-POLL_SECONDS = 0.15  # between two ticks of the coordinator
 SAVES = 0.1  # share of steps after which an island saves
 
 
@@ -84,7 +79,9 @@ class World:
     - `is_silent`: nobody can tell which island it is that does not answer in a reduce
     """
 
-    def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
+    def __init__(
+        self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None, coordinators: int = 1
+    ):
         self.number, self.now, self._count = number, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
@@ -104,15 +101,12 @@ class World:
             delay=rng.choice((0.01, 0.1)),
         )
         self.pace = self._some_pace()
-        self.rules = replace(self.rules, fragments=(self.pace.schedule.fragments,))
+        self.rules = replace(self.rules, fragments=(self.pace.schedule.fragments,), majority=coordinators > 1)
         self.bad: set[str] = set()
         self.is_silent = rng.random() < 0.2
         self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
-        self.invariants = Invariants()
-        self.up, self.polling = True, False
-        self.frozen_at: float | None = None  # when the coordinator was stopped, if it is
-        self.behind = 0.0  # seconds for which it was stopped
-        self.kept: list[Callable[[], None]] = []  # what it receives meanwhile
+        self.invariants = Invariants(is_strict=coordinators > 1)
+        self.electors: dict[tuple[Generation, int], tuple[str, ...]] = {}
         self.nodes: dict[str, Node] = {}
         self.step_seconds: dict[str, float] = {}  # by name; otherwise drawn from `speeds`
         self.speeds = UNEQUAL if number % 5 == 4 else (0.1, 0.3, 0.8)
@@ -120,12 +114,11 @@ class World:
         self.disks: dict[str, tuple[Checkpoint, int]] = {}  # with the number of examples that the island has used
         self.cuts: set[tuple[str, str]] = set()  # one-way
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
-        self.restarts = self.starts = 0
-        self.coordinator = Membership(1)
+        self.starts = 0
+        self.coordinators = [Coordinator(self, index) for index in range(coordinators)]
         self.committed_at = 0.0
         self.final: set[str] = set()  # digests of the states with which islands have completed the run
-        self.views: dict[Formed, View] = {}
-        self.seen_views: set[int] = set()  # by `id` of those in `views`
+        self.seen_views: set[int] = set()  # by `id` of those of the coordinators
 
     def _some_pace(self) -> RoundPacing:
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
@@ -223,115 +216,6 @@ class World:
                 late = rng.random() < weather.late
                 self.later(rng.random() * (most if late else weather.delay), what)
 
-    # The coordinator.
-
-    @property
-    def clock(self) -> float:
-        """The coordinator's clock, which stands still while it is stopped."""
-        return self.now - self.behind
-
-    def ask(self, node: Node, request: m.RequestView) -> None:
-        self._to_coordinator(node.name, lambda: self._asked(request))
-
-    def _to_coordinator(self, name: str, what: Callable[[], None]) -> None:
-        """A message that the coordinator takes, if it is up; if it is stopped, later."""
-
-        def arrive() -> None:
-            if self.up and self.frozen_at is not None:
-                self.kept.append(arrive)
-            elif self.up:
-                what()
-                self._answer_asks()
-
-        self.send(name, COORDINATOR, arrive, min(2.0, self.timing.heartbeat_seconds / 2))
-
-    def _asked(self, request: m.RequestView) -> None:
-        header, timing = request.header, self.timing
-        numbers = request.needed, timing.gather_seconds, timing.heartbeat_seconds
-        ask = Ask(header.name, header.session, header.asked, header, *numbers)
-        self.coordinator.ask(ask, self.clock)
-        self.later(timing.hold_seconds, lambda: self._confirm(ask))
-
-    def _confirm(self, ask: Ask) -> None:
-        """The coordinator holds a request; its process repeats it."""
-        node = self.nodes[ask.name]
-        is_held = self.coordinator.pending.get(ask.name) is ask and node.identity == ask.header.identity
-        if self.up and self.frozen_at is None and is_held:
-            self.send(COORDINATOR, ask.name, lambda: node.repeat(ask.number))
-
-    def beat(self, node: Node, runs: bool) -> None:
-        seconds, beats = self.timing.heartbeat_seconds, node.beats
-
-        def arrive() -> None:
-            self.coordinator.beat(node.name, node.member.identity.session, seconds, runs, self.clock)
-            event = m.Heartbeat(held=self.coordinator.held(node.name))
-            self.send(COORDINATOR, node.name, lambda: node.heartbeat(beats, event))
-
-        self._to_coordinator(node.name, arrive)
-
-    def leave(self, node: Node) -> None:
-        self._to_coordinator(node.name, lambda: self.coordinator.leave(node.name, node.member.identity.session))
-
-    def _answer_asks(self) -> None:
-        answers = self.coordinator.tick(self.clock, self.behind)
-        for answer in answers:
-            view = self._view(answer.view) if answer.view else None
-            node = self.nodes[answer.ask.name]
-            if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
-                raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
-            if view or self.coordinator.healthy.get(answer.ask.name) != answer.ask.session:  # else it was repeated
-                self._answer(answer.ask.header, view)
-        if self.coordinator.pending and not self.polling:
-            self.polling = True
-            self.later(POLL_SECONDS, self._poll)
-
-    def _view(self, formed: Formed) -> View:
-        """The members' form of a coordinator's view, which it may give again."""
-        if formed not in self.views:
-            view = self.views[formed] = View(formed.id, tuple(ask.header for ask in formed.asks))
-            self.log(f"view {view.id}: {', '.join(header.identity for header in view.headers)}")
-            if isinstance(decide(view, self.rules).plan, StartFleet) and (heard := self._heard()):
-                raise BrokenError(f"a fleet begins beside {heard}, which the coordinator hears")
-        return self.views[formed]
-
-    def _poll(self) -> None:
-        self.polling = False
-        if self.up and self.frozen_at is None:
-            self._answer_asks()
-
-    def _answer(self, header: Header, view: View | None) -> None:
-        node = self.nodes.get(header.name)
-        if node is not None and node.identity == header.identity:
-            event = m.ViewReceived(view) if view else m.ViewFailed("the request was dropped")
-            self.send(COORDINATOR, header.name, lambda: node.answer(header.asked, event))
-
-    def stop_coordinator(self) -> None:
-        self.log("the coordinator dies")
-        self.up, self.frozen_at, self.kept = False, None, []
-        self.restarts += 1
-
-    def start_coordinator(self) -> None:
-        if not self.up:
-            self.log("the coordinator starts")
-            self.up = True
-            self.coordinator = Membership(1 + IDS * self.restarts)
-
-    def freeze_coordinator(self) -> None:
-        """SIGSTOP, or its machine is suspended."""
-        if self.up and self.frozen_at is None:
-            self.log("the coordinator is stopped")
-            self.frozen_at = self.now
-
-    def thaw_coordinator(self) -> None:
-        if self.frozen_at is not None:
-            self.log("the coordinator goes on")
-            self.behind += self.now - self.frozen_at
-            self.frozen_at = None
-            kept, self.kept = self.kept, []
-            for message in kept:
-                message()
-            self._answer_asks()
-
     # The engine.
 
     def reduce(self, node: Node, action: m.Reduce) -> None:
@@ -404,6 +288,7 @@ class World:
             raise BrokenError(f"{node.name} commits what is not the result of {action.key}")
         if self.states[node.identity].digest != parent or outer.round != self.states[node.identity].round + 1:
             raise BrokenError(f"{node.name} commits {action.key} on a state that it does not belong to")
+        self.invariants.follow(self.states[node.identity], outer)
         self.invariants.commit(outer, parent)
         self.committed_at = self.now
         node.previous = self.states[node.identity]
@@ -423,6 +308,7 @@ class World:
     def published(self, node: Node, outer: OuterRecord) -> None:
         """A member's record of its state is `outer` now; the state is the same."""
         self.invariants.publish(outer)
+        self.invariants.follow(self.states[node.identity], outer)
         self.states[node.identity] = outer
 
     def seen(self, view: View) -> None:
@@ -432,28 +318,38 @@ class World:
         self.seen_views.add(id(view))
         decision = decide(view, self.rules)
         plan = decision.plan
+        for header in view.headers:
+            if header.electors:
+                self.electors[header.generation, header.round] = header.electors
         if isinstance(plan, FormGroup) and (sound := self._sound(plan)):
             raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
         if isinstance(plan, NewGeneration) and decision.top:
+            if self.rules.majority and plan.waited:
+                self._check_survivors(decision.top, decision.current)
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
+        elif isinstance(plan, Adopt) and plan.renewal and decision.top:
+            self.invariants.turn(plan.renewal.generation, decision.top.generation, False)
         elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
             self.invariants.begin(plan.generation, living or bool(self.disks))
+
+    def _check_survivors(self, top: Header, here: frozenset[str]) -> None:
+        """A generation may begin without most of the voters only if these are dead."""
+        living = {node.identity for node in self.nodes.values() if node.alive} - here
+        left = [each for each in self.electors.get((top.generation, top.round), ()) if each in living]
+        if 2 * len(left) > top.voters:
+            raise BrokenError(
+                f"a generation begins while more than half of the voters live elsewhere: {left} of {top.voters}"
+            )
+
+    def leave(self, node: Node) -> None:
+        for each in self.coordinators:
+            each.leave(node)
 
     def _sound(self, plan: FormGroup) -> list[str]:
         """Members whose message is left out, and that have not diverged, as far as their process lives."""
         left_out = {member.identity for member in plan.members if member.name in plan.left_out}
         return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]
-
-    def _heard(self) -> list[str]:
-        """The islands in a fleet of which the coordinator certainly knows, also if it has just started."""
-        is_late = self.weather.lost or self.weather.late or self.weather.delay > self.timing.heartbeat_seconds / 5
-        return [] if is_late else [node.name for node in self.nodes.values() if self._is_heard(node)]
-
-    def _is_heard(self, node: Node) -> bool:
-        is_reachable = self.connected(node.name, COORDINATOR) and node.hears
-        since = max(node.reachable_since, node.in_fleet_since)
-        return is_reachable and self.now - since > self.timing.heartbeat_seconds
 
     def _has_state(self, node: Node) -> bool:
         """Whether a process has a fleet's state, or will have it when it goes on."""

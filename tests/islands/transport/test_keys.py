@@ -34,7 +34,8 @@ from gregale.islands.view_poller import with_own_addresses
 from gregale.programs.island.status import StatusTracker
 from tests.islands.transport.test_lighthouse import TIMING, WAIT_SECONDS
 
-BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "heartbeat_seconds": 9.0}
+BEAT = {"format": FORMAT, "kind": "beat", "session": "s", "stalled": "", "round": -1, "here": True, "met": True}
+BEAT["heartbeat_seconds"] = 9.0
 PORTS = ["coordinator", "island"]
 
 
@@ -178,8 +179,8 @@ def test_no_member_answers_in_the_place_of_another(make_server, token):
 def test_false_coordinators_and_hosts_of_an_island_are_refused(listen, token):
     oslo = key_file(token, "oslo", 0, 9.0)
     with pytest.raises(NotAdmitted, match="is not accepted: it has the key of turin, not of lighthouse"):
-        headers_of_fleet(listen("coordinator", key_file(token, "turin", 0, 9.0)).partition("/")[0], oslo)
-    assert headers_of_fleet(listen("coordinator", key_file(token, NAME, 0, 9.0)).partition("/")[0], oslo) == {}
+        headers_of_fleet([listen("coordinator", key_file(token, "turin", 0, 9.0)).partition("/")[0]], oslo)
+    assert headers_of_fleet([listen("coordinator", key_file(token, NAME, 0, 9.0)).partition("/")[0]], oslo) == {}
     tracker = StatusTracker("turin", 1, 0)
     tracker._driver = NoHosts()  # type: ignore[assignment]
     for message in ({"kind": "host", "name": "oslo", "host": 1, "have": 0}, {"kind": "host", "host": 1, "have": 0}):
@@ -252,9 +253,9 @@ def test_a_revocation_reaches_coordinators_and_islands_and_outlives_them(token, 
     with closing(CoordinatorClient(second.address, "turin", turin_again, TIMING)):
         wait_until(list_beside(other).exists)
     with pytest.raises(Revoked, match="the key of oslo was revoked"):
-        headers_of_fleet(second.address, oslo)
+        headers_of_fleet([second.address], oslo)
     commanded(capsys, "key", "oslo", "--out", "new.key")
-    assert headers_of_fleet(second.address, read_credentials(Path("new.key"), "k", "oslo")) == {}
+    assert headers_of_fleet([second.address], read_credentials(Path("new.key"), "k", "oslo")) == {}
     for each in (*members, second):
         each.close()
 

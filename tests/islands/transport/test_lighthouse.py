@@ -64,10 +64,10 @@ class Fleet:
             assert time.monotonic() < until
             time.sleep(0.02)
 
-    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns]]:
+    def ask(self, name: str, x: int = 0, needed: int = 1) -> Future[tuple[int, Columns, int]]:
         return self.threads.submit(self.members[name].ask, {"x": x}, needed)
 
-    def ask_all(self, names: str, x: int = 0) -> list[tuple[int, Columns]]:
+    def ask_all(self, names: str, x: int = 0) -> list[tuple[int, Columns, int]]:
         return [asked.result() for asked in [self.ask(name, x, len(names)) for name in names]]
 
     def restart(self, token: bytes = TOKEN) -> None:
@@ -84,11 +84,11 @@ def fleet() -> Iterator[Fleet]:
     fleet.lighthouse.close()
 
 
-def seen(view: tuple[int, Columns]) -> list[tuple[str, int]]:
+def seen(view: tuple[int, Columns, int]) -> list[tuple[str, int]]:
     return [(header["name"], header["x"]) for header in headers_in(view)]
 
 
-def headers_in(view: tuple[int, Columns]) -> list[dict]:
+def headers_in(view: tuple[int, Columns, int]) -> list[dict]:
     keys = list(view[1])
     return [dict(zip(keys, row, strict=True)) for row in zip(*(unpack(view[1], key) for key in keys), strict=True)]
 
@@ -115,7 +115,7 @@ def test_all_members_get_the_same_view_with_everybodys_header(fleet):
 
 def test_a_restarted_coordinator_begins_with_a_new_id(fleet):
     fleet.join("a", "b")
-    former, _ = fleet.ask_all("ab")[0]
+    former, *_ = fleet.ask_all("ab")[0]
     waiting = fleet.ask("a")
     fleet.said.clear()
     fleet.lighthouse.close()
@@ -153,7 +153,7 @@ def test_another_token_ends_only_the_island_that_has_it(fleet):
 
 def test_an_island_asks_what_a_fleet_agrees_on_before_it_joins(fleet):
     """Also whether it has the fleet's token and messages; without a fleet or a coordinator nothing is asked."""
-    address = fleet.lighthouse.address
+    address = [fleet.lighthouse.address]
     assert headers_of_fleet(address, TOKEN) == {}
     fleet.join("a")
     fleet.ask("a", 7).result()
@@ -216,7 +216,7 @@ def test_a_lighthouse_with_other_messages_does_not_end_a_known_island(fleet, mon
 def test_a_header_that_is_not_of_texts_is_refused_and_the_fleet_goes_on(fleet):
     """A member whose process has an error has the token too. No view could be written as JSON with its number."""
     fleet.join("a", "b")
-    message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1}
+    message = {"format": FORMAT, "kind": "ask", "name": "b", "session": "s", "number": 1, "needed": 1, "term": 0}
     message |= {"hold_seconds": 20.0, "gather_seconds": 0.1, "heartbeat_seconds": 20.0, "header": {"norm": math.nan}}
     other = PeerClient(f"{fleet.lighthouse.address}/{NAME}", TOKEN, 20.0)
     with closing(other), pytest.raises(RequestRejected, match="the values of a header are JSON texts"):

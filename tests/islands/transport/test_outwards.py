@@ -110,5 +110,5 @@ def test_a_host_that_has_gone_and_a_full_relay_are_unreachable(sites, make_serve
 def test_the_coordinator_finds_the_hosts_that_it_does_not_reach(make_server):
     hosts = [make_server().address, f"127.0.0.1:{free_port()}/abcd", "outwards:ef/ef", "a:b/c", "nonsense"]
     with closing(Lighthouse("127.0.0.1:0", TOKEN)) as up, closing(CoordinatorClient(up.address, "a", TOKEN, LAN)) as a:
-        _, columns = a.ask({"hosts": hosts}, 1)
+        _, columns, _ = a.ask({"hosts": hosts}, 1)
     assert unpack(columns, "hosts") == [[hosts[0], "outwards:abcd/abcd", "outwards:ef/ef", "outwards:c/c", "nonsense"]]

@@ -32,6 +32,27 @@ with an id that no member has seen, so no earlier id makes a witness.
 The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more
 rounds wins, and the others heal from it. Every generation still has one state for each round; only such a wait can lose
 a round.
+
+**Several coordinators** (`Rules.majority`). All their views have one order, and the requests of each member have it too
+(`choice`). So whatever a view does, it knows all that its members have accepted before, and they accept nothing of an
+earlier view after it. No witness and no wait is used. The successor of a state is one decree; its proposals are the
+reduces and the new generations without a result, and each has the stamp of its view as its number:
+
+- The voters are listed by identity (`Header.electors`). A member that heals to a state of which it is a voter votes: it
+  cannot have accepted anything there. With half of them or fewer a view does nothing.
+- A result is committed if more than half of the voters hold it with the same stamp. So any later view with more than
+  half of them has one that holds it, or a newer acceptance of it.
+- Such a view takes the held result with the newest stamp. If half of the voters or more do not hold it, it is not
+  committed and never will be, as these accept no older view: a new reduce may begin. Otherwise all voters in the view
+  adopt it with the view's stamp (`Adopt`), with or without its data. So no other result gets a higher stamp than one
+  that may be committed. Those without data heal from those that have it.
+- A new generation of the same state, for new leases, is adopted and committed in the same way.
+
+Half of the voters or fewer begin a new generation only if the processes of all others are dead, and in one case more:
+if they are exactly half, for then nothing was committed without one of them; or if fewer islands than `minimum` are
+missing, for then no others continue. That also holds if no voter is left, as after a restart from checkpoints, or if a
+result is lost with its last holder. Only these cases, where half of the voters or more have lost their memory, can lose
+a round (`NewGeneration.waited`).
 """
 
 from collections import Counter
@@ -42,7 +63,16 @@ from gregale.distributed.agreement import difference, from_text
 from gregale.islands.protocol import outliers
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, Header, Peer, View
 from gregale.islands.protocol.ledger import LeaseReport, digest_of
-from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
+from gregale.islands.protocol.plans import (
+    Adopt,
+    CommitAccepted,
+    Decision,
+    FormGroup,
+    NewGeneration,
+    Plan,
+    StartFleet,
+    Wait,
+)
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.protocol.split import parts
 
@@ -63,6 +93,9 @@ def _decide(view: View, rules: Rules) -> Decision:
     at_top = [header for header in states if (header.round, header.generation) == newest]
     digest = _most_common(header.digest for header in at_top)
     current = [header for header in at_top if header.digest == digest]
+    electors = next((header.electors for header in current if header.electors), ())
+    if rules.majority:
+        current = [replace(header, voter=header.identity in electors) for header in current]
     plan = _plan(view, headers, current, rules)
     return Decision(
         plan=plan,
@@ -71,6 +104,7 @@ def _decide(view: View, rules: Rules) -> Decision:
         sources=tuple(_peer(header) for header in current),
         refused=refused,
         differ=frozenset(header.identity for header in at_top if header.digest != digest),
+        electors=electors,
     )
 
 
@@ -147,22 +181,84 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
     needed = rules.minimum if is_running else max(rules.minimum, rules.start)
     if len(headers) < needed:
         return _too_few(headers, needed)
-    best = _newest_held(current)
     voters, present = current[0].voters, sum(header.voter for header in current)
     if present < voters and not all(header.retried for header in current if header.voter):
         return Wait("live members may be late: requesting another view", lacking=True)
-    sure = 2 * present > voters and (present == voters or _witnessed(current, view))
-    verdict = _verdict(current, best) if sure else "turn"
-    if verdict == "commit" and best:
-        return CommitAccepted(best.key, best.digest)
-    if verdict == "turn":
-        return _new_generation(view, current, best)
+    plan = _by_majority(view, headers, current, rules) if rules.majority else _by_witness(view, current)
+    if plan is not None:
+        return plan
     if awaited := _names(header for header in headers if header.hold_rounds):
         return Wait("islands heal more slowly than rounds are made", awaited)
     waits = rules.lockstep or current[0].round >= rules.closing
     if waits and (early := _names(header for header in current if not header.ready)):
         return Wait("islands have not made their steps", early)
     return _form(view, headers, current, rules)
+
+
+def _by_witness(view: View, current: list[Header]) -> Plan | None:
+    """Return the plan that has to come before a reduce, if any."""
+    best = _newest_held(current)
+    voters, present = current[0].voters, sum(header.voter for header in current)
+    sure = 2 * present > voters and (present == voters or _witnessed(current, view))
+    verdict = _verdict(current, best) if sure else "turn"
+    if verdict == "commit" and best:
+        return CommitAccepted(best.key, best.digest)
+    return _new_generation(view, current, best) if verdict == "turn" else None
+
+
+def _by_majority(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan | None:
+    """Return the plan that has to come before a reduce where there are several coordinators, if any."""
+    voters, present = current[0].voters, [header for header in current if header.voter]
+    best = max((header.held for header in present if header.held), key=lambda held: held.stamp, default=None)
+    if 2 * len(present) <= voters:
+        return _survivors(view, headers, current, rules)
+    if best is None:
+        return None
+    if not any(_has_data(header, best) for header in current) and best.ballot:
+        return _survivors(view, headers, current, rules)
+    if 2 * sum(header.held == best for header in present) > voters:
+        return CommitAccepted(best.key, best.digest)
+    if 2 * sum(not _holds(header, best) for header in present) >= voters:
+        return None  # more than half of the voters cannot hold it
+    return Adopt(replace(best, stamp=view.stamp))
+
+
+def _survivors(view: View, headers: list[Header], current: list[Header], rules: Rules) -> NewGeneration | Wait:
+    """Return how half of the voters or fewer continue: only if nobody else can."""
+    present = [header for header in current if header.voter]
+    # A new generation that is held (ballot 0) has no round in it, and the dead have not continued without these.
+    held = [each.held for each in current if each.held and each.held.ballot]
+    best = max(held, key=lambda held: held.stamp, default=None)
+    identities, names = {header.identity for header in current}, {header.name for header in headers}
+    voters = {identity for header in current for identity in header.electors}
+    electors = voters - identities
+    dead = {identity for header in current for identity in header.dead}
+    # A name belongs to one process: one that has started again is not the voter.
+    here = {header.identity for header in headers}
+    dead |= {each for each in electors - here if each.rpartition("/")[0] in names}
+    is_alone = electors <= dead if voters else any(header.wait_expired for header in current)
+    is_half = bool(present) and 2 * len(present) == current[0].voters
+    others = {name for header in current for name in header.known} - names
+    holders = [each for each in current if best is None or _has_data(each, best)]
+    if not holders:  # it is lost with the dead
+        best, holders, is_half = None, current, False
+    members = [each for each in holders if each.voter] or holders
+    if not (is_alone and (is_half or len(others) < rules.minimum)):
+        missing = _names_of(electors - dead) or tuple(sorted(others))
+        return Wait("more than half of the islands that made the last round have to be here", missing, missing=True)
+    reason = "the other half of the islands is dead" if is_half else "the islands that made the last round are dead"
+    return NewGeneration(
+        generation=Generation(current[0].generation.number + 1, fingerprint(view)),
+        members=tuple(_peer(header) for header in members),
+        commit=CommitAccepted(best.key, best.digest) if best else None,
+        waited=not is_half,
+        reason=reason,
+        reports=tuple(_report(each) for each in members),
+    )
+
+
+def _names_of(identities: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(identity.rpartition("/")[0] for identity in identities))
 
 
 def _newest_held(current: list[Header]) -> AcceptedResult | None:
@@ -174,6 +270,10 @@ def _newest_held(current: list[Header]) -> AcceptedResult | None:
 
 def _holds(header: Header, best: AcceptedResult) -> bool:
     return header.held is not None and (header.held.key, header.held.digest) == (best.key, best.digest)
+
+
+def _has_data(header: Header, best: AcceptedResult) -> bool:
+    return header.prepared and _holds(header, best)
 
 
 def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
@@ -221,7 +321,7 @@ def _new_generation(view: View, current: list[Header], best: AcceptedResult | No
 
 def _form(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
     ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
-    group = sorted(_reaching(current, ballot, rules.minimum), key=lambda header: header.name)
+    group = sorted(_reaching(current, ballot, rules), key=lambda header: header.name)
     if 2 * sum(header.voter for header in group) <= current[0].voters:
         return _split_generation(view, current, group, "islands do not reach one another")
     messages = {h.name: _size(h) for h in group if h.ready and (h.weight > 0 or h.norm is None)}
@@ -230,7 +330,8 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     weights = tuple(header.weight if header.name in counted else 0.0 for header in group)
     if not any(weights):
         if all(header.starved for header in group):
-            return _split_generation(view, current, group, "no island has data left to train on")
+            renewal = _split_generation(view, current, group, "no island has data left to train on")
+            return _proposed(view, renewal) if rules.majority else renewal
         return Wait("no island contributes a message", _names(group), idle=True)
     inside, stage = {header.identity for header in group}, rules.stage_at(current[0].round)
     return FormGroup(
@@ -247,6 +348,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
         ),
         leaving=frozenset(header.identity for header in group if header.leaving),
         size=outliers.median(counted.values()),
+        stamp=view.stamp,
         left_out=left_out,
         parts=parts([header.link for header in group]),
     )
@@ -271,13 +373,19 @@ def _split_generation(view: View, current: list[Header], members: Iterable[Heade
     )
 
 
-def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
+def _proposed(view: View, renewal: NewGeneration) -> Adopt:
+    """Return a new generation as a result that its members have to hold before they begin it."""
+    members = tuple(peer.identity for peer in renewal.members)
+    return Adopt(AcceptedResult(renewal.generation.name, 0, "", members, members, view.stamp), renewal)
+
+
+def _reaching(current: list[Header], ballot: int, rules: Rules) -> list[Header]:
     """Return the members without those that do not reach others, once reduces keep failing; at least `minimum`.
 
     The result has more than half of the voters, or all members; after more failures also fewer voters, at least one. If
     no failure names a member, members are excluded in turn: one, then two, and so on.
     """
-    group, failures = list(current), max(header.failures for header in current)
+    group, failures, minimum = list(current), max(header.failures for header in current), rules.minimum
     failing = {header.name for header in current if header.failures >= EXCLUDE_AFTER}
     pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in failing}
     while len(group) > minimum:
@@ -292,7 +400,8 @@ def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
     if len(group) == len(current) and failures >= SPLIT_AFTER:
         group = _without_some(current, (failures - SPLIT_AFTER) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
-    return group if 2 * voters > current[0].voters or (voters and failures >= SPLIT_AFTER) else list(current)
+    may_split = voters and failures >= SPLIT_AFTER and not rules.majority
+    return group if 2 * voters > current[0].voters or may_split else list(current)
 
 
 def _without_some(current: list[Header], more: int, ballot: int, minimum: int) -> list[Header]:

@@ -67,6 +67,7 @@ class AcceptedResult:
     digest: str
     members: tuple[str, ...]
     electors: tuple[str, ...]
+    stamp: int = 0  # `View.stamp` of the view in which this member accepted it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ class Header:
     used: int = 0  # examples of that lease
     step_seconds: float = 0.0  # of its last steps, from which others learn their grace
     link: int = 0  # level of its link's rate (`split`); 0: unknown
+    # Only with `Rules.majority`:
+    electors: tuple[str, ...] = ()  # identities of the voters, as far as it knows them
+    prepared: bool = False  # whether it has the data of the result that it holds
+    dead: tuple[str, ...] = ()  # voters whose processes are certainly dead
+    known: tuple[str, ...] = ()  # names of islands with a lease of data
 
     @property
     def identity(self) -> str:
@@ -118,10 +124,14 @@ FORMAT = digest_of(4, [each.name for kind in (Header, AcceptedResult) for each i
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The coordinator's answer: an id that counts changes of membership, and the headers of all members in it."""
+    """The coordinator's answer: an id that counts changes of membership, and the headers of all members in it.
+
+    The stamps of all coordinators' views are different, and increase with the requests of each member (`choice`).
+    """
 
     id: int
     headers: tuple[Header, ...]
+    stamp: int = 0
 
 
 class Peer(NamedTuple):

@@ -16,7 +16,7 @@ from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generatio
 from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.member_state import MemberState, PendingCommit
 from gregale.islands.protocol.outliers import NOT_FINITE
-from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
+from gregale.islands.protocol.plans import Adopt, CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
 from gregale.islands.protocol.spread import recipients
 
 HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
@@ -130,12 +130,13 @@ class Member(MemberState):
         self._reducing = None
         if self._held:
             self._do(m.Discard(self._held.held.key))
+        self._accepted = None
         ledger = form.ledger_after(self.outer, self.rules)
         sizes = form.sizes_after(self.outer.sizes)
         outer = OuterRecord(
             self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes
         )
-        held = AcceptedResult(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
+        held = AcceptedResult(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors, form.stamp)
         weight = form.weights[form.ranks[self._me]]
         self._held = PendingCommit(held, outer, weight, self._me in form.leaving, form)
 
@@ -168,6 +169,7 @@ class Member(MemberState):
         self._drop_round()
         self.handover.state_replaced()
         self._adopt(outer)
+        self._electors = ()
         self._voter, self._seen, self._from_checkpoint = False, 0, wanted.from_checkpoint
         self.holder, self._heal_failed, self._vain_heals = self.identity.session, "", self._vain_heals + 1
         self._do(m.Install(outer, keeps))
@@ -214,6 +216,10 @@ class Member(MemberState):
         if self._me in decision.current:
             self._vain_heals, self._hold_time_before = 0, 0.0
             self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
+            if self.rules.majority:
+                self._electors, self._voter = decision.electors, self._me in decision.electors
+                if not self._voter and decision.headers.keys() >= set(self._electors):
+                    self._group = tuple(peer for peer in decision.sources if peer.identity in self._electors)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -232,14 +238,21 @@ class Member(MemberState):
         elif isinstance(plan, CommitAccepted):
             if self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest):
                 self._commit(view)
+            elif self._accepted and self._accepted[0].key == plan.key and (outer := self._accepted[1]):
+                self._renew(view, outer)
             else:
+                if self.rules.majority:
+                    self._retry_at = self._now + self.timing.retry_seconds
                 self._seen = 0  # it lacks the committed result: the next view names the sources for healing
         elif isinstance(plan, NewGeneration):
             self._begin_generation(view, plan)
+        elif isinstance(plan, Adopt):
+            self._accept(view, plan)
         else:
             self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lease_policy))
             self._change_generation(plan.generation, 0, plan.voters)
             self._group = decision.sources
+            self._electors = tuple(peer.identity for peer in decision.sources)
             self._enter(view, m.Publish(self.outer))
             self._do(m.LogLine(f"the fleet begins with {plan.voters} islands"))
 
@@ -251,8 +264,9 @@ class Member(MemberState):
             self._request_message(number)  # nobody else contributes, who may have been faster
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
-            self._do(m.LogLine(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
-        if plan.missing and self._voter:
+            seconds = "" if self.rules.majority else f" {self.timing.turnover_seconds:g} s"
+            self._do(m.LogLine(f"{plan.reason}: waiting{seconds} for them", loud=True))
+        if plan.missing and (self._voter or self.rules.majority):
             missing = decision.missing(self._group)
             self._missing = frozenset(peer.identity for peer in missing)
             self._do(m.ProbePeers(missing))
@@ -273,6 +287,36 @@ class Member(MemberState):
         else:
             self._pause_if_excluded()
 
+    def _accept(self, view: View, plan: Adopt) -> None:
+        """Hold a result of another view in place of an older one."""
+        self._seen, self._needs_view, held = view.id, True, self._held
+        if not self._voter:
+            self._retry_at = self._now + self.timing.retry_seconds
+        elif held and (held.held.key, held.held.digest) == (plan.result.key, plan.result.digest):
+            self._held, self._accepted = replace(held, held=plan.result), None
+        else:
+            if held:
+                self._do(m.Discard(held.held.key))
+            result, outer, renewal = plan.result, None, plan.renewal
+            if renewal:
+                ledger = advance(self.outer.ledger, renewal.reports, self.rules.lease_policy)
+                generation, voters = renewal.generation, len(renewal.identities)
+                outer = replace(self.outer, ledger=ledger, generation=generation, voters=voters)
+                result = replace(result, digest=outer.fingerprint())
+            elif self._accepted and self._accepted[0].key == result.key:
+                outer = self._accepted[1]
+            self._held, self._accepted = None, (result, outer)
+
+    def _renew(self, view: View, outer: OuterRecord) -> None:
+        """Begin the accepted generation of the same state."""
+        assert self._accepted is not None
+        members, self._electors = self._accepted[0].members, self._accepted[0].members
+        self._do(m.LogLine(f"generation {outer.generation.number} from round {outer.round}: new leases of data", True))
+        self._drop_results()
+        self.outer, self.handover.starved = outer, False
+        self._group = tuple(peer for peer in self._group if peer.identity in members)
+        self._enter(view, m.Publish(outer))
+
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None
         prepared, self._held, self._from_checkpoint = self._held, None, False
@@ -282,6 +326,8 @@ class Member(MemberState):
         self._drop_round()
         self.handover.next_round(used=prepared.weight > 0)
         self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
+        same = generation in (None, prepared.outer.generation)
+        self._electors = tuple(each for each in prepared.form.identities if same and each not in prepared.form.leaving)
         self._committed = prepared
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
@@ -313,7 +359,7 @@ class Member(MemberState):
             self._change_generation(plan.generation, self.outer.round, len(plan.identities))
             self.handover.starved = False  # as far as this member knows: it may have a lease now
             self._enter(view, m.Publish(self.outer))
-        self._group = plan.members
+        self._group, self._electors = plan.members, tuple(peer.identity for peer in plan.members)
 
     def _catch_up(self, decision: Decision) -> None:
         self._needs_view, top = True, decision.top
@@ -331,7 +377,7 @@ class Member(MemberState):
             self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
             self._change_generation(top.generation, top.round, top.voters)
-            self._voter, self._seen = False, 0
+            self._voter, self._seen, self._electors = False, 0, ()
             self._do(m.Publish(self.outer))
         elif not self._healing:
             self._differs = self._me in decision.differ
@@ -356,7 +402,7 @@ class Member(MemberState):
             self._do(m.DropGroup())
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        self._reducing = self._held = None
+        self._reducing = self._held = self._accepted = None
         self._ballot = self._failures = 0
 
     def _leave(self) -> None:
@@ -370,7 +416,7 @@ class Member(MemberState):
         # The others wait in a closing round for the messages of those that ask.
         asks = self._message is not None or self._is_closing or self._now >= self._grace_end
         ready = self.handover.due and asks
-        if ready or self._held or self._needs_view:
+        if ready or self._held or self._accepted or self._needs_view:
             self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True

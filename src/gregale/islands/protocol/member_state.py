@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.choice import SILENT_BEATS
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
 from gregale.islands.protocol.ledger import digest_of
@@ -14,7 +15,6 @@ from gregale.islands.protocol.outliers import median
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
-SILENT_BEATS = 3  # heartbeats without an answer, after which a coordinator is silent: one answer may be late
 EQUAL_STEPS = 1.1  # times the shortest step: the steps of islands that count as equally fast
 GRACE_STEPS = 1.5  # of the fastest member: others between two of their steps hand their messages over in time
 ABSENT_ROUNDS = 3  # without a member's contribution, after which that is reported
@@ -57,6 +57,7 @@ class MemberState:
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
         self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
+        self._electors: tuple[str, ...] = ()  # identities of the voters, if they are known
         self._committed: PendingCommit | None = None  # the newest result
         self._missing: frozenset[str] = frozenset()  # members of that group that are missing
         self._dead: frozenset[str] = frozenset()  # identities of dead peers
@@ -94,6 +95,8 @@ class MemberState:
         self._ping_at, self._grace_end = 0.0, 0.0
         self._reducing: tuple[FormGroup, float] | None = None
         self._held: PendingCommit | None = None
+        # What it holds in place of `_held`, without data; the record that follows, if it has the same data as now.
+        self._accepted: tuple[AcceptedResult, OuterRecord | None] | None = None
         self._ballot, self._failures = 0, 0
         self._contributes = False  # a reduce of this round has begun with this member's message
         self._unreachable: tuple[str, ...] = ()
@@ -111,6 +114,8 @@ class MemberState:
     @property
     def header(self) -> Header:
         own, outer, message = self.identity, self.outer, self._message
+        held = self._accepted[0] if self._accepted else self._held.held if self._held else None
+        is_strict = self.rules.majority
         return Header(
             name=own.name,
             session=own.session,
@@ -126,7 +131,7 @@ class MemberState:
             voter=self._voter,
             voters=outer.voters,
             ballot=self._ballot,
-            held=self._held.held if self._held else None,
+            held=held,
             failures=self._failures,
             unreachable=self._unreachable,
             ready=message is not None or self._is_too_late,
@@ -145,6 +150,10 @@ class MemberState:
             used=self._used,
             step_seconds=self.handover.step_seconds,
             link=self._link,
+            electors=self._electors if is_strict else (),
+            prepared=is_strict and self._held is not None and self._accepted is None,
+            dead=tuple(sorted(self._dead.intersection(self._electors))) if is_strict else (),
+            known=tuple(lease.name for lease in outer.ledger.leases) if is_strict else (),
         )
 
     def _count(self, message: m.MessageReady) -> None:

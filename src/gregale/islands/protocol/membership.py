@@ -19,6 +19,9 @@ is one, nor before the names that run had the time for a heartbeat since the coo
 The islands give these numbers with their requests: the smallest `needed`, and the largest `gather_seconds`. The
 coordinator has none of its own. The id of a view increases by one only if the set of names has changed. The first id
 (`first_id`) is one that no member has seen, so that a restarted coordinator repeats none.
+
+Where there are several coordinators, each view belongs to a term of its coordinator, and has requests of this term
+only. No two coordinators have the same term (`choice`).
 """
 
 import math
@@ -28,6 +31,8 @@ from typing import Any
 from gregale.distributed.agreement import listed
 
 BEATS_PER_TIMEOUT = 5
+NEVER = 10**6  # needed members of those that only join a fleet: it begins at the first coordinator of several
+TERMS, VIEWS = 2**48, 2**32  # more than coordinators draw first ids from, and than there are views of one
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,14 +46,16 @@ class Ask:
     needed: int  # the smallest number of members in a view that are of use to this one
     gather_seconds: float
     heartbeat_seconds: float
+    term: int = 0  # the coordinator's, as far as the member knows; 0: there is one coordinator
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A view: an id that counts changes of membership, and its requests sorted by name."""
+    """A view: an id that counts changes of membership, its requests sorted by name, and a stamp that counts views."""
 
     id: int
     asks: tuple[Ask, ...]
+    stamp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Session:
     heard: float
     heartbeat_seconds: float
     runs: bool = False
+    here: bool = True  # it sends its requests to this coordinator
+    met: bool = False  # it receives the answers to its heartbeats
     ask: Ask | None = None  # its pending request
     header: Any = None  # of its newest request
     view: Formed | None = None  # of its newest request, once a view has answered it
@@ -78,7 +87,8 @@ class Membership:
     """The state of a coordinator. Times are seconds of one clock; ticks may be any time apart."""
 
     def __init__(self, first_id: int = 1):
-        self._id = first_id - 1
+        self._id, self._views = first_id - 1, 0
+        self._key = self.term = first_id % TERMS
         self._sessions: dict[str, dict[str, Session]] = {}  # by name, then by session, the oldest first
         self._owners: dict[str, Session] = {}  # the first ones, by name
         self._newest: dict[tuple[str, str], int] = {}  # numbers of requests, by name and session; kept for ever
@@ -113,6 +123,11 @@ class Membership:
         """The longest silence of a healthy name."""
         return max((owner.heartbeat_seconds for owner in self._owners.values()), default=0.0)
 
+    @property
+    def hears(self) -> int:
+        """The number of healthy names that this coordinator hears, and that hear it."""
+        return sum(owner.met for owner in self._owners.values())
+
     def held(self, name: str) -> str:
         """Return what the next view waits for, as of the last tick, and what `name` has to know beside it.
 
@@ -126,8 +141,10 @@ class Membership:
 
     def _what_is_awaited(self, now: float) -> str:
         pending, reasons = self.pending, []
-        others = sorted(self._owners.keys() - pending.keys())
-        if pending and len(pending) < (needed := _needed(pending)):
+        others = sorted(self._here() - pending.keys())
+        if pending and (needed := _needed(pending)) == NEVER:
+            reasons.append("a fleet begins at the first coordinator only, which is silent here")
+        elif pending and len(pending) < needed:
             reasons.append(f"{len(pending)} of at least {needed} islands are here ({listed(sorted(pending))})")
         if others:
             reasons.append(f"the coordinator waits for the requests of {listed(others)}")
@@ -138,9 +155,16 @@ class Membership:
             reasons.append(f"the coordinator waits {seconds:.1f} s more for heartbeats of a fleet that runs")
         return "; ".join(reasons) or "the coordinator forms a view"
 
-    def beat(self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float) -> None:
+    def beat(
+        self, name: str, session: str, heartbeat_seconds: float, runs: bool, now: float, here: bool = True,
+        met: bool = True,
+    ) -> None:  # fmt: skip
         """Record a heartbeat; that of an owner refuses other processes of its name."""
-        self._heard(name, session, heartbeat_seconds, now).runs = runs
+        found = self._heard(name, session, heartbeat_seconds, now)
+        found.runs, found.here, found.met = runs, here, met
+        if not here:
+            self._drop_ask(found)
+            found.ask = None
         owner, *rivals = self._sessions[name].values()
         for rival in rivals if owner.key == session else ():
             # Earlier heartbeats of the owner may have been sent before the other process began.
@@ -152,13 +176,30 @@ class Membership:
     def ask(self, ask: Ask, now: float) -> None:
         """Record a member's request; a later tick answers it."""
         session = self._heard(ask.name, ask.session, ask.heartbeat_seconds, now)
-        key = ask.name, ask.session
+        if ask.term and ask.term != self.term:
+            if ask.term > self.term:
+                self._begin_term(ask.term)
+            self._answers.append(Answer(ask))
+            return
+        session.here, key = True, (ask.name, ask.session)
         newest = self._newest.get(key, -1)
         if ask.number > newest or (session.ask and ask.number == newest):
             self._drop_ask(session)
             session.ask, session.header, self._newest[key] = ask, ask.header, ask.number
         else:  # the newest one gets its view again: the member has not received it
             self._answers.append(Answer(ask, session.view if ask.number == newest else None))
+
+    def _begin_term(self, after: int) -> None:
+        """Begin a term after another coordinator's: the requests of an earlier term are in no view."""
+        self.term = (after // TERMS + 1) * TERMS + self._key
+        self._id, self.last, self._enough_since = self.term * VIEWS, None, None
+        for session in (each for processes in self._sessions.values() for each in processes.values()):
+            self._drop_ask(session)
+            session.ask = session.view = None
+
+    def _here(self) -> set[str]:
+        """Return the healthy names that send their requests to this coordinator."""
+        return {name for name, owner in self._owners.items() if owner.here}
 
     def leave(self, name: str, session: str) -> None:
         """Record the end of a process; the next oldest of the name becomes the owner."""
@@ -205,11 +246,11 @@ class Membership:
         possible = len(pending) >= _needed(pending) and not is_beside and not is_early
         if possible and self.last is not None and self.last <= pending.keys():
             return True
-        if not possible or 2 * len(pending) <= len(self._owners):
+        if not possible or 2 * len(pending) <= (count := len(self._here())):
             self._enough_since = None
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
-        return len(pending) == len(self._owners) or now - self._enough_since >= _gather_seconds(pending)
+        return len(pending) == count or now - self._enough_since >= _gather_seconds(pending)
 
     def _early_seconds(self, pending: dict[str, Ask], now: float) -> float:
         """Return for how long these requests may not begin a fleet: one that runs may not have sent a heartbeat yet."""
@@ -224,7 +265,8 @@ class Membership:
         names, self._enough_since = frozenset(pending), None
         if names != self.last:
             self._id, self.last = self._id + 1, names
-        view = Formed(self._id, tuple(pending[name] for name in sorted(names)))
+        self._views += 1
+        view = Formed(self._id, tuple(pending[name] for name in sorted(names)), self.term * VIEWS + self._views)
         for ask in view.asks:
             owner = self._owners[ask.name]
             owner.view, owner.ask = view, None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.headers import Generation, Header, OuterRecord, Peer
+from gregale.islands.protocol.headers import AcceptedResult, Generation, Header, OuterRecord, Peer
 from gregale.islands.protocol.ledger import LeaseReport, Ledger, advance
 from gregale.islands.protocol.outliers import KEPT, Size
 from gregale.islands.protocol.settings import Rules
@@ -45,6 +45,14 @@ class NewGeneration:
 
 
 @dataclass(frozen=True)
+class Adopt:
+    """All voters hold `result`, with or without its data. `renewal`: it is this new generation of the same state."""
+
+    result: AcceptedResult
+    renewal: NewGeneration | None = None
+
+
+@dataclass(frozen=True)
 class FormGroup:
     """A group reduces the next round; its commit brings the next ledger, by `reports`.
 
@@ -61,6 +69,7 @@ class FormGroup:
     leaving: frozenset[str]
     reports: tuple[LeaseReport, ...]
     size: Size | None = None
+    stamp: int = 0  # of the view
     left_out: dict[str, str] = field(default_factory=dict)
     parts: tuple[int, ...] = ()
 
@@ -96,7 +105,7 @@ class Wait:
     idle: bool = False  # no island wants a round
 
 
-Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait
+Plan = StartFleet | CommitAccepted | NewGeneration | Adopt | FormGroup | Wait
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ class Decision:
     sources: tuple[Peer, ...]  # the members that have that state
     refused: dict[str, str]  # reasons by identity
     differ: frozenset[str] = frozenset()  # identities that have another state for the same round
+    electors: tuple[str, ...] = ()  # `Header.electors` of that state
     headers: dict[str, Header] = field(default_factory=dict)  # of the view, by identity
 
     @property

@@ -71,6 +71,7 @@ class Rules:
     stages: tuple[int, ...] = ()  # the number of rounds after which each stage but the first begins
     fragments: tuple[int, ...] = (1,)  # of each stage: a round changes one
     closing: float = math.inf  # from this round on no steps come between rounds, and each waits for all messages
+    majority: bool = False  # there are several coordinators: only more than half of the voters continue
 
     def fragments_at(self, round: int) -> int:
         """Return the number of fragments in the stage that the fleet is in after so many rounds."""

@@ -1,4 +1,4 @@
-"""The client of the coordinator (`lighthouse`): requests and heartbeats; `protocol.membership` has its rules."""
+"""The client of the coordinators (`lighthouse`): requests and heartbeats; `protocol.membership` has their rules."""
 
 import itertools
 import os
@@ -6,10 +6,12 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 from gregale.distributed.signing import canonical
 from gregale.errors import UserError
+from gregale.islands.protocol.choice import Choice
 from gregale.islands.protocol.headers import FORMAT
 from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.messages import Heartbeat
@@ -50,63 +52,91 @@ class RequestDropped(Exception):
     """The coordinator has dropped a request: a newer one has replaced it, or this member was silent or has left."""
 
 
-def headers_of_fleet(address: str, token: bytes) -> Columns:
-    """Return the headers of the islands that run; empty if none runs, or the coordinator is not reached.
+def headers_of_fleet(addresses: Sequence[str], token: bytes) -> Columns:
+    """Return the headers of the islands that run; empty if none runs, or no coordinator is reached.
 
     The process that asks does not join. Raises NotAdmitted.
     """
-    pool, message = ConnectionPool(address, token), {"format": FORMAT, "kind": "fleet"}
-    try:
-        return read_texts(pool.request(message, CONNECT_SECONDS)["headers"])
-    except CoordinatorUnreachable:
-        return {}
-    finally:
-        pool.close()
+    message = {"format": FORMAT, "kind": "fleet"}
+    for address in addresses:
+        pool = ConnectionPool(address, token)
+        try:
+            if headers := read_texts(pool.request(message, CONNECT_SECONDS)["headers"]):
+                return headers
+        except CoordinatorUnreachable:
+            pass
+        finally:
+            pool.close()
+    return {}
 
 
 class CoordinatorClient:
-    """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
+    """A member's client of the coordinators: sends heartbeats from threads until `close`, and reconnects by itself.
 
+    - `addresses`: of one coordinator, or of several, the preferred ones first
     - `name`: of the member, unique in the fleet
     - `timing`: the coordinator takes its seconds from it
     - `session`: of this process; by default a new one
-    - `last_heartbeat`: the result of the newest heartbeat
+    - `last_heartbeat`: the result of the newest heartbeat to the chosen coordinator (`choice`)
     - `revoked`: the error that ends this member, if its key was revoked
     """
 
-    def __init__(self, address: str, name: str, token: bytes, timing: Timing, session: str | None = None):
-        self.address, self.name, self.last_heartbeat = address, name, Heartbeat()
+    def __init__(
+        self, addresses: Sequence[str] | str, name: str, token: bytes, timing: Timing, session: str | None = None
+    ):
+        self.addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        self.name, self.last_heartbeat = name, Heartbeat()
         self.revoked: Revoked | None = None
         self._session, self._timing = session or secrets.token_hex(8), timing
-        self._pool = ConnectionPool(address, token)
+        self._pools = [ConnectionPool(address, token) for address in self.addresses]
+        self._choice, self._lock = Choice(len(self.addresses), timing.heartbeat_seconds), threading.Lock()
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._beat, args=(index,), name="gregale-heartbeat", daemon=True)
+            for index in range(len(self.addresses))
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def ask(self, header: dict, needed: int) -> tuple[int, Columns]:
+    @property
+    def address(self) -> str:
+        """The address of the chosen coordinator."""
+        return self.addresses[self._choice.current]
+
+    def turned_to(self) -> str | None:
+        """Return the address of the coordinator if requests go to another one from now on: the last one has failed."""
+        with self._lock:
+            return self.address if self._choice.look(time.monotonic()) else None
+
+    def ask(self, header: dict, needed: int) -> tuple[int, Columns, int]:
         """Send this member's header (JSON; `name` is added); wait for a view of `needed` members or more.
 
-        Return its id, which increases when the *membership* changes, and the headers of its members, sorted by `name`.
+        Return its id, which increases when the *membership* changes, the headers of its members, sorted by `name`, and
+        its stamp (`View`).
 
         The coordinator holds the request, and confirms this every `hold_seconds`: then it is repeated with its number,
         and takes the view that was formed in between. Raises CoordinatorUnreachable, which may be retried,
         RequestDropped, and NotAdmitted or NameTaken.
         """
         timing = self._timing
-        request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header)}
+        with self._lock:
+            index, term, needed = self._choice.request(needed, header.get("round") == NO_ROUND)
+        address = self.addresses[index]
+        request = {"number": next(self._numbers), "needed": needed, "header": to_texts(header), "term": term}
         request |= {"hold_seconds": timing.hold_seconds, "gather_seconds": timing.gather_seconds}
-        while (reply := self._send("ask", request, timing.ask_seconds)).get("held") and not self._closed.is_set():
-            pass
+        while (reply := self._send(index, "ask", request, timing.ask_seconds)).get("held"):
+            if self._closed.is_set():
+                break
         if refused := reply.get("refused"):
             raise NameTaken(
-                f"islands.name: the lighthouse at {self.address} refuses this island: {refused}. If that is a process "
+                f"islands.name: the lighthouse at {address} refuses this island: {refused}. If that is a process "
                 "of this island that is about to end, the same command works later; otherwise give another name."
             )
         if (view := reply.get("view")) is None:
-            raise RequestDropped(f"The lighthouse at {self.address} has dropped the request.")
-        return view["id"], read_texts(view["headers"])
+            raise RequestDropped(f"The lighthouse at {address} has dropped the request.")
+        return view["id"], read_texts(view["headers"]), view["stamp"]
 
     def report(self, round: int, stalled: str | None) -> None:
         """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
@@ -117,29 +147,41 @@ class CoordinatorClient:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._thread.join(LAST_REQUEST_SECONDS)
-        if self._pool.has_met:
-            self._say("leave", {})
-        self._pool.close()
+        until = time.monotonic() + LAST_REQUEST_SECONDS
+        for index, (thread, pool) in enumerate(zip(self._threads, self._pools, strict=True)):
+            thread.join(max(until - time.monotonic(), 0.0))
+            if pool.has_met:
+                self._say(index, "leave", {})
+            pool.close()
 
-    def _beat(self) -> None:
+    def _beat(self, index: int) -> None:
         interval = wait = self._timing.heartbeat_seconds / BEATS_PER_TIMEOUT
         while not self._closed.wait(max(wait, 0.0)):
             began = time.monotonic()
-            self.last_heartbeat = self._say("beat", self._status)
+            with self._lock:
+                here, met = index == self._choice.current, self._choice.is_heard(index, began)
+            heartbeat = self._say(index, "beat", self._status | {"here": here, "met": met})
+            if index == self._choice.current:
+                self.last_heartbeat = heartbeat
             wait = interval - (time.monotonic() - began)
 
-    def _say(self, kind: str, content: dict) -> Heartbeat:
+    def _say(self, index: int, kind: str, content: dict) -> Heartbeat:
         try:
-            return Heartbeat(held=str(self._send(kind, content, self._timing.network_seconds).get("held", "")))
+            reply = self._send(index, kind, content, self._timing.network_seconds)
         except (CoordinatorUnreachable, NotAdmitted) as error:
             self.revoked = error if isinstance(error, Revoked) else None
             return Heartbeat(str(error))
+        with self._lock:
+            self._choice.answered(index, int(reply.get("hears", 0)), time.monotonic())
+        return Heartbeat(held=str(reply.get("held", "")))
 
-    def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
+    def _send(self, index: int, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"format": FORMAT, "kind": kind, "name": self.name, "session": self._session, **content}
         message["heartbeat_seconds"] = self._timing.heartbeat_seconds
-        return self._pool.request(message, wait_seconds)
+        reply = self._pools[index].request(message, wait_seconds)
+        with self._lock:
+            self._choice.told(index, int(reply.get("term", 0)))
+        return reply
 
 
 class ConnectionPool:

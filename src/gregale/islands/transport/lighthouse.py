@@ -95,26 +95,34 @@ class Lighthouse:
                 raise RequestRejected("unknown message")
             if self._membership.has_answers:
                 self._tick()
-            return {"held": self._membership.held(name), **news}
+            told = {"hears": self._membership.hears, "term": self._membership.term}
+            return told | {"held": self._membership.held(name), **news}
 
     def _beat(self, name: str, session: str, message: dict) -> None:
         round, stalled, now = message.get("round"), text_of(message, "stalled", LONGEST_REASON), self._time()
         if type(round) is not int:
             raise RequestRejected("a heartbeat has a round")
-        self._membership.beat(name, session, seconds_of(message, "heartbeat_seconds"), round > NO_ROUND, now)
+        seconds, here, met = seconds_of(message, "heartbeat_seconds"), message.get("here"), message.get("met")
+        if not (isinstance(here, bool) and isinstance(met, bool)):
+            raise RequestRejected("a heartbeat says whether this coordinator is chosen, and heard")
+        self._membership.beat(name, session, seconds, round > NO_ROUND, now, here, met)
         if self._membership.healthy.get(name) == session:
             self._tell(self._news.report(name, round, stalled, now), self._say)
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, needed, header = message.get("number"), message.get("needed"), message.get("header")
+        term = message.get("term")
         if not (isinstance(number, int) and isinstance(needed, int) and isinstance(header, dict)):
             raise RequestRejected("a view request has a number, the needed members and a header")
+        if not isinstance(term, int):
+            raise RequestRejected("a view request has a term")
         if not all(isinstance(each, str) for each in header.values()):
             raise RequestRejected("the values of a header are JSON texts")
         if "hosts" in header:
             header["hosts"] = self._reached(name, session, header["hosts"])
         hold, gather, heartbeat = (seconds_of(message, f"{key}_seconds") for key in ("hold", "gather", "heartbeat"))
-        ask, answer = Ask(name, session, number, header | to_texts({"name": name}), needed, gather, heartbeat), Future()
+        header |= to_texts({"name": name})
+        ask, answer = Ask(name, session, number, header, needed, gather, heartbeat, term), Future()
         with self._lock:
             self._waiting[ask] = answer
             self._membership.ask(ask, self._time())
@@ -125,14 +133,15 @@ class Lighthouse:
 
     def _tick(self) -> None:
         """Send the answers that are due, and print the resulting lines."""
-        now, refused = self._time(), set[str]()
+        now, refused, term = self._time(), set[str](), self._membership.term
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now, self._time.stopped):
-            reply: dict | bytes = {"refused": answer.refused}
+            reply: dict | bytes = {"refused": answer.refused, "term": term}
             if (view := answer.view) is not None:
                 if view not in replies:  # one text for all its members
                     headers = [ask.header for ask in view.asks]
-                    replies[view] = compress(canonical({"view": {"id": view.id, "headers": pack(headers)}}), 1)
+                    made = {"id": view.id, "stamp": view.stamp, "headers": pack(headers)}
+                    replies[view] = compress(canonical({"view": made, "term": term}), 1)
                 reply = replies[view]
             elif answer.refused:
                 refused.add(answer.ask.name)

@@ -83,7 +83,7 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
     token = checked_token(config)
-    headers_of_fleet(str(config.islands.lighthouse), token)  # refuses another token, before data are prepared
+    headers_of_fleet(config.islands.coordinators, token)  # refuses another token, before data are prepared
     with prepared(config, options.fresh) as run:
         return train(run, token)
 
@@ -145,7 +145,7 @@ def check_agrees(run: PreparedRun, token: bytes, rules: Rules) -> None:
     islands, stages = run.config.islands, [(stage.setup.config, stage.corpus) for stage in run.stages]
     agreed = agreement(stages, rules.stages, [""] * jax.process_count())
     for seconds in (1.2 * timing_of(islands).heartbeat_seconds, 0.0):
-        fleet = headers_of_fleet(str(islands.lighthouse), token)
+        fleet = headers_of_fleet(islands.coordinators, token)
         if not (why := disagreement(fleet, islands.own_name, gregale.__version__, agreed)):
             return
         time.sleep(seconds)
@@ -164,6 +164,7 @@ def rules_of(run: PreparedRun) -> Rules:
         stage_rounds(run.config, methods),
         tuple(each.schedule.fragments for each in methods),
         methods[-1].schedule.rounds(run.config.steps - 1),
+        len(islands.coordinators) > 1,
     )
 
 
@@ -284,7 +285,7 @@ def join(run: PreparedRun, start: Start, token: bytes, status: StatusTracker, ru
     rounds = lines_at(directory.path / ROUNDS, ResumePoint("round", record.round), say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
-        coordinator=CoordinatorClient(str(islands.lighthouse), islands.own_name, token, timing, session),
+        coordinator=CoordinatorClient(islands.coordinators, islands.own_name, token, timing, session),
         worker=hosts,
         leases=leases,
         pace=pace,

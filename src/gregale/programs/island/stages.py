@@ -64,6 +64,8 @@ def agreement(
     hosts = {"the number of an island's hosts": str(len(shards))}
     heartbeat = timing_of(stages[0][0].islands).heartbeat_seconds
     seconds = {"islands.heartbeat_seconds": format_term(heartbeat)}
+    if (coordinators := len(stages[0][0].islands.coordinators)) > 1:
+        seconds["the number of coordinators"] = str(coordinators)
     shapes = {SHAPES: digest_of(list(shards))}
     first, *_ = terms = [stage_terms(*stage) for stage in stages]
     later = {f"stages.{number}.from": f"round {round}" for number, round in enumerate(rounds)}

@@ -1,0 +1,31 @@
+"""Which coordinator an island asks, and under which term."""
+
+from gregale.islands.protocol.choice import Choice
+from gregale.islands.protocol.membership import NEVER
+
+HEARTBEAT_SECONDS = 5.0  # a heartbeat a second
+
+
+def test_the_one_that_hears_most_is_chosen_and_the_first_again_when_it_is_back():
+    choice, turns = Choice(2, HEARTBEAT_SECONDS), {}
+    for now in range(30):
+        for index, hears in enumerate((None if 5 <= now < 15 else 3, 2 if now > 20 else 3)):
+            if hears is not None:
+                choice.answered(index, hears, now)
+        if choice.look(now):
+            turns[now] = choice.current
+    assert turns == {8: 1, 17: 0}, "after three beats of silence, and two of a better one"
+
+
+def test_a_request_is_never_sent_under_a_lower_term():
+    choice = Choice(2, HEARTBEAT_SECONDS)
+    choice.told(0, 9)
+    choice.told(1, 4)
+    assert choice.request(2, is_fresh=True) == (0, 9, 2)
+    for now in (0, 4):
+        choice.answered(1, 3, now)
+        choice.look(now)
+    assert choice.request(2, is_fresh=True) == (1, 9, NEVER), "it tells the other one that its term is too low"
+    choice.told(1, 12)
+    assert choice.request(2, is_fresh=False) == (1, 12, 2)
+    assert Choice(1, HEARTBEAT_SECONDS).request(2, is_fresh=True) == (0, 0, 2)

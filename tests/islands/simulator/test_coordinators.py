@@ -1,0 +1,85 @@
+"""Several coordinators: splits, one-way cuts and deaths make no second history, and planted mistakes do."""
+
+from dataclasses import replace
+
+import pytest
+
+from gregale.islands.protocol import decision
+from gregale.islands.protocol.choice import Choice
+from gregale.islands.protocol.membership import Membership
+from gregale.islands.protocol.settings import LAN, WAN
+from tests.islands.simulator import node
+from tests.islands.simulator.coordinator import Coordinator
+from tests.islands.simulator.invariants import BrokenError
+from tests.islands.simulator.schedules import fail_over, run
+
+SCHEDULES = 30
+
+
+@pytest.mark.parametrize("schedules", [SCHEDULES, pytest.param(100 * SCHEDULES, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("coordinators", [2, 3])
+def test_random_schedules_make_one_history(coordinators, schedules):
+    outcomes = [run(number, coordinators=coordinators) for number in range(schedules)]
+    assert sum(outcome.rounds for outcome in outcomes) > 3 * schedules
+    assert sum(not outcome.forked for outcome in outcomes) > schedules / 2
+
+
+@pytest.mark.parametrize(("timing", "limit"), [(LAN, 10.0), (WAN, 60.0)])
+@pytest.mark.parametrize("with_island", [False, True])
+def test_rounds_go_on_without_the_first_coordinator_and_it_is_found_again(timing, limit, with_island):
+    for number in range(3):
+        seconds, found = fail_over(number, timing, with_island)
+        assert seconds <= limit
+        assert found <= limit
+
+
+class PromisesNothing(Choice):
+    """Asks each coordinator under that one's own term."""
+
+    def request(self, needed, is_fresh):
+        self._promised = 0
+        return super().request(needed, is_fresh)
+
+
+class HasNoTerms(Membership):
+    """Takes requests of every term into its views."""
+
+    def ask(self, ask, now):
+        super().ask(replace(ask, term=0), now)
+
+
+def by_witness(view, headers, current, rules):
+    """As with one coordinator."""
+    return decision._by_witness(view, current)
+
+
+def never_adopts(view, headers, current, rules, original=decision._by_majority):
+    plan = original(view, headers, current, rules)
+    return None if isinstance(plan, decision.Adopt) else plan
+
+
+def continues_with_half(view, headers, current, rules, original=decision._survivors):
+    """Takes all who are not there for dead."""
+    dead = tuple(each for header in current for each in header.electors)
+    return original(view, headers, [replace(each, dead=dead, known=()) for each in current], rules)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        (decision, "_by_majority", by_witness),
+        (decision, "_by_majority", never_adopts),
+        (decision, "_survivors", continues_with_half),
+        (Coordinator, "kind", HasNoTerms),
+        (node, "Choice", PromisesNothing),
+    ],
+)
+def test_a_planted_mistake_is_found(monkeypatch, owner, name, planted):
+    monkeypatch.setattr(owner, name, planted)
+
+    def run_until_found() -> None:
+        for number in range(10 * SCHEDULES):
+            run(number, coordinators=2)
+
+    with pytest.raises(BrokenError):
+        run_until_found()
