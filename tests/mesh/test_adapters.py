@@ -189,9 +189,9 @@ def test_a_step_beside_quantised_weights_is_one_beside_the_dequantised_ones(base
         setup = setup_of((2, 2, 1), **settings, adapter__base=bits)
         same = jax.tree_util.tree_map_with_path(rounded, exact, is_leaf=is_named)
         form = quantised(exact, base) if bits == base else same
-        state = setup.state_from(placed(form, setup.layout, setup.layout.params))
+        state, step = setup.state_from(placed(form, setup.layout, setup.layout.params)), setup.stepper()
         for number in (1, 2):
-            state, report = setup.stepper()(state, batch_of(setup, number), number)
+            state, report = step(state, batch_of(setup, number), number)
         found.append(jax.device_get((report.metrics.loss, report.metrics.grad_norm, state.method.parameters)))
     for first, second in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(first, second)
@@ -290,5 +290,6 @@ def test_dropout_takes_a_share_of_the_inputs_of_a_in_training_only():
     np.testing.assert_array_equal(found[0], found[1])
     assert np.mean(found[0] != found[2]) > 0.3, "another A drops other values"
     setup = setup_of((2, 1, 1), adapter="{targets: [query], dropout: 0.5}")
-    one, same = (setup.stepper()(first_state(setup), batch_of(setup, 1), 1)[1].metrics.grad_norm for _ in range(2))
+    step = setup.stepper()
+    one, same = (step(first_state(setup), batch_of(setup, 1), 1)[1].metrics.grad_norm for _ in range(2))
     assert float(one) == float(same), "a resume drops the same values"

@@ -37,7 +37,7 @@ MIXED = GemmaConfig(
     score_softcap=20.0,
     qk_norm=True,
 )
-FEW_LAYERS = replace(MIXED, layers=2, full_layers=(1,))
+ALIKE = replace(MIXED, layers=2, full_layers=())  # one kind, half as much to compile
 WHOLE = TrainConfig(
     name="context",
     steps=2,
@@ -108,7 +108,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Streaming DiLoCo is DiLoCo with more fragments.
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.soak] * (each == "diloco")) for each in METHODS]
+)
 def test_methods_train_as_with_whole_sequences(name):
     """On meshes that split parameters alike, so that codecs have equal blocks: nearly all codes are the same.
 
@@ -118,7 +121,7 @@ def test_methods_train_as_with_whole_sequences(name):
     # Adam divides a gradient that is nearly zero by itself: with a small epsilon its rounding, which is that of a
     # processor, is a whole update.
     changes = {"optimizer": replace(WHOLE.optimizer, epsilon=1e-5), **METHODS[name]}
-    setups = [set_up_on(mesh, steps=STEPS, model=FEW_LAYERS, **changes) for mesh in meshes]
+    setups = [set_up_on(mesh, steps=STEPS, model=ALIKE, **changes) for mesh in meshes]
     steppers, places = [setup.stepper() for setup in setups], [setup.abstract_state() for setup in setups]
     losses, parameters = [], []
     for shares in (lambda step: False, lambda step: not 7 < step <= 14):
