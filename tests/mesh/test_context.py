@@ -20,7 +20,7 @@ from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_shape
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.runs.config import BatchConfig, TrainConfig
-from tests.mesh.support import held, token_batch
+from tests.mesh.support import held, rarely, token_batch
 
 ROWS, POSITIONS, VOCABULARY = 16, 32, 64
 # Layers with a window that ends inside of a chunk, and some that see all tokens, with another base; scores capped.
@@ -78,7 +78,7 @@ def whole():
         MeshConfig(context=4, data=1),
         MeshConfig(replica=2, context=2, data=2),
         MeshConfig(replica=2, context=2, data=1, model=2),
-        MeshConfig(context=2, data=2, model=2),
+        pytest.param(MeshConfig(context=2, data=2, model=2), marks=pytest.mark.soak),
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.sizes(mesh.device_count).items() if size > 1),
 )
@@ -108,10 +108,7 @@ METHODS = {
 }
 
 
-# Streaming DiLoCo is DiLoCo with more fragments.
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.soak] * (each == "diloco")) for each in METHODS]
-)
+@pytest.mark.parametrize("name", rarely(METHODS, "diloco"))
 def test_methods_train_as_with_whole_sequences(name):
     """On meshes that split parameters alike, so that codecs have equal blocks: nearly all codes are the same.
 

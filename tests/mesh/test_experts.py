@@ -31,7 +31,7 @@ from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
-from tests.mesh.support import executed, layout_of, one_device
+from tests.mesh.support import executed, layout_of, one_device, rarely
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
 
@@ -125,10 +125,9 @@ CASES = {
     "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step"}),
     "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
 }
-IN_OTHERS = ["2x2x2", "2x4x1", "2x4x1, exchanged"]  # each of their parts is in another case, or in `METHODS`
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.soak] * (each in IN_OTHERS)) for each in CASES])
+@pytest.mark.parametrize("case", rarely(CASES, "2x2x2", "2x4x1", "2x4x1, exchanged"))
 def test_gradients_are_those_of_a_loop_over_all_experts(case):
     experts, mesh, microbatches, compute = CASES[case]
     model = model_with(experts)
@@ -169,10 +168,7 @@ METHODS = {
 }
 
 
-# Muon's step is PSDP's, and Streaming DiLoCo is DiLoCo with more fragments.
-@pytest.mark.parametrize(
-    "method", [pytest.param(each, marks=[pytest.mark.soak] * (each in ("psdp", "diloco"))) for each in METHODS]
-)
+@pytest.mark.parametrize("method", rarely(METHODS, "psdp", "diloco"))
 def test_steps_log_and_leave_what_a_loop_over_all_experts_does(method):
     mesh, changes = METHODS[method]
     model, few = model_with(SHARED), MeshConfig(replica=2 if "sync" in changes else 1, data=1)

@@ -24,7 +24,7 @@ from gregale.programs.runtime.checked_model import checked_loss
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.step_log import measured
 from gregale.training.state import StepReport
-from tests.mesh.support import held, one_device, token_batch
+from tests.mesh.support import held, one_device, rarely, token_batch
 from tests.mesh.test_mapping import ONE, POSITIONS, ROWS, VOCABULARY
 
 COEFFICIENT = 0.1  # large, so that gradients show it
@@ -118,8 +118,7 @@ def exact(sync) -> tuple:
     return steps_of(set_up_on(mesh, **({"sync": sync} if sync else {})), 2 if sync else 3)
 
 
-# Streaming DiLoCo is DiLoCo with more fragments.
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.soak] * (each == "diloco")) for each in CASES])
+@pytest.mark.parametrize("case", rarely(CASES, "diloco"))
 def test_auxiliary_terms_and_buffers_are_those_of_one_device(case):
     mesh, changes, method = CASES[case]
     logged, parameters, buffers = steps_of(set_up_on(mesh, **changes, **method), 2 if method else 3)
