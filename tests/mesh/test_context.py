@@ -108,7 +108,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", rarely(METHODS, "diloco"))
+@pytest.mark.parametrize("name", rarely(METHODS, "psdp", "diloco"))
 def test_methods_train_as_with_whole_sequences(name):
     """On meshes that split parameters alike, so that codecs have equal blocks: nearly all codes are the same.
 
