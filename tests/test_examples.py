@@ -41,7 +41,7 @@ def test_the_mixer_sees_earlier_tokens_of_a_document_alone():
 def test_the_mixers_loss_is_that_of_its_logits():
     model, batch = mixer_and_batch()
     loss, weight = jax.jit(lambda model: model.loss(batch, one_device()))(model)
-    scores = jax.nn.log_softmax(model.logits(batch, one_device()).array)
+    scores = jax.jit(lambda model: jax.nn.log_softmax(model.logits(batch, one_device()).array))(model)
     expected = -np.take_along_axis(np.asarray(scores), np.asarray(batch["targets"].array)[..., None], axis=-1).sum()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert weight == 2 * LENGTH
@@ -54,8 +54,9 @@ def test_adan_is_the_algorithm_as_it_is_written_down():
     transformation = config.build({"a": jnp.zeros(3)}, steps=5).whole()
     gradients = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     state, m, v, n, before = transformation.init({"a": jnp.zeros(3)}), 0.0, 0.0, 0.0, gradients[0]
+    update_of = jax.jit(transformation.update)
     for k, g in enumerate(gradients.astype(float), 1):
-        update, state = transformation.update({"a": jnp.asarray(g, jnp.float32)}, state, {"a": jnp.zeros(3)})
+        update, state = update_of({"a": g.astype(np.float32)}, state, {"a": np.zeros(3, np.float32)})
         change, before = g - before, g
         m, v, n = 0.98 * m + 0.02 * g, 0.92 * v + 0.08 * change, 0.99 * n + 0.01 * (g + 0.92 * change) ** 2
         direction = (m / (1 - 0.98**k) + 0.92 * v / (1 - 0.92**k)) / (np.sqrt(n / (1 - 0.99**k)) + 1e-8)

@@ -1,12 +1,13 @@
 """The reducer over a network: averages, bytes, order, feedback, and what all members agree on."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
 import pytest
 
+from gregale.codecs.codec import Codec
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
 from gregale.communication.collective_phases import EXACT
@@ -30,10 +31,21 @@ def values_of(member: int, round_number: int = 0) -> dict[str, np.ndarray]:
     return {key: random.normal(size=size).astype(np.float32) for key, size in SIZES.items()}
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def encoded(codec: Codec, rows: RowLayout, values: jax.Array) -> jax.Array:
+    return codec.encode(rows.to_rows(values))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def passed_on(codec: Codec, rows: RowLayout, values: jax.Array) -> jax.Array:
+    """Values that were encoded and decoded."""
+    return rows.from_rows(codec.decode(codec.encode(rows.to_rows(values)), rows.row))
+
+
 def messages_of(values: dict[str, np.ndarray], config: ReduceConfig) -> dict[str, np.ndarray]:
     found = {}
     for key, rows in cut(config).items():
-        found[key] = np.asarray(rows.first_codec(config).encode(rows.to_rows(values[key])))
+        found[key] = np.asarray(encoded(rows.first_codec(config), rows, values[key]))
     return found
 
 
@@ -55,9 +67,8 @@ def by_hand(weights, config: ReduceConfig, round_number=0) -> dict[str, np.ndarr
     total = {key: np.zeros(size) for key, size in SIZES.items()}
     for rank, weight in enumerate(weights):
         for key, rows in cut(config).items():
-            codec = rows.first_codec(config)
-            sent = codec.decode(codec.encode(rows.to_rows(values_of(rank, round_number)[key])), rows.row)
-            total[key] += weight / sum(weights) * np.asarray(rows.from_rows(sent), np.float64)
+            sent = passed_on(rows.first_codec(config), rows, values_of(rank, round_number)[key])
+            total[key] += weight / sum(weights) * np.asarray(sent, np.float64)
     return total
 
 
@@ -76,8 +87,7 @@ def test_all_members_get_the_same_bits_and_send_what_the_closed_form_says(config
         if config is EXACTLY or own.exact:
             np.testing.assert_allclose(first.gradient[key], expected, rtol=1e-6, atol=1e-6)
         else:
-            codec = config.second_codec()
-            twice = own.from_rows(codec.decode(codec.encode(own.to_rows(expected.astype(np.float32))), own.row))
+            twice = passed_on(config.second_codec(), own, expected.astype(np.float32))
             assert np.mean(~(np.abs(first.gradient[key] - np.asarray(twice)) <= 0.02)) < 0.02, (
                 "codes at a border may flip"
             )

@@ -1,6 +1,7 @@
 """Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from haliax import Axis, NamedArray
 
 from gregale.audit import Audit
@@ -68,6 +70,11 @@ def kernels_of(layout: Layout) -> Kernels:
 def one_device(**options) -> Execution:
     """The same on a single device."""
     return executed(layout_of().inside_replica(), **options)
+
+
+def rarely(cases: Iterable[str], *soak: str) -> list:
+    """The names of cases; some, whose parts others have, are for `make soak`."""
+    return [pytest.param(name, marks=pytest.mark.soak) if name in soak else name for name in cases]
 
 
 @cache

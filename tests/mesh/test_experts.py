@@ -31,7 +31,7 @@ from gregale.model.routing import choose, router_logits
 from gregale.optim import MuonConfig
 from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.inspection import load_figures
-from tests.mesh.support import executed, layout_of, one_device
+from tests.mesh.support import executed, layout_of, one_device, rarely
 from tests.mesh.test_losses import steps_of
 from tests.mesh.test_mapping import ONE, VOCABULARY, step_of
 
@@ -116,18 +116,18 @@ def looped_step(model: LlamaConfig) -> tuple[float, dict[str, np.ndarray]]:
 
 CASES = {
     "one device": (SHARED, MeshConfig(data=1), 4, {}),
-    "2x2x2": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {}),
-    "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step"}),
     "4x2x1, experts over data": (GROUPED, MeshConfig(replica=4, data=2), 2, {"remat": "projections"}),
     "2x2x2, exchanged": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {"remat": "full"}),
-    "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
-    "context, exchanged": (SHARED, MeshConfig(context=2, data=2), 1, {}),
-    "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none"}),
+    "context, exchanged": (GROUPED, MeshConfig(replica=2, context=2, data=2), 2, {}),
+    "context": (SHARED, MeshConfig(replica=2, context=2, data=2), 4, {"remat": "none", "gather": "per_step"}),
     "pipeline": (GROUPED, MeshConfig(replica=2, stage=2, data=2), 2, {}),
+    "2x2x2": (SHARED, MeshConfig(replica=2, data=2, model=2), 1, {}),
+    "2x4x1": (GROUPED, MeshConfig(replica=2, data=4), 2, {"gather": "per_step"}),
+    "2x4x1, exchanged": (GROUPED, MeshConfig(replica=2, data=4), 2, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rarely(CASES, "2x2x2", "2x4x1", "2x4x1, exchanged"))
 def test_gradients_are_those_of_a_loop_over_all_experts(case):
     experts, mesh, microbatches, compute = CASES[case]
     model = model_with(experts)
@@ -168,7 +168,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", rarely(METHODS, "psdp", "diloco"))
 def test_steps_log_and_leave_what_a_loop_over_all_experts_does(method):
     mesh, changes = METHODS[method]
     model, few = model_with(SHARED), MeshConfig(replica=2 if "sync" in changes else 1, data=1)

@@ -187,8 +187,8 @@ def test_decode_equals_the_full_forward(name, apart, context):
     model, run = made(name), executed(layout.inside_replica(), unroll=2, kernels=kernels_of(layout))
     weights, Rows = oracle.plain_weights(model), Axis(BATCH, ROWS)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
-    zeros = jnp.zeros(POSITIONS, int)
-    full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
+    zeros = np.zeros(POSITIONS, int)
+    full = jax.jit(jax.vmap(lambda row: oracle.logits(weights, row, np.arange(POSITIONS), zeros, model.config)))(tokens)
     model = model.unstacked() if apart else model
     width, lengths = 8, np.array([5, 7])
     first = hax.named(width - lengths, (Rows,))

@@ -115,10 +115,15 @@ def test_updates_are_those_of_the_table_times_the_forward_factor(config, table):
     )
     weights, gradients = drawn(config, 0), [drawn(config, seed) for seed in (1, 2)]
     optimizer = adamw.build(weights, 2, scalings=config.scalings).whole()
-    found, state = weights, optimizer.init(weights)
-    for gradient in gradients:
+
+    @jax.jit
+    def step(found, state, gradient):
         updates, state = optimizer.update(gradient, state, found)
-        found = jax.tree.map(jnp.add, found, updates)
+        return jax.tree.map(jnp.add, found, updates), state
+
+    found, state = weights, jax.jit(optimizer.init)(weights)
+    for gradient in gradients:
+        found, state = step(found, state, gradient)
     start, slopes = arrays(weights), [arrays(each) for each in gradients]
     for name, array in arrays(found).items():
         row, (factor, own) = row_of(name, table), (0.5, 0.2) if group.has(name) else (1, decay)
@@ -136,7 +141,11 @@ def test_orthogonal_updates_have_the_norm_of_the_base(rms):
     weights, gradient = trainable(drawn(config, 0)), trainable(drawn(config, 1))
     muon = MuonConfig(1.0, ConstantSchedule(), 0.0, clip_norm=None, rms=rms, epsilon=1e-20)
     built = [muon.build(weights, 1, scalings=each).whole() for each in (config.scalings, ())]
-    ours, plain = (arrays(each.update(gradient, each.init(weights), weights)[0]) for each in built)
+
+    def update(optimizer):
+        return jax.jit(lambda gradient, weights: optimizer.update(gradient, optimizer.init(weights), weights)[0])
+
+    ours, plain = (arrays(update(each)(gradient, weights)) for each in built)
     grows = 1 if rms is None else M**0.5
     hidden, out, few = (factor / grows for factor in (1, 1 / L, M**-0.5))
     factors = {"query.weight": hidden, "mlp.up": hidden, "attention.out.weight": out, "mlp.down": out}
@@ -155,21 +164,23 @@ def test_a_step_changes_logits_alike_at_all_widths():
         config = LlamaConfig(layers=1, hidden=width, heads=width // 16, mlp=width, init_scale=0.1)
         scalings = replace(config, parametrisation=CompletePConfig(32)).scalings
 
-        @jax.jit
-        def logits_and_gradient(model):
-            def loss(model):
-                return losses_of(model.loss(batch, one_device())).trained
+        def loss(model):
+            return losses_of(model.loss(batch, one_device())).trained
 
-            return model.logits(batch, one_device()).array, jax.grad(loss)(model)
-
-        plain = Llama.init(config, VOCABULARY, jax.random.key(0))
+        plain = jax.jit(lambda key, c=config: Llama.init(c, VOCABULARY, key))(jax.random.key(0))
         for kind, own in {"standard": (), "complete_p": scalings}.items():
-            model = scaled(plain, own, 0.0)
-            before, gradient = logits_and_gradient(model)
-            optimizer = LionConfig(rate, ConstantSchedule(), 0.0, clip_norm=None).build(model, 1, scalings=own).whole()
-            updates, _ = optimizer.update(gradient, optimizer.init(model), model)
-            after, _ = logits_and_gradient(jax.tree.map(jnp.add, model, updates))
-            changes[kind, width] = float(jnp.sqrt(jnp.mean(jnp.square(after - before))))
+
+            @jax.jit
+            def moved(plain, own=own):
+                model = scaled(plain, own, 0.0)
+                lion = LionConfig(rate, ConstantSchedule(), 0.0, clip_norm=None)
+                optimizer = lion.build(model, 1, scalings=own).whole()
+                updates, _ = optimizer.update(jax.grad(loss)(model), optimizer.init(model), model)
+                after = jax.tree.map(jnp.add, model, updates)
+                return [each.logits(batch, one_device()).array for each in (model, after)]
+
+            before, after = jax.device_get(moved(plain))
+            changes[kind, width] = float(np.sqrt(np.mean(np.square(after - before))))
     assert 0.5 < changes["complete_p", 256] / changes["complete_p", 32] < 2, changes
     assert changes["standard", 256] / changes["standard", 32] > 4, changes
 

@@ -1,5 +1,6 @@
 """One battery over every optimizer: plain optax on plain arrays is the oracle."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import equinox as eqx
@@ -72,8 +73,8 @@ def model(plain: dict[str, jax.Array]) -> Model:
     return Model({name: hax.named(array, AXES[name]) for name, array in plain.items()})
 
 
-def plain(model: Model) -> dict[str, jax.Array]:
-    return {name: leaf.array for name, leaf in model.weights.items()}
+def plain(model: Model) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf.array) for name, leaf in model.weights.items()}
 
 
 SCHEDULED = {"learning_rate": 0.03, "schedule": CosineSchedule(warmup=2, final=0.0)}
@@ -133,7 +134,7 @@ EVERY_KIND = pytest.mark.parametrize("config", [CASES[kind][0] for kind in KINDS
 
 def run(optimizer, parameters, gradients):
     """Parameters after each step; one compiled step."""
-    state = optimizer.init(parameters)
+    state = jax.jit(optimizer.init)(parameters)
 
     @jax.jit
     def step(parameters, state, gradient):
@@ -158,11 +159,12 @@ def test_every_step_equals_plain_optax(config, oracle):
             np.testing.assert_allclose(array, theirs[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def by_layer(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def by_layer(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays of each layer apart, by the names that groups match."""
     stacked = {name for name, axes in AXES.items() if axes[0] is Layers}
-    found = {name: array for name, array in arrays.items() if name not in stacked}
-    return found | {f"layer.{i}.{name}": arrays[name][i] for name in stacked for i in range(Layers.size)}
+    found = {name: np.asarray(array) for name, array in arrays.items()}
+    layers = {f"layer.{i}.{name}": found[name][i] for name in stacked for i in range(Layers.size)}
+    return {name: array for name, array in found.items() if name not in stacked} | layers
 
 
 def in_groups(limit: float | None = None):

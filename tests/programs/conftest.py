@@ -3,34 +3,73 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from gregale.cli import main
 from gregale.methods.method import Method
+from gregale.programs.runtime import setup as setup_module
+from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
 from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
+from gregale.training.state import TrainState
 from gregale.training.stepper import Stepper
 from tests.programs.tiny import EVALUATE, write_inputs
 
 # What the program of a step follows from.
 OF_A_STEP = ["seed", "steps", "model", "mesh", "batch", "optimizer", "sync", "reduce", "compute", "pipeline"]
 OF_A_STEP += ["inspect", "callbacks", "adapter", "skip_spikes", "objective", "mapping"]
+# Settings from which neither a model nor a method follows.
+OF_NO_METHOD = {"name", "runs", "log_every", "max_skipped", "checkpoint", "export", "evaluation", "samples", "trackers"}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def traced_steps() -> Iterator[dict[str, Stepper]]:
-    """Runs with the same program of a step share it: to trace one takes most of the time of a short run."""
-    made: dict[str, Stepper] = {}
-    make = Setup.stepper
+def traced_programs() -> Iterator[dict[tuple[str, str], Any]]:
+    """Runs with the same programs share them: to trace them takes most of the time of a short run."""
+    made: dict[tuple[str, str], Any] = {}
+    stepper, initial_state, place, begin = Setup.stepper, Setup.initial_state, setup_module._placed, Evaluator.__init__
 
-    def shared(setup: Setup, method: Method | None = None) -> Stepper:
+    def of_a_step(setup: Setup, method: Method) -> str:
         settings = [getattr(setup.config, name) for name in OF_A_STEP]
-        key = repr((settings, setup.Vocab, setup.layout.mesh, (method or setup.method).name))
-        return made.get(key) or made.setdefault(key, make(setup, method))
+        return repr((settings, setup.Vocab, setup.layout.mesh, method.name))
+
+    def shared_stepper(setup: Setup, method: Method | None = None) -> Stepper:
+        key = "stepper", of_a_step(setup, method or setup.method)
+        return made.get(key) or made.setdefault(key, stepper(setup, method))
+
+    def shared_state(setup: Setup) -> TrainState:
+        """The first state from the host's memory, to donate."""
+        key = "state", of_a_step(setup, setup.method_after(0))
+        if key not in made:
+            state = initial_state(setup)
+            made[key] = jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+        return jax.device_put(*made[key])
+
+    def shared_setup(config: TrainConfig, tokens: int, mesh: Mesh) -> Setup:
+        if config.plugins:  # their classes and callbacks are those of one test
+            return place(config, tokens, mesh)
+        settings = {name: value for name, value in vars(config).items() if name not in OF_NO_METHOD}
+        key = "setup", repr((settings, tokens, mesh, list(mesh.devices.flat)))
+        made[key] = made.get(key) or place(config, tokens, mesh)
+        return replace(made[key], config=config)
+
+    def shared_sums(evaluator: Evaluator, setup: Setup, text: EvaluationText, token_bytes: np.ndarray) -> None:
+        begin(evaluator, setup, text, token_bytes)
+        own = evaluator.objective, setup.config.evaluation.by_position, token_bytes.tobytes()
+        key = "sums", repr((of_a_step(setup, setup.method), own))
+        evaluator._sums, evaluator._named = made.setdefault(key, (evaluator._sums, evaluator._named))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Setup, "stepper", shared)
+        patch.setattr(Setup, "stepper", shared_stepper)
+        patch.setattr(Setup, "initial_state", shared_state)
+        patch.setattr(setup_module, "_placed", shared_setup)
+        patch.setattr(Evaluator, "__init__", shared_sums)
         yield made
 
 

@@ -15,7 +15,7 @@ OWN = {
     "plugins": ["two_widths"],
     "model": {"type": "counting", "layers": 2, "hidden": 32, "heads": 2, "mlp": 64, "wide": 96, "wide_layers": [1]},
     "mesh": {"replica": 2, "data": 2, "model": 2},
-    "sync": {"type": "streaming_diloco", "period": 3, "fragments": 3, "delay": 1},
+    "sync": {"type": "streaming_diloco", "period": 2, "fragments": 2, "delay": 1},
     "checkpoint": {"every": 2},
     "evaluation": {"every": 2},
     "inspect": {"every": 2},

@@ -15,7 +15,7 @@ LOST = (
 )
 
 
-def test_a_run_in_a_store_is_the_run_on_a_disk(s3, gregale, whole, traced_steps, capsys, tmp_path, monkeypatch):
+def test_a_run_in_a_store_is_the_run_on_a_disk(s3, gregale, whole, traced_programs, capsys, tmp_path, monkeypatch):
     run, found = s3 / "whole", Counter()
     options = ["--name", "whole", *EVALUATE, "--runs", s3, "--compilation_cache", s3 / "compiled"]
 
@@ -23,7 +23,7 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(s3, gregale, whole, traced_steps,
         """As on a host of its own, whose folder is empty and whose process has compiled nothing."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
         found.clear()
-        traced_steps.clear()
+        traced_programs.clear()
         with as_a_process_begins(), cache_events() as events:
             assert gregale("train", "tiny.yaml", *options) == 0
         found.update(events)

@@ -39,12 +39,17 @@ def decided(values: list[float], norms: list[float]) -> list[bool]:
     return found
 
 
+@jax.jit
+def judged(window: SpikeWindow, loss: jax.Array, norm: jax.Array) -> tuple[SpikeWindow, jax.Array]:
+    limits, finite = window.limits(CONFIG.sigma), jnp.isfinite(loss) & jnp.isfinite(norm)
+    spike = finite & ((loss > limits.loss) | (norm > limits.norm))
+    return window.after(loss, norm, finite, spike), spike
+
+
 def by_window(values: list[float], norms: list[float]) -> list[bool]:
     window, found = SpikeWindow.empty(CONFIG, ()), []
-    for loss, norm in zip(jnp.float32(values), jnp.float32(norms), strict=True):
-        limits, finite = window.limits(CONFIG.sigma), jnp.isfinite(loss) & jnp.isfinite(norm)
-        spike = finite & ((loss > limits.loss) | (norm > limits.norm))
-        window = window.after(loss, norm, finite, spike)
+    for loss, norm in zip(np.float32(values), np.float32(norms), strict=True):
+        window, spike = judged(window, loss, norm)
         found.append(bool(spike))
     assert int(window.spikes) == sum(found)
     return found
@@ -93,8 +98,8 @@ def test_each_replica_of_diloco_decides_for_itself():
     usual, other = (token_batch(ROWS, POSITIONS, VOCABULARY, seed=seed) for seed in (1, 2))
     for _ in range(3):
         state, _ = step(state, held(usual, setup.layout))
-    half = {name: usual[name].array.at[ROWS // 2 :].set(other[name].array[ROWS // 2 :]) for name in usual}
-    mixed = {name: replace(usual[name], array=array) for name, array in half.items()}
+    rows = np.arange(ROWS)[:, None] < ROWS // 2
+    mixed = {name: replace(usual[name], array=np.where(rows, usual[name].array, other[name].array)) for name in usual}
     after, report = step(state, held(mixed, setup.layout))
     assert report.metrics.spike.tolist() == [False, True]
     assert report.spikes.tolist() == [0, 1]

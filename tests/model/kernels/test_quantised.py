@@ -29,6 +29,7 @@ PARTS = {"batch": 2, "position": 3, "heads": 2}
 ON_DEVICES = {"batch": "data", "heads": "model"}  # axes of a mesh
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def operands(In: tuple[Axis, ...], Out: tuple[Axis, ...]) -> tuple[NamedArray, NamedArray, NamedArray]:
     """Values, a weight and a gradient; sizes of rows differ, and one row is zero."""
     keys = jax.random.split(jax.random.key(0), 3)
